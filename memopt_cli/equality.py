@@ -96,15 +96,15 @@ class Updates:
 
     def __init__(self, step: OwnStep) -> None:
         self._names = {id(p): name for name, p in step.model.named_parameters()}
-        self._count = 0
+        self.count = 0
         self.gradients: dict[str, Tensor] = {}
 
     def see(self, optimizer: Optimizer) -> None:
         """One is about to step."""
-        self._count += 1
+        self.count += 1
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
-                name = f"gradient of {self._names[id(parameter)]}{AT_UPDATE}{self._count}"
+                name = f"gradient of {self._names[id(parameter)]}{AT_UPDATE}{self.count}"
                 self.gradients[name] = parameter.grad.detach().clone()
 
 

@@ -107,10 +107,7 @@ class OwnStep(Step):
                 return
             self.run()
         if not self.models.has_updated:
-            raise StepError(
-                f"none of the step's optimizers has stepped in {SCALES} steps",
-                hint="List those that it uses.  A GradScaler skips updates whose gradients hold NaN or infinity.",
-            )
+            raise StepError(NEVER_STEPPED, hint=LIST_OPTIMIZERS)
 
     def is_settled(self) -> bool:
         """Whether it was run, and each of its optimizers has stepped."""
@@ -143,6 +140,8 @@ class OwnStep(Step):
                 check_finite(parameter.grad, f"the gradient of '{name}'")
 
 
+NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
+LIST_OPTIMIZERS = "List those that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
 _HINT = "It is called with the inputs, one for each argument of run; on the command line: -i SHAPE[@dtype][=values]."
 
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,7 +227,7 @@ def seeds_of_backward(
 
     The user's loss if given; else an output that is a scalar, or has a ``loss`` entry, is the loss; else every
     floating leaf of the output with a random cotangent drawn from ``seed`` (a plain sum has vanishing gradients in
-    many models).  Raises :class:`StepError` if nothing is differentiable.
+    many models), the same in whatever order a dict has them.  Raises :class:`StepError` if nothing is differentiable.
     """
     if loss is not None:
         output = loss(output)
@@ -235,10 +235,22 @@ def seeds_of_backward(
     if scalar is not None:
         _require_gradient([scalar], "the loss")
         return [scalar], [None]
-    leaves = [t for t in tensors_of(output) if t.requires_grad]
+    leaves = [t for t in _by_keys(output) if t.requires_grad]
     _require_gradient(leaves, "the model's output")
     generator = torch.Generator(leaves[0].device).manual_seed(seed)
     return leaves, [torch.randn(t.shape, generator=generator, dtype=t.dtype, device=t.device) for t in leaves]
+
+
+def _by_keys(output: Any) -> Iterator[Tensor]:
+    """The tensors of an output, those of a dict in the order of its keys."""
+    if isinstance(output, dict):
+        for key in sorted(output, key=str):
+            yield from _by_keys(output[key])
+    elif isinstance(output, list | tuple):
+        for part in output:
+            yield from _by_keys(part)
+    else:
+        yield from tensors_of(output)
 
 
 def reset_gradients(step: Step) -> None:

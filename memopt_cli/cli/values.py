@@ -127,6 +127,8 @@ def check_optimizer(text: str | None) -> str | None:
 
 def check_file(path: str | None) -> str | None:
     """Callback of a flag that names a file to read, which is not yet opened."""
+    if path is not None and os.path.isdir(path):
+        raise typer.BadParameter(f"'{path}' is a folder, not a file")
     if path is not None and not os.path.exists(path):
         raise typer.BadParameter(f"there is no file '{path}'")
     return path
@@ -135,7 +137,9 @@ def check_file(path: str | None) -> str | None:
 def check_code(paths: list[str]) -> list[str]:
     """Folders and Python files that exist."""
     for path in paths:
+        if os.path.isdir(path):
+            continue
         check_file(path)
-        if not os.path.isdir(path) and not path.endswith(".py"):
+        if not path.endswith(".py"):
             raise typer.BadParameter(f"'{path}' is neither a folder nor a Python file")
     return paths

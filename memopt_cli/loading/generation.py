@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from types import CodeType
+from typing import Any
+
 from torch import nn
 
 
@@ -17,10 +21,24 @@ def cache_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _fills_cache(module: nn.Module) -> bool:
-    """Whether it is of a class of Hugging Face's that generates text, and its configuration says so.
+    """Whether its forward makes a cache where none is given, as those of Hugging Face's decoders do, whatever their
+    output is for, and its configuration says so.
 
     The configuration is read as it lies there: no property of the file's is asked.
     """
-    if all(kind.__name__ != "GenerationMixin" for kind in type(module).__mro__):
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if not isinstance(code, CodeType) or not _makes_cache(code) or not _configured(module, "use_cache"):
         return False
-    return getattr(vars(module).get("config"), "__dict__", {}).get("use_cache") is True
+    # What encodes in one configuration and decodes in another makes one in the second alone.
+    is_either = "is_decoder" in code.co_names
+    return not is_either or vars(module).get("is_decoder") is True or _configured(module, "is_decoder")
+
+
+def _makes_cache(code: CodeType) -> bool:
+    makes = any(name == "use_cache" or name.endswith("Cache") for name in code.co_names)
+    return makes and {"use_cache", "past_key_values"} <= set(code.co_varnames)
+
+
+def _configured(module: nn.Module, name: str) -> bool:
+    config: Any = getattr(vars(module).get("config"), "__dict__", {})
+    return config.get(name) is True

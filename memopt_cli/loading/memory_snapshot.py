@@ -9,7 +9,7 @@ import io
 import pickle
 import pickletools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -40,7 +40,8 @@ class _NothingBuilt(pickle.Unpickler):
 
 
 def read_snapshot(path: str) -> SnapshotFacts:
-    """Who held what on the device that ran out, else on all, by the innermost line of each stack that is no library's.
+    """Who held what on the device that ran out, then, else at last on all, by the innermost line of each stack that is
+    no library's.
 
     Raises :class:`UnsafeFileError` for a pickle that wants more than plain containers, :class:`FileFormatError` for
     what is no snapshot, or too large a one.
@@ -139,31 +140,62 @@ class _Reading:
 
     def facts(self, data: Mapping[str, Any]) -> SnapshotFacts:
         """Raises :class:`TypeError`, :class:`ValueError`, :class:`KeyError`, :class:`AttributeError`."""
-        device, asked_bytes, free_bytes = self._failure(data)
-        held: Counter[str] = Counter()
+        failure = self._failure(data)
+        blocks: dict[object, Mapping[str, Any]] = {}  # by address and device; of versions that tell none, by number
         reserved_bytes = 0
         for segment in self._each(data["segments"]):
-            if device is None or segment.get("device", device) == device:
+            if failure.device is None or segment.get("device", failure.device) == failure.device:
                 reserved_bytes += _amount(segment["total_size"])
                 for block in self._each(segment["blocks"]):
                     if _text(block["state"]).startswith("active"):
-                        held[self._line_of(block)] += _amount(block["size"])
+                        device = segment.get("device", failure.device)
+                        blocks[(device, _amount(block["address"])) if "address" in block else len(blocks)] = block
+        reserved_bytes += self._rewound(failure, blocks)
+        held: Counter[str] = Counter()
+        for block in blocks.values():
+            held[self._line_of(block)] += _amount(block["size"])
         return SnapshotFacts(
             allocated_bytes=_amount(held.total()),
             reserved_bytes=_amount(reserved_bytes),
-            asked_bytes=asked_bytes,
-            free_bytes=free_bytes,
+            asked_bytes=failure.asked_bytes,
+            free_bytes=failure.free_bytes,
             lines=tuple(Holder(name=name, nbytes=size) for name, size in held.most_common(_MOST_HOLDERS)),
         )
 
-    def _failure(self, data: Mapping[str, Any]) -> tuple[int | None, int, int]:
-        """The device that ran out last, what it was asked for and what was free; of one that is not told, all 0."""
-        found: tuple[int | None, int, int] = (None, 0, 0)
+    def _failure(self, data: Mapping[str, Any]) -> _Failure:
+        """Memory that ran out, the last time."""
+        found = _Failure()
         for device, trace in enumerate(self._each(data.get("device_traces", ()))):
-            for event in self._each(trace):
-                if event.get("action") == "oom":
-                    found = (device, _amount(event["size"]), _amount(event.get("device_free", 0)))
+            events = [*self._each(trace)]
+            last = next((n for n in reversed(range(len(events))) if events[n].get("action") == "oom"), None)
+            if last is None or (moment := _amount(events[last].get("time_us", 0))) < found.moment:
+                continue
+            found = _Failure(
+                device=device,
+                moment=moment,
+                asked_bytes=_amount(events[last]["size"]),
+                free_bytes=_amount(events[last].get("device_free", 0)),
+                before=events[:last],
+                after=events[last + 1 :],
+            )
         return found
+
+    def _rewound(self, failure: _Failure, blocks: dict[object, Mapping[str, Any]]) -> int:
+        """Undo what the allocator did after memory ran out; the bytes that were reserved then and are not now."""
+        made = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
+        reserved = 0
+        for event in reversed(failure.after):
+            action, size = event.get("action"), _amount(event.get("size", 0))
+            if action in ("segment_alloc", "segment_map"):
+                reserved -= size
+            elif action in ("segment_free", "segment_unmap"):
+                reserved += size
+            elif action == "alloc":
+                blocks.pop((failure.device, _amount(event["addr"])), None)
+            elif action == "free_completed":
+                address = _amount(event["addr"])
+                blocks[failure.device, address] = {**made.get(address, {}), "size": size}
+        return reserved
 
     def _each(self, parts: Iterable[Any]) -> Iterator[Any]:
         for part in parts:
@@ -190,6 +222,20 @@ class _Reading:
                     return line
                 of_library = of_library or line
         return of_library
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """Memory that ran out; of a snapshot that tells of none, nothing."""
+
+    device: int | None = None
+    moment: int = 0
+    """In microseconds."""
+    asked_bytes: int = 0
+    free_bytes: int = 0
+    before: Sequence[Mapping[str, Any]] = ()
+    """What the allocator of the device did, as far as it is told."""
+    after: Sequence[Mapping[str, Any]] = ()
 
 
 def _text(value: Any) -> str:

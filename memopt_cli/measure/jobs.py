@@ -352,6 +352,11 @@ class VerifyJob(StepJob[Verification]):
 # ---------------------------------------------------------------------------------------------- of consecutive steps
 
 
+Mode = Literal["training", "eval", "as it came"]
+"""Of a model's modules: all in training mode; in eval mode, without what random numbers the other draws; each in its
+own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowJob(StepJob[Followed]):
     """What consecutive steps with an optimizer leave."""
@@ -364,8 +369,7 @@ class FollowJob(StepJob[Followed]):
     """The index of a step whose calls of modules are told, too."""
     double: bool = False
     """In float64, all of it."""
-    in_eval: bool = False
-    """Without what random numbers training mode draws."""
+    mode: Mode = "training"
     detached: bool = False
     """What a step leaves on the model is detached from its graph before the next, as training loops do for models that
     keep hidden state."""

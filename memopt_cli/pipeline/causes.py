@@ -28,6 +28,7 @@ RANDOM_COMPILED = (
     "torch.compile draws other random numbers than the model does without: compare with "
     "torch._inductor.config.fallback_random = True"
 )
+EVAL = "it is in eval mode in the {} alone: call train() where that is made, or before it is saved"
 TWICE = "its recomputation changes it a second time: leave it out of the checkpoint, or let it skip recomputations"
 OVERWRITTEN = "its recomputation is given another input: what it is computed from was written over after forward"
 OTHERWISE = "its recomputation gives something else of the same input: it reads what forward has changed"
@@ -138,8 +139,14 @@ def _first_call(pair: Pair) -> Cause | None:
             continue
         if _differ(call.inputs, theirs.inputs, pair.tolerance):
             continue
-        return _of(theirs, RANDOM if call.draws or theirs.draws else ELSEWHERE)
+        return _of(theirs, _otherwise(call, theirs))
     return None
+
+
+def _otherwise(ours: CallPrint, theirs: CallPrint) -> str:
+    if ours.training != theirs.training:
+        return EVAL.format("candidate" if ours.training else "reference")
+    return RANDOM if ours.draws or theirs.draws else ELSEWHERE
 
 
 def _chosen_otherwise(pair: Pair) -> Cause | None:

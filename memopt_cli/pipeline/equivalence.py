@@ -10,7 +10,7 @@ from typing import Final
 from memopt_cli.errors import StepError
 from memopt_cli.fingerprints import EPSILONS
 from memopt_cli.measure.jobs import FollowJob
-from memopt_cli.pipeline.causes import RANDOM, RANDOM_COMPILED, Pair, cause_of, of_failure, of_gaps
+from memopt_cli.pipeline.causes import EVAL, RANDOM, RANDOM_COMPILED, Pair, cause_of, of_failure, of_gaps
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.gaps import (
     Apart,
@@ -19,6 +19,7 @@ from memopt_cli.pipeline.gaps import (
     first_step_apart,
     half_of_digits,
     is_in_double,
+    is_nowhere_finite,
     largest_gap,
     unsteady,
     with_others,
@@ -101,6 +102,12 @@ def _trained(found: Followed | Failure) -> Followed:
         raise_failure(found, "the reference's step could not be run: ")
     if found.failed:
         raise StepError(f"the reference's step fails: {found.failed}")
+    gradients = [tensor for tensor in found.steps[0].left if tensor.name.startswith("gradient of ")]
+    if gradients and all(is_nowhere_finite(tensor) for tensor in gradients):
+        raise StepError(
+            "the reference's gradients hold NaN or infinity alone, which say nothing",
+            hint="torch.autograd.set_detect_anomaly(True) in the script says where they come from.",
+        )
     return found
 
 
@@ -163,9 +170,10 @@ def _compared(sides: _Sides, job: FollowJob, runs: _Runs, blank: Equivalence) ->
         compared=len(once.steps[0].left),
         worst=largest_gap(once, other),
         hooks=hooks,
-        notes=(*blank.notes, *notes, *_modes(once, other)),
+        notes=(*blank.notes, *notes),
     )
     judged = _judged(sides, job, found, _Runs(once=once, again=again, other=other))
+    judged = _in_their_modes(sides, job, judged, once, other)
     return replace(judged, alike="not") if hooks else judged
 
 
@@ -255,27 +263,53 @@ def _cause(
 ) -> Cause | None:
     one, other = both
     cause = cause_of(Pair(reference=one.steps[-1], candidate=other.steps[-1], gaps=gaps, tolerance=tolerance))
+    if job.mode == "as it came":
+        return cause or _evaluated(one, other)
     if cause is not None and cause.text != RANDOM and not other.is_compiled:
         return cause
     if one.draws or other.draws:
-        calm = sides.both(replace(job, in_eval=True))
+        calm = sides.both(replace(job, mode="eval"))
         if isinstance(calm, tuple) and first_gap(*calm, max(tolerance, half_of_digits(calm[0], 0.0))) is None:
             text = RANDOM_COMPILED if other.is_compiled else RANDOM
             return replace(cause, text=text) if cause else Cause(module="", class_name="", text=text)
     return cause
 
 
+def _in_their_modes(sides: _Sides, job: FollowJob, found: Equivalence, one: Followed, other: Followed) -> Equivalence:
+    """What was found in training mode; and where only one has modules in eval mode, in the modes that both came in."""
+    noted = replace(found, notes=(*found.notes, *_modes(one, other)))
+    if not found.passed or set(one.evaluating) == set(other.evaluating):
+        return noted
+    sides.progress.stage("comparing in the modes that they came in")
+    as_came = replace(job, mode="as it came")
+    both = sides.both(as_came)
+    if not isinstance(both, tuple):
+        return noted
+    allowed = max(half_of_digits(both[0], EPSILONS.get(sides.precision, 0.0)), 2 * found.worst)
+    apart = first_gap(*both, allowed)
+    return noted if apart is None else _explained(sides, as_came, noted, apart, allowed)
+
+
 def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
-    """A note, of modules that came in another mode than the same ones of the other."""
+    """A note, of modules that came in eval mode in one of the two, or that a difference may come from in both."""
     ours, theirs = set(reference.evaluating), set(candidate.evaluating)
     different = sorted(ours ^ theirs)
-    if not different:
-        return ()
-    whose = "the reference" if different[0] in ours else "the candidate"
-    return (
-        f"Both are compared in training mode. {different[0] or 'The model'} came in eval mode in {whose} alone: a "
-        "script that leaves it so trains otherwise.",
-    )
+    if different:
+        whose = "the reference" if different[0] in ours else "the candidate"
+        return (f"{different[0] or 'The model'} came in eval mode in {whose} alone.",)
+    if ours and "" not in ours:
+        return (
+            f"{min(ours)} came in eval mode, and was put into training mode as all models are: a function that makes "
+            "a step (memopt_cli.Step) keeps modes.",
+        )
+    return ()
+
+
+def _evaluated(reference: Followed, candidate: Followed) -> Cause:
+    """The outermost module that one of them has in eval mode."""
+    first = min(set(reference.evaluating) ^ set(candidate.evaluating))
+    whose = "reference" if first in reference.evaluating else "candidate"
+    return Cause(module=first, class_name="", text=EVAL.format(whose))
 
 
 def _hooks(reference: Followed, candidate: Followed) -> tuple[str, tuple[str, ...]]:

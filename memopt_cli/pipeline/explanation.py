@@ -235,7 +235,12 @@ def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) 
 
 def _told(plan: Plan) -> str:
     count = len(plan.segments)
-    return f"a plan of {count} segment{'s' * (count != 1)}"
+    parts = (
+        f"a plan of {count} segment{'s' * (count != 1)}" * (count > 0),
+        "a plan that packs saved tensors" * (plan.packed and not count),
+        "the optimizer in backward" * plan.in_backward,
+    )
+    return ", ".join(filter(None, parts)) or "the step as it is"
 
 
 class _Trial:
@@ -278,10 +283,9 @@ class _Trial:
         row = next(row for row in found.rows if row.plan == found.plan)
         measured = row.outcome
         assert isinstance(measured, Measurement), "it is within the budget"
-        where = ", the optimizer in backward" if found.plan.in_backward else ""
         yield Suggestion(
             change="optimizer in backward" if found.plan.in_backward else "plan",
-            text=f"{_told(found.plan)}{where}",
+            text=_told(found.plan),
             command=self._typed("optimize", f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"),
             plan=found.plan,
             predicted_bytes=row.predicted_allocated_peak_bytes,

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from memopt_cli.errors import StepError
 from memopt_cli.fingerprints import ROUNDING_SHARE, relative, typical
-from memopt_cli.records import Followed, StepPrint, TensorGap, TensorPrint
+from memopt_cli.records import NOT_FINITE, Followed, StepPrint, TensorGap, TensorPrint
 
 _Rename = Callable[[str], str]
 _Named = Mapping[str, TensorPrint]
@@ -66,6 +66,11 @@ def is_in_double(found: Followed) -> bool:
 
 _DOUBLE: Final = 2.0**-52
 """The distance of 1 to the next number of float64."""
+
+
+def is_nowhere_finite(tensor: TensorPrint) -> bool:
+    """Whether it holds NaN or infinity alone."""
+    return NOT_FINITE in tensor.kind and not tensor.norm
 
 
 def first_step_apart(reference: Followed, other: Followed) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.records import (
@@ -214,6 +214,21 @@ class _Lives:
             if held.parent is block and index not in held.packed and storage.born < held.call.start:
                 yield held
 
+    def held_by_first_runs(
+        self,
+        index: int,
+        storage: StorageTrace,
+        savers: Mapping[ReplayedSegment | None, list[int]],
+        block: ReplayedSegment | None,
+    ) -> int:
+        """Until when the first runs of segments within ``block`` hold what they save, inputs of inner ones too.
+
+        That is their end (see :class:`memopt_cli.runtime.held.Held`).
+        """
+        around = (held.parent for held in self._by_input.get(index, ()) if storage.born < held.call.start)
+        first_runs = (run for run in (*savers, *around) if run is not None and block in _outwards(run.parent))
+        return max((self._order.at(block, run.call.end - 1) + 1 for run in first_runs), default=0)
+
     def held_until(self, index: int, block: ReplayedSegment) -> int:
         """When a segment lets go of its input: where backward has used all that was saved within.
 
@@ -290,6 +305,7 @@ class Replay:
                 self._add_packed(storage, savers[None])
             elif savers.get(block):
                 end = max(end, self._lives.release(storage, savers[block]))
+            end = max(end, self._lives.held_by_first_runs(index, storage, savers, block))
             for held in self._lives.holders(index, storage, block):
                 # The graph that is left keeps the input of the recomputation.
                 end = self._order.length if held.keeps_graph else max(end, self._lives.held_until(index, held))

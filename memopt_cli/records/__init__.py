@@ -113,11 +113,19 @@ from memopt_cli.records.selftest import SelftestReport, SelftestRow
 from memopt_cli.records.settings import PRECISIONS, Precision, StepSettings
 from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint
 from memopt_cli.records.trace import ModuleCall, ModuleTrace, OpTrace, Phase, StepTrace, StorageTrace, ancestry
-from memopt_cli.records.verification import Fingerprint, FingerprintCheck, FurtherCheck, TensorPrint, Verification
+from memopt_cli.records.verification import (
+    NOT_FINITE,
+    Fingerprint,
+    FingerprintCheck,
+    FurtherCheck,
+    TensorPrint,
+    Verification,
+)
 from memopt_cli.records.wire import from_data, refuse_unknown, to_data
 
 __all__ = [
     "METRICS",
+    "NOT_FINITE",
     "ONLINE_RULES",
     "PRECISIONS",
     "RATES",

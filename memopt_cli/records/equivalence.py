@@ -35,6 +35,8 @@ class CallPrint:
     class_name: str
     recomputed: bool
     """It was called by backward."""
+    training: bool
+    """The module was in training mode."""
     begun: str
     """A digest of where the random generators stood when it began, the model's own too."""
     inputs: tuple[TensorPrint, ...]
@@ -75,6 +77,8 @@ class StepPrint:
     """What Python warned of."""
     failed: str = ""
     """What the step raised: it left nothing, and none follows it."""
+    updated: bool = True
+    """An optimizer stepped, if there is one: a scaler skips the first updates of a step of one's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,7 @@ class Followed:
     is_compiled: bool
     """Modules in it go through ``torch.compile``, and were not watched."""
     evaluating: tuple[str, ...] = ()
-    """Paths of modules that came in eval mode, and were put into training mode as all are."""
+    """Paths of modules that came in eval mode, of those that training mode is for."""
 
     @property
     def failed(self) -> str:

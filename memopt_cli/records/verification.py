@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
+
+NOT_FINITE: Final = "not finite"
+"""In the kind of a tensor that is so in some place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,14 +35,23 @@ from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import Unrepeatable
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.runtime.unsafe import cannot_repeat, run_whole, runs_plainly, runs_whole
+from memopt_cli.runtime.unsafe import as_of_checkpoint, cannot_repeat, run_whole, runs_plainly, runs_whole
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A segment's forward in chunks.  Raises :class:`ValueError` if its arguments cannot be cut so."""
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return _run_chunks_now(module, forward, args, kwargs)
+    with as_of_checkpoint():
+        return _run_chunks_now(module, forward, args, kwargs)
+
+
+def _run_chunks_now(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    config: SegmentConfig = vars(module)[SEGMENT_KEY]
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     length = _length(config, sequences)
     chunks = min(config.chunks, length)
@@ -58,8 +67,11 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
             return _run_passes(module, forward, pieces, states, kwargs)
         return _joined(config, *_one_by_one(module, forward, [forward] * chunks, pieces, states, kwargs))
     except _NotInChunks as found:
-        reason, undo = str(found), found.undo
+        reason, undo, is_certain = str(found), found.undo, found.is_certain
     undo()
+    if is_certain:
+        run_whole(module, reason)
+        return _run_one_chunk(module, forward, args, kwargs)
     try:
         output = _run_one_chunk(module, forward, args, kwargs)
     except Exception:  # no fault of chunks: whoever catches it goes on, and a recomputation would not try both
@@ -167,9 +179,10 @@ class _NotInChunks(Exception):
     sentence without its subject.
     """
 
-    def __init__(self, reason: str, undo: Callable[[], None]) -> None:
+    def __init__(self, reason: str, undo: Callable[[], None], *, is_certain: bool) -> None:
+        """``is_certain``: the whole would not do the same."""
         super().__init__(reason)
-        self.undo = undo
+        self.undo, self.is_certain = undo, is_certain
 
 
 class _FirstChunk:
@@ -208,7 +221,7 @@ class _FirstChunk:
         if not reason and tells and chunk_rows.is_due(self._module):
             reason = chunk_rows.mixing(self._piece(starting))
         if reason:
-            raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent))
+            raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent), is_certain=True)
 
     def failed(self, error: Exception) -> None:
         """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
@@ -221,7 +234,8 @@ class _FirstChunk:
             return
         uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
         what = f"gets {uncut} whole with every chunk, and " if uncut else ""
-        raise _NotInChunks(f"{what}fails on a chunk ({line})", functools.partial(self._start.enter, self._lent))
+        undo = functools.partial(self._start.enter, self._lent)
+        raise _NotInChunks(f"{what}fails on a chunk ({line})", undo, is_certain=isinstance(error, Unrepeatable))
 
     def _uncut(self) -> Iterator[str]:
         """The keywords whose tensors have a length as if they were to be cut."""

@@ -92,6 +92,8 @@ class InBackward:
         self._updated: set[int] = set()
         self._used: list[tuple[dict[str, Any], Any]] = []
         """Groups since the last ``step``, and their settings then."""
+        self._held = 0
+        """Parameters that had state when this update began."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.names = {id(parameter): names.get(id(parameter), "a parameter") for parameter in trained}
         self._handles: list[Any] = [optimizer.register_step_pre_hook(self._end)]
@@ -109,17 +111,19 @@ class InBackward:
             return
         remake_with(parameter)
         with self._lock, _updating():
-            self._check(parameter)
+            self._check(parameter, optimizer)
             step_alone(optimizer, self._used_group(optimizer, parameter), parameter)
             parameter.grad = None
 
-    def _check(self, parameter: Tensor) -> None:
+    def _check(self, parameter: Tensor, optimizer: Optimizer) -> None:
         """Raises :class:`RuntimeError` for a gradient that is not all of a step's."""
-        if not self._updated and (processes := _processes()) > 1:
-            raise RuntimeError(
-                f"the optimizer cannot run in backward in {processes} processes: it would use gradients before those "
-                f"of the other processes are added; {_WITHOUT}"
-            )
+        if not self._updated:
+            self._held = len(optimizer.state)
+            if (processes := _processes()) > 1:
+                raise RuntimeError(
+                    f"the optimizer cannot run in backward in {processes} processes: it would use gradients before "
+                    f"those of the other processes are added; {_WITHOUT}"
+                )
         if id(parameter) in self._updated:
             raise RuntimeError(
                 f"'{self.names[id(parameter)]}' gets a second gradient before optimizer.step(), and the optimizer has "
@@ -143,6 +147,8 @@ class InBackward:
             return  # a class whose step calls that of its base, which has hooks of its own
         used, self._used = self._used, []
         updated, self._updated = self._updated, set()
+        if updated:
+            _order_state(optimizer, self._held)
         if updated and getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(f"the optimizer has run in backward with gradients that a GradScaler scales; {_WITHOUT}")
         if any(_settings(group) != before for group, before in used):
@@ -156,6 +162,14 @@ class InBackward:
                     f"'{self.names[id(parameter)]}' was given a gradient after backward, in which the optimizer had "
                     f"used another; {_WITHOUT}"
                 )
+
+
+def _order_state(optimizer: Optimizer, held: int) -> None:
+    """State that is new has the order of the parameters, as in a step of all: ``state_dict`` keeps it."""
+    state = optimizer.state
+    new = {id(parameter) for parameter in list(state)[held:]}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in new):
+        state[parameter] = state.pop(parameter)
 
 
 _WITHOUT = "take in_backward out of the plan"
@@ -192,6 +206,8 @@ def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError("is no torch.optim.Optimizer")
     if "param_groups" not in vars(optimizer):
         raise ValueError("wraps another optimizer: give that one")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

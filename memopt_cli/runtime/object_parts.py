@@ -63,13 +63,13 @@ class _Attributes(Part):
         yield from self._held.values()
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
-        there = self._look()
+        there, kind = self._look(), threading.local if isinstance(self.value, threading.local) else object
         for name in there.keys() - self._held.keys():
-            object.__delattr__(self.value, name)
+            kind.__delattr__(self.value, name)
         for name, held in self._held.items():
             value = replaced.get(id(held), held)
             if name not in there or there[name] is not value:
-                object.__setattr__(self.value, name, value)
+                kind.__setattr__(self.value, name, value)
 
 
 class _Items(Part):

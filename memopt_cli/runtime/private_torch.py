@@ -48,6 +48,7 @@ from torch.nn.modules.module import _WrappedHook as WrappedHook
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm as ParametrizedWeightNorm
 from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
@@ -613,6 +614,25 @@ def original_of(module: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- settings
+
+
+function_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stack
+"""The modes that see every function of PyTorch's that is called now, the outermost first: a default device is one."""
+
+
+@contextlib.contextmanager
+def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """Within, these see every function, and no others do."""
+    present = [_pop_mode() for _ in function_modes()][::-1]  # type: ignore[no-untyped-call]
+    for mode in modes:
+        _push_mode(mode)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for mode in present:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def cached_parametrizations() -> tuple[int, dict[Any, Any]]:

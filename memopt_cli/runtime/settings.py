@@ -14,7 +14,9 @@ from memopt_cli.runtime.private_torch import (
     TorchDispatchMode,
     cache_parametrizations,
     cached_parametrizations,
+    function_modes,
     is_watched,
+    with_function_modes,
 )
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -57,12 +59,17 @@ _SETTINGS: Final[tuple[_Setting, ...]] = (
 )
 
 
+_PACKAGE: Final = __name__.partition(".")[0]
+
+
 class Settings:
     """What they are at one moment."""
 
     def __init__(self) -> None:
         self._present = [read() for read, _ in _SETTINGS]
         self._is_watched = is_watched()
+        # Those of the user's own: whoever put one of memopt's there puts it there again.
+        self._modes = [mode for mode in function_modes() if type(mode).__module__.partition(".")[0] != _PACKAGE]
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
@@ -70,7 +77,10 @@ class Settings:
         present = Settings()
         present._become(self)
         try:
-            with _watching() if self._is_watched and not present._is_watched else contextlib.nullcontext():
+            with (
+                _watching() if self._is_watched and not present._is_watched else contextlib.nullcontext(),
+                contextlib.nullcontext() if self._modes == present._modes else with_function_modes(self._modes),
+            ):
                 yield
         finally:
             Settings()._become(present)

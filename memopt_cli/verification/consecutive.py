@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memopt_cli.equality import Updates, generator_state, generators_kept
 from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.module_calls import module_hooks
-from memopt_cli.own_step import OwnStep
+from memopt_cli.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
 from memopt_cli.records import CallPrint, ChoicePrint, Followed, StepPrint, TensorPrint
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.step import Step, is_out_of_memory, reset_gradients, seed_everything
+from memopt_cli.step import SCALES, Step, is_out_of_memory, reset_gradients, seed_everything
 from memopt_cli.verification.fingerprint import fingerprint
 from memopt_cli.verification.named import (
     Others,
@@ -51,9 +51,13 @@ def consecutive(step: Step, count: int, watched: int | None, between: Callable[[
         start, others = _prints(_parameters(model) | left_on(model)), Others.of(model)
         seed_everything(step.settings.seed)
         begun = _drawn(model)
-        taken: list[StepPrint] = []
-        while len(taken) < count and not any(step.failed for step in taken):
-            taken.append(_taken(training, others, between, watched=len(taken) == watched and not is_unseen))
+
+        def take(index: int) -> StepPrint:
+            return _taken(training, others, between, watched=index == watched and not is_unseen)
+
+        taken = [_first(lambda: take(0), step.settings.seed)]
+        while len(taken) < count and not taken[-1].failed:
+            taken.append(take(len(taken)))
         return Followed(
             start=start,
             others=others.names,
@@ -61,6 +65,16 @@ def consecutive(step: Step, count: int, watched: int | None, between: Callable[[
             draws=_drawn(model) != begun,
             is_compiled=is_unseen,
         )
+
+
+def _first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
+    """The first step in which an optimizer steps: a scaler of one's own skips updates until it has found its scale."""
+    for _ in range(SCALES):
+        found = take()
+        if found.updated or found.failed:
+            return found
+        seed_everything(seed)
+    return replace(found, failed=f"{NEVER_STEPPED}: {LIST_OPTIMIZERS}")
 
 
 @contextlib.contextmanager
@@ -105,6 +119,7 @@ def _taken(step: Step, start: Others, between: Callable[[nn.Module], object], *,
         choices=tuple(watch.choices),
         warnings=tuple(dict.fromkeys(str(warning.message) for warning in warned)),
         failed=left.failed,
+        updated=left.updated,
     )
 
 
@@ -127,6 +142,7 @@ class _Left:
     tensors: tuple[TensorPrint, ...] = ()
     others: tuple[TensorPrint, ...] = ()
     failed: str = ""
+    updated: bool = True
 
 
 def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]) -> _Left:
@@ -138,7 +154,7 @@ def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]
         return _Left(failed=error.message if isinstance(error, MemoptError) else first_line(error))
     after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
     moved = _prints(Others.of(step.model).moved_since(start))
-    return _Left(found.tensors + after, found.others + moved)
+    return replace(found, tensors=found.tensors + after, others=found.others + moved)
 
 
 def _left_by(step: Step, between: Callable[[nn.Module], object]) -> _Left:
@@ -166,7 +182,8 @@ def _left_by_own(step: OwnStep) -> _Left:
     finally:
         handle.remove()
     left = computed(tensors_by_name("output", output)) | left_on(step.model) | updates.gradients
-    return _Left(_prints(left), _prints(numbers_by_name("output", output)))
+    updated = updates.count > 0 or not step.optimizers()
+    return _Left(_prints(left), _prints(numbers_by_name("output", output)), updated=updated)
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -291,6 +308,7 @@ class _Watch:
                 path=path,
                 class_name=type(module).__name__,
                 recomputed=call.recomputed,
+                training=module.training,
                 inputs=call.inputs,
                 outputs=outputs,
                 finished=output is not None,

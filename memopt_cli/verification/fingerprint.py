@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.equality import AT_UPDATE, generator_state, named_state
-from memopt_cli.records import Fingerprint, TensorPrint
+from memopt_cli.records import NOT_FINITE, Fingerprint, TensorPrint
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.tree import tensors_of
 
@@ -101,7 +101,7 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
             sums += doubled @ weights[begin : begin + len(held)]
             square += float(doubled @ doubled)
     if not_finite:
-        kind += f" not finite {hashlib.blake2b(b''.join(not_finite), digest_size=_DIGEST_BYTES).hexdigest()}"
+        kind += f" {NOT_FINITE} {hashlib.blake2b(b''.join(not_finite), digest_size=_DIGEST_BYTES).hexdigest()}"
     return TensorPrint(
         name=name,
         kind=kind,

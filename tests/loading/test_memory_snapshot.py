@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ def frame(name: str, line: int) -> dict[str, Any]:
 TORCH = "/v/lib/python3.11/site-packages/torch/nn/modules/linear.py"
 
 
+_ADDRESSES = itertools.count(0x7F0000000000, 512)
+
+
 def block(size: int, state: str, *frames: dict[str, Any]) -> dict[str, Any]:
-    return {"size": size, "requested_size": size, "address": 0, "state": state, "frames": [*frames]}
+    return {"size": size, "requested_size": size, "address": next(_ADDRESSES), "state": state, "frames": [*frames]}
 
 
-BLOCKS = [
+BLOCKS: list[dict[str, Any]] = [
     block(400, "active_allocated", frame(TORCH, 125), frame("/me/a.py", 7)),
     block(100, "inactive"),
     block(300, "active_pending_free", frame("??", 0), frame("/me/a.py", 7)),
@@ -151,6 +155,105 @@ def test_of_several_devices_the_one_that_ran_out(tmp_path: Path) -> None:
     traces = [[], [{"action": "oom", "size": 5, "device_free": 3}], []]
     found = read_snapshot(written(tmp_path, {"segments": segments, "device_traces": traces}))
     assert (found.allocated_bytes, found.reserved_bytes, found.asked_bytes, found.free_bytes) == (2, 8, 5, 3)
+
+
+def event(action: str, address: int, size: int, moment: int, *frames: dict[str, Any]) -> dict[str, Any]:
+    """As PyTorch 2.13 writes them (torch/csrc/cuda/Module.cpp)."""
+    place = "device_free" if action == "oom" else "addr"
+    rest = {"stream": 0, "time_us": moment, "compile_context": "N/A", "user_metadata": "", "pool_id": (0, 0)}
+    return {"action": action, place: address, "size": size, "frames": [*frames], **rest}
+
+
+def as_of_a_card(blocks: list[dict[str, Any]], *traces: list[dict[str, Any]], size: int = 2048) -> dict[str, Any]:
+    """A snapshot of one segment, as PyTorch 2.13 makes it."""
+    segment = {
+        "device": 0, "address": 4096, "total_size": size, "allocated_size": 0, "active_size": 0, "requested_size": 0,
+        "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False, "frames": [],
+        "blocks": blocks,
+    }  # fmt: skip
+    annotation = {"stage": "START", "name": "step", "device": 0, "time_us": 3}
+    settings = {"max_split_size": -1, "garbage_collection_threshold": 0.0, "roundup_power2_divisions": {"1": 0}}
+    return {
+        "segments": [segment],
+        "device_traces": [*traces],
+        "allocator_settings": settings,
+        "external_annotations": [annotation],
+    }
+
+
+LAYER, HEAD = frame("/me/model.py", 12), frame("/me/model.py", 30)
+HISTORY = [
+    event("segment_alloc", 4096, 2048, 1),
+    event("alloc", 4096, 512, 2, LAYER),
+    event("alloc", 4608, 512, 3, frame("??", 0), HEAD),
+    event("free_requested", 4608, 512, 4),
+    event("free_completed", 4608, 512, 5),
+    event("alloc", 4608, 1024, 6, HEAD),
+    event("oom", 128, 4096, 7, frame(TORCH, 125), HEAD),
+]
+AFTERWARDS = [
+    event("free_requested", 4608, 1024, 8, frame("/me/train.py", 3)),
+    event("free_completed", 4608, 1024, 9, frame("/me/train.py", 3)),
+    event("free_requested", 4096, 512, 10),
+    event("free_completed", 4096, 512, 11),
+    event("segment_free", 4096, 2048, 12),
+    event("segment_alloc", 4096, 1024, 13),
+    event("alloc", 4096, 256, 14, frame("/me/train.py", 9)),
+    event("alloc", 4608, 64, 15, frame("/me/train.py", 9)),
+    event("free_requested", 4608, 64, 16),
+    event("free_completed", 4608, 64, 17),
+    event("snapshot", 0, 0, 18),
+]
+THEN = [
+    {**block(512, "active_allocated", LAYER), "address": 4096},
+    {**block(1024, "active_allocated", HEAD), "address": 4608},
+    {**block(512, "inactive"), "address": 5632},
+]
+LATER = [
+    {**block(256, "active_allocated", frame("/me/train.py", 9)), "address": 4096},
+    {**block(768, "inactive"), "address": 4352},
+]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(as_of_a_card(THEN, HISTORY), id="where it ran out"),
+        pytest.param(as_of_a_card(LATER, HISTORY + AFTERWARDS, size=1024), id="after the error was handled"),
+        pytest.param(
+            as_of_a_card(LATER, HISTORY + AFTERWARDS, [event("oom", 9, 9, 1)], size=1024), id="another before"
+        ),
+    ],
+)
+def test_who_held_what_when_it_ran_out(tmp_path: Path, data: dict[str, Any]) -> None:
+    found = read_snapshot(written(tmp_path, data))
+    assert found.lines == (Holder(name="/me/model.py:30", nbytes=1024), Holder(name="/me/model.py:12", nbytes=512))
+    assert (found.allocated_bytes, found.reserved_bytes, found.asked_bytes, found.free_bytes) == (1536, 2048, 4096, 128)
+
+
+def test_what_was_made_before_the_history_has_no_line_once_it_is_freed(tmp_path: Path) -> None:
+    data = as_of_a_card(LATER, HISTORY[-1:] + AFTERWARDS, size=1024)
+    assert read_snapshot(written(tmp_path, data)).lines == (Holder(name="", nbytes=1536),)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"action": "alloc", "size": 8},
+        {"action": "free_completed", "addr": "4096", "size": 8},
+        {"action": "free_completed", "addr": 4096, "size": -8},
+        {"action": "segment_alloc", "addr": 4096, "size": 1 << 62},
+        "alloc",
+        {"action": "free_completed", "addr": 4096, "size": 8, "frames": 7},
+    ],
+)
+def test_events_that_are_none(tmp_path: Path, wrong: Any) -> None:
+    last = event("alloc", 4096, 8, 0)
+    data = as_of_a_card(
+        LATER, [{**last, "frames": [{"line": 3}]}, HISTORY[-1], wrong, event("free_completed", 4096, 8, 20)]
+    )
+    with pytest.raises(FileFormatError, match="is no snapshot"):
+        read_snapshot(written(tmp_path, data))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

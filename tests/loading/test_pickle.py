@@ -170,19 +170,26 @@ def test_a_transformers_model_loads_with_its_configuration(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "told"),
+    ("kind", "settings", "told"),
     [
-        ("GPT2", {"use_cache": True}, True),
-        ("GPT2", {"use_cache": False}, False),
-        ("Bert", {"use_cache": True}, False),  # it encodes, and never generates
+        ("GPT2LMHeadModel", {"use_cache": True}, True),
+        ("GPT2LMHeadModel", {"use_cache": False}, False),
+        (
+            "GPT2ForSequenceClassification",
+            {"use_cache": True},
+            True,
+        ),  # it generates nothing, and fills one all the same
+        ("BertForMaskedLM", {"use_cache": True}, False),  # it encodes, and fills none
+        ("BertLMHeadModel", {"use_cache": True, "is_decoder": True}, True),
     ],
 )
-def test_a_cache_that_training_fills_is_named(tmp_path: Path, name: str, settings: dict[str, bool], told: bool) -> None:
+def test_a_cache_that_training_fills_is_named(tmp_path: Path, kind: str, settings: dict[str, bool], told: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
-    config = getattr(transformers, f"{name}Config")(**sizes, **settings)
-    kind = {"GPT2": transformers.GPT2LMHeadModel, "Bert": transformers.BertForMaskedLM}[name]
-    torch.save(kind(config), tmp_path / "model.pt")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11, "pad_token_id": 0}
+    model = getattr(transformers, kind)
+    built = model(model.config_class(**sizes, **settings)).train()
+    assert (getattr(built(torch.ones(1, 3, dtype=torch.long)), "past_key_values", None) is not None) is told
+    torch.save(built, tmp_path / "model.pt")
     notes = load_model(ModelSource(location=str(tmp_path / "model.pt"))).notes
     assert any("use_cache=False" in note and "past_key_values" in note for note in notes) is told
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import os
 import random
 import time
@@ -603,15 +604,80 @@ def test_what_is_no_difference(model: Callable[[int], nn.Module], alike: tuple[s
     assert verified(lambda: model(0), lambda: model(1), steps=2).alike in alike
 
 
-def test_modes_that_differ_are_noted() -> None:
-    def frozen(mode: bool) -> nn.Module:
-        net = Net(dropping())
-        net.blocks.train(not mode)
-        return net
+@pytest.mark.parametrize(
+    ("inner", "module"), [(nn.Dropout(0.4), "blocks.0.inner.0"), (nn.BatchNorm1d(10), "blocks.0.inner.0")]
+)
+def test_eval_mode_in_one_of_the_two_is_a_difference(inner: nn.Module, module: str) -> None:
+    makes = [functools.partial(in_mode, inner, training) for training in (True, False)]
+    for reference, candidate, whose in ((*makes, "candidate"), (*reversed(makes), "reference")):
+        found = verified(reference, candidate, steps=1)
+        assert not found.passed
+        assert found.cause is not None
+        assert (found.cause.module, found.cause.text) == (module, causes.EVAL.format(whose))
+        assert f"blocks came in eval mode in the {whose} alone." in found.notes
 
-    found = verified(lambda: frozen(False), lambda: frozen(True), steps=1)
-    assert "blocks came in eval mode in the candidate alone" in found.notes[0]
-    assert verified(lambda: frozen(True), lambda: frozen(True), steps=1).notes == ()
+
+def in_mode(inner: nn.Module, training: bool) -> nn.Module:
+    net = Net(Block(inner))
+    net.blocks.train(training)
+    net.blocks[0].narrow.train()  # modes are those of each module
+    return net
+
+
+def test_eval_mode_that_changes_nothing_is_noted() -> None:
+    found = verified(lambda: in_mode(nn.Tanh(), True), lambda: in_mode(nn.Tanh(), False), steps=1)
+    assert found.alike == "to the bit"
+    assert found.notes == ("blocks came in eval mode in the candidate alone.",)
+
+
+def test_both_in_eval_mode_are_trained() -> None:
+    def evaluated(around: Callable[..., Any]) -> nn.Module:
+        return Net(dropping(), around=around).eval()
+
+    assert verified(lambda: evaluated(checked), lambda: evaluated(checked), steps=1).notes == ()
+    wrong = verified(lambda: evaluated(checked), lambda: evaluated(forgetful), steps=1)
+    assert not wrong.passed
+    both = verified(lambda: in_mode(nn.Dropout(0.4), False), lambda: in_mode(nn.Dropout(0.4), False), steps=1)
+    assert both.passed
+    assert "blocks came in eval mode, and was put into training mode" in both.notes[0]
+
+
+class InAnyOrder(Varied):
+    """Its outputs are the same by their keys."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x)
+        outputs = {"hidden": hidden, "parts": [{"b": hidden.sum(1), "a": self.second(hidden)}], 3: hidden.mean()}
+        return dict(reversed(outputs.items())) if self.variant else outputs
+
+
+def test_outputs_are_the_same_by_their_keys() -> None:
+    assert verified(lambda: InAnyOrder(0), lambda: InAnyOrder(1), steps=1).alike == "to the bit"
+
+
+class NeverFinite(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out + (out * 0).sqrt() if self.variant else out
+
+
+class NaN(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * math.nan  # type: ignore[no-any-return]
+
+
+def test_a_reference_of_nan_says_nothing() -> None:
+    with pytest.raises(StepError, match="the reference's gradients hold NaN or infinity alone"):
+        verified(lambda: NaN(0), lambda: NaN(0), steps=1)
+
+
+def test_gradients_that_are_never_finite_are_a_difference() -> None:
+    found = verified(lambda: NeverFinite(0), lambda: NeverFinite(1), precision="fp16")
+    assert found.failed.startswith("the gradients hold NaN or infinity, however small the loss is scaled")
+    assert "set_detect_anomaly" in found.failed
+    assert found.differs_in_step == 1
+    with pytest.raises(StepError, match=r"the reference's step fails: the gradients hold NaN"):
+        verified(lambda: NeverFinite(1), lambda: NeverFinite(0), precision="fp16")
 
 
 def test_gradients_of_inputs_that_want_them() -> None:
@@ -774,6 +840,40 @@ def test_steps_of_ones_own() -> None:
     wrong = memopt_cli.verify(plain, step(forgetful), (x,)).result
     assert wrong.cause is not None
     assert (wrong.cause.module, wrong.cause.text) == ("net.blocks.0.inner.0", causes.RANDOM_AGAIN)
+
+
+def scaled_step(rate: float, times: float = 1.0) -> Callable[[], memopt_cli.Step]:
+    """Its gradients are not finite at the scale that scalers begin with."""
+
+    def make() -> memopt_cli.Step:
+        torch.manual_seed(0)
+        net = Net(dropping())
+        optimizer = torch.optim.SGD(net.parameters(), rate)
+        scaler = torch.amp.GradScaler("cpu")  # type: ignore[no-untyped-call]
+
+        def run(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = (net(x) * 40).square().mean() * times
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.detach()
+
+        return memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=run)
+
+    return make
+
+
+def test_updates_of_a_step_of_ones_own_in_float16_are_compared() -> None:
+    x = torch.randn(ROWS, 6)
+    found = memopt_cli.verify(scaled_step(1e-5), scaled_step(1e-2), (x,), steps=1).result
+    assert not found.passed
+    assert found.cause is not None
+    assert found.cause.text == causes.UPDATE
+    assert memopt_cli.verify(scaled_step(1e-5), scaled_step(1e-5), (x,), steps=2).result.alike == "to the bit"
+    never = memopt_cli.verify(scaled_step(1e-5), scaled_step(1e-5, math.nan), (x,), steps=1).result
+    assert never.failed.startswith("none of the step's optimizers has stepped in 17 steps")
 
 
 def test_hooks_that_a_copy_would_lose_are_refused() -> None:

@@ -19,6 +19,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, RecordJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import explain, explanation
+from memopt_cli.pipeline.explanation import _told
 from memopt_cli.pipeline.profiling import live_bytes
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -26,6 +27,8 @@ from memopt_cli.records import (
     Explanation,
     InputSpec,
     ModelSource,
+    Plan,
+    SegmentPlan,
     StepSettings,
     StepTrace,
     TensorSpec,
@@ -292,6 +295,23 @@ def test_a_step_of_ones_own_gets_suggestions_that_it_can_follow(tmp_path: Path) 
     found = explain(request, progress=Progress())
     assert {said.change for said in found.suggestions} <= {"plan"}
     assert [refused for refused in found.refused if "in its own code" in refused]
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (Plan(segments=(SegmentPlan(path="a"),), packed=True), "a plan of 1 segment"),
+        (Plan(packed=True), "a plan that packs saved tensors"),
+        (Plan(in_backward=True), "the optimizer in backward"),
+        (
+            Plan(segments=(SegmentPlan(path="a"),) * 2, in_backward=True),
+            "a plan of 2 segments, the optimizer in backward",
+        ),
+        (Plan(), "the step as it is"),
+    ],
+)
+def test_a_plan_is_called_by_what_it_does(plan: Plan, text: str) -> None:
+    assert _told(plan) == text
 
 
 def test_the_report_for_programs(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:

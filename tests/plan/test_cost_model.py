@@ -80,6 +80,30 @@ def test_how_long_a_segment_holds_what_it_holds(plan: Plan) -> None:
     assert abs(wide().error(plan)) <= 0.001
 
 
+class Widening(nn.Module):
+    """Ends in what a recomputation leaves out, and takes most there."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 1  # type: ignore[no-any-return]
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+@pytest.mark.parametrize("paths", [("1.2",), ("1",), ("1", "1.0", "1.1", "1.2"), ("1.2", "1.2.inner")])
+def test_a_first_run_holds_what_it_saves_to_its_end(paths: tuple[str, ...]) -> None:
+    """The inputs of the segments within, too: the peak is where the last segment ends in forward."""
+    blocks = nn.Sequential(*(Widening(width) for width in (64, 64, 512)))
+    subject = Subject(nn.Sequential(nn.Linear(8, 64), blocks, Mean()), torch.randn(512, 8))
+    assert abs(subject.error(segments(*paths))) <= 0.001
+
+
 @pytest.mark.parametrize("chunks", [2, 8])
 def test_every_chunk_adds_a_gradient_of_the_weights(chunks: int) -> None:
     layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(3)]

@@ -26,14 +26,27 @@ class Forces(nn.Module):
         return y + gradient
 
 
+class CheckpointedEnergy(Forces):
+    """Recomputes its energy, by a checkpoint of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: self.norm(self.linear(x)), x, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y + gradient
+
+
+class CheckpointedForces(Forces):
+    """Recomputes its forces, by a checkpoint of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
 class Net(nn.Module):
-    def __init__(self, norm: nn.Module, checkpointed: bool) -> None:
+    def __init__(self, forces: nn.Module, checkpointed: bool) -> None:
         super().__init__()
-        self.first, self.forces, self.last = (
-            nn.Linear(8, 8),
-            nn.Sequential(nn.Linear(8, 8), Forces(norm)),
-            nn.Linear(8, 8),
-        )
+        self.first, self.forces, self.last = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), forces), nn.Linear(8, 8)
         self._checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,22 +56,30 @@ class Net(nn.Module):
         return output
 
 
+WITHIN = "computes gradients in its forward, within a checkpoint of your own"
+THROUGH = "computes gradients in its forward, through batch statistics"
+
+
 @pytest.mark.parametrize(
-    ("norm", "checkpointed", "told"),
+    ("forces", "statistics", "checkpointed", "told"),
     [
-        (nn.Identity, False, None),
-        (nn.Identity, True, "computes gradients in its forward, within a checkpoint of your own"),
-        (lambda: nn.BatchNorm1d(8), False, "computes gradients in its forward, through batch statistics"),
+        (Forces, False, False, None),
+        (Forces, False, True, WITHIN),
+        (Forces, True, False, THROUGH),
+        (Forces, True, True, WITHIN),
+        (CheckpointedEnergy, True, False, THROUGH),
+        (CheckpointedEnergy, True, True, WITHIN),
+        (CheckpointedForces, True, False, THROUGH),
+        (CheckpointedForces, True, True, WITHIN),
     ],
 )
 def test_trains_on_as_without_a_plan(
-    norm: type[nn.Module], checkpointed: bool, told: str | None, recwarn: pytest.WarningsRecorder
+    forces: type[Forces], statistics: bool, checkpointed: bool, told: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Norms count once a step, and gradients are those of the whole batch."""
     torch.manual_seed(0)
-    plain = Net(norm(), checkpointed).double()
+    plain = Net(forces(nn.BatchNorm1d(8) if statistics else nn.Identity()), checkpointed).double()
     planned = copy.deepcopy(plain)
-    statistics = norm is not nn.Identity
     apply_plan(planned, Plan(segments=(SegmentPlan(path="forces", chunks=2, batch_statistics=statistics),)))
     for _ in range(3):
         x = torch.randn(6, 8, dtype=torch.float64)

@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.runtime import SegmentConfig, install_segment
@@ -1081,6 +1082,14 @@ def _default_dtype() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
+class _Halving(TorchFunctionMode):
+    """Has every sine be half of one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 0.5 if func in (Tensor.sin, torch.sin) else found
+
+
 SETTINGS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[[], Any]]] = {
     "default dtype": (Filling, torch.ones(2, 4, dtype=torch.float64), _default_dtype),
     "attention kernels": (Attending, torch.ones(2, 64, 16), lambda: sdpa_kernel(SDPBackend.MATH)),
@@ -1089,6 +1098,7 @@ SETTINGS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[[], Any]]] =
         torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)),
         lambda: torch.backends.mkldnn.flags(enabled=False),
     ),
+    "modes": (lambda: nn.Sequential(Attending(), nn.Tanh()), torch.ones(2, 64, 16), _Halving),
 }
 
 
@@ -1104,6 +1114,17 @@ def test_settings_of_forward_that_backward_no_longer_has(name: str) -> None:
     found = [[p.grad for p in model.parameters()] for model in models]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # type: ignore[arg-type]
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_mode_around_the_whole_step() -> None:
+    """It sees the call of backward itself, and what runs there it does not see: forward runs again there."""
+    torch.manual_seed(0)
+    models = pair(Attending(), PLAIN)
+    for model in models:
+        with _Halving():
+            model(torch.ones(2, 64, 16)).square().sum().backward()
+    found = [[p.grad for p in model.parameters()] for model in models]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # type: ignore[arg-type]
 
 
 class Encoding(nn.Module):

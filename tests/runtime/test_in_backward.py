@@ -102,6 +102,7 @@ def test_ten_steps_are_the_same_to_the_bit(text: str) -> None:
     assert_same(plain["parameters"], fused["parameters"])
     assert plain["state"]["param_groups"] == fused["state"]["param_groups"]
     assert_same(plain["state"]["state"], fused["state"]["state"])
+    assert [*plain["state"]["state"]] == [*fused["state"]["state"]]
 
 
 def test_segments_recompute_before_their_parameters_change() -> None:
@@ -315,6 +316,11 @@ def test_a_parameter_twice_in_a_group_is_refused() -> None:
     model = a_model()
     with pytest.raises(ValueError, match="twice"):
         install_in_backward(torch.optim.SGD([model.last.weight, model.last.weight]), model)
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"is no torch\.optim\.Optimizer"):
+        install_in_backward(3, a_model())  # type: ignore[arg-type]
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.runtime import private_torch as p
@@ -168,6 +169,16 @@ def test_a_mode_sees_operators_but_for_those_unseen() -> None:
             torch.ones(1).mul_(1)
     assert torch.ops.aten.add_.Tensor in mode.operators
     assert torch.ops.aten.mul_.Tensor not in mode.operators
+
+
+def test_the_modes_of_functions_are_exchanged() -> None:
+    outer, inner = BaseTorchFunctionMode(), BaseTorchFunctionMode()
+    with outer:
+        assert p.function_modes() == [outer]
+        with p.with_function_modes([inner, outer]):
+            assert p.function_modes() == [inner, outer]
+        assert p.function_modes() == [outer]
+    assert p.function_modes() == []
 
 
 # ---------------------------------------------------------------------------------------------- operators

@@ -282,3 +282,19 @@ def test_what_is_shared_with_other_threads_is_left_alone() -> None:
     shared.items.append(2)
     objects.restore()
     assert shared.items == [1, 2]
+
+
+OF_THREAD = threading.local()
+
+
+def test_what_a_thread_has_of_its_own_is_put_back() -> None:
+    OF_THREAD.number = 1
+
+    def read() -> int:
+        number: int = OF_THREAD.number
+        return number
+
+    objects = Objects((read,))
+    OF_THREAD.number, OF_THREAD.other = 2, 3
+    objects.restore()
+    assert vars(OF_THREAD) == {"number": 1}

@@ -10,9 +10,10 @@ from torch import nn
 
 from memopt_cli.apply import apply_plan
 from memopt_cli.equality import step_cast_to_double, step_in_double
+from memopt_cli.errors import StepError
 from memopt_cli.measure.answers.bench import Bench
-from memopt_cli.measure.jobs import FollowJob
-from memopt_cli.records import Followed
+from memopt_cli.measure.jobs import FollowJob, Mode
+from memopt_cli.records import Followed, StepPrint
 from memopt_cli.runtime.module_state import reset_hidden_state
 from memopt_cli.runtime.private_torch import is_compiled
 from memopt_cli.step import Step
@@ -24,13 +25,30 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
     apply_plan(bench.model, job.plan.of_model)
     step = bench.step()
     if step.scaler is not None:  # until it has found a scale, it skips updates
-        step.settle()
+        try:
+            step.settle()
+        except StepError as never_finite:
+            return _failed(f"{never_finite.message}; {never_finite.hint}")
         bench.reset()
-    if job.in_eval:
-        bench.model.eval()  # until the job is done
+    _enter_mode(bench, job.mode)  # until the job is done
     with _as_asked(step, job) as taken:
         between = reset_hidden_state if job.detached else _nothing
         return replace(consecutive(taken, job.steps, job.watched, between), evaluating=bench.evaluating)
+
+
+def _enter_mode(bench: Bench, mode: Mode) -> None:
+    if mode == "eval":
+        bench.model.eval()
+    elif mode == "as it came":
+        modes = {m: m.training and path not in bench.evaluating for path, m in bench.model.named_modules()}
+        for module, is_training in modes.items():  # the outer ones first: they hand it down
+            module.train(is_training)
+
+
+def _failed(why: str) -> Followed:
+    """No step could be taken."""
+    step = StepPrint(left=(), others=(), hooks=(), failed=why)
+    return Followed(start=(), others=(), steps=(step,), draws=False, is_compiled=False)
 
 
 def _nothing(model: nn.Module) -> None:
