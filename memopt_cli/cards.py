@@ -7,19 +7,17 @@ Memory is what a process can allocate: what PyTorch shows as the device's total,
 from __future__ import annotations
 
 import difflib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from memopt_cli.documents import read_mapping
-from memopt_cli.errors import UsageError, shortened
-from memopt_cli.records import DeviceProfile, from_data
+from memopt_cli.errors import UsageError, printable, shortened
+from memopt_cli.records import LONGEST_NAME, DeviceProfile, from_data
 from memopt_cli.units import parse_bytes
 
 _CUBLAS: Final = 4096 * 1024 * 2 + 16 * 1024 * 8
 _CUBLAS_HOPPER: Final = 8 * 4096 * 1024
 """What PyTorch gives cuBLAS to work in, for each of its handles (``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
-_LONGEST_NAME: Final = 60
 
 
 def _card(
@@ -95,15 +93,14 @@ def device_profile(text: str) -> DeviceProfile:
 
 def _read(path: Path) -> DeviceProfile:
     data = read_mapping(path, _EXAMPLE)
-    values: dict[str, Any] = {"name": path.stem, **data}
+    values: dict[str, Any] = {"name": printable(path.stem)[:LONGEST_NAME], **data}
     for key in ("memory_bytes", "library_bytes"):
         if isinstance(values.get(key), str):
             values[key] = _sized(values[key], f"{path}.{key}")
     try:
-        found = from_data(DeviceProfile, values, where=str(path))
+        return from_data(DeviceProfile, values, where=str(path))
     except UsageError as err:
         raise UsageError(err.message, hint=err.hint or _EXAMPLE) from err
-    return replace(found, name=found.name[:_LONGEST_NAME] or "(no name)")
 
 
 def _sized(text: str, where: str) -> int:

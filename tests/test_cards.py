@@ -62,13 +62,15 @@ def test_a_file(file: Path) -> None:
         ("- 1", "must hold keys and values"),
         (GOOD + "cores: 8", "unknown key 'cores'"),
         (GOOD.replace("23GiB", "-1"), "memory_bytes is -1"),
-        (GOOD.replace("23GiB", "0"), "memory_bytes must be above 0"),
+        (GOOD.replace("23GiB", "0"), "memory_bytes is 0; it must be 1 or more"),
         (GOOD.replace("23GiB", "much"), "memory_bytes: 'much' is not a memory size"),
         (GOOD.replace("23GiB", "[1]"), "memory_bytes must be int"),
         (GOOD.replace("23GiB", "true"), "memory_bytes must be int"),
         (GOOD.replace("1.0e+12", ".nan"), "bandwidth_bytes_per_s is nan"),
         (GOOD.replace("1.0e+12", ".inf"), "bandwidth_bytes_per_s is inf"),
-        (GOOD.replace("1.0e+12", "0.0"), "bandwidth_bytes_per_s must be above 0"),
+        (GOOD.replace("1.0e+12", "0.0"), "bandwidth_bytes_per_s is 0; it must be 1 or more"),
+        (GOOD.replace("1.0e+12", "1.0e-300"), "bandwidth_bytes_per_s is 1e-300"),
+        (GOOD.replace("8.0e+13", "1.0e-300"), "flops_per_s.fp32 is 1e-300"),
         (GOOD.replace("8.0e+13", ".nan"), "flops_per_s.fp32 is nan"),
         (GOOD.replace("8.0e+13", "-5"), "flops_per_s.fp32 is -5"),
         (GOOD.replace("fp32", "fp8"), "must be one of fp64"),
@@ -79,6 +81,9 @@ def test_a_file(file: Path) -> None:
         (GOOD + "allocator: {block_bytes: 0}", "block_bytes is 0"),
         (GOOD + "allocator: {block_bytes: 1e400}", "block_bytes"),
         (GOOD + "name: 7", "name must be text"),
+        (GOOD + 'name: ""', "name is ''"),
+        (GOOD + 'name: "mine\\nit fits"', "it must be one line"),
+        (GOOD + "name: " + 70 * "x", "it must be one line of 1 to 60 characters"),
         (GOOD + "source: " + "[" * 3000 + "]" * 3000, "is not valid YAML"),
         (GOOD + "source: !!python/object/apply:os.system [ls]", "is not valid YAML"),
         (GOOD + "source: &a [*a]", "is not valid YAML"),
@@ -95,3 +100,8 @@ def test_a_file_that_is_no_profile(text: str, why: str, file: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read .*gone\.yaml"):
         device_profile(str(tmp_path / "gone.yaml"))
+
+
+def test_a_file_with_a_long_name(file: Path) -> None:
+    long = file.rename(file.with_name(200 * "x" + ".yaml"))
+    assert device_profile(str(long)).name == 60 * "x"

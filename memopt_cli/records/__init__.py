@@ -39,6 +39,7 @@ from memopt_cli.records.batch import (
     ReplicaAdvice,
 )
 from memopt_cli.records.device import (
+    LONGEST_NAME,
     RATES,
     AllocatorRules,
     Confirmation,
@@ -124,6 +125,7 @@ from memopt_cli.records.verification import (
 from memopt_cli.records.wire import from_data, refuse_unknown, to_data
 
 __all__ = [
+    "LONGEST_NAME",
     "METRICS",
     "NOT_FINITE",
     "ONLINE_RULES",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import UsageError, shortened
 from memopt_cli.records.measurement import Measurement
 from memopt_cli.records.settings import StepSettings
 
@@ -27,6 +27,15 @@ def check_amounts(record: Any, *, least: int) -> None:
         value = getattr(record, f.name)
         if isinstance(value, int | float) and not (math.isfinite(value) and least <= value <= _MOST):
             raise UsageError(f"{f.name} is {value:g}; it must be from {least} to {_MOST:g}")
+
+
+LONGEST_NAME = 60
+
+
+def _check_name(key: str, name: str) -> None:
+    """Raise :class:`UsageError` for a name that does not stand in a line of a report."""
+    if not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
+        raise UsageError(f"{key} is {shortened(name)}; it must be one line of 1 to {LONGEST_NAME} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +89,15 @@ class DeviceProfile:
 
     def __post_init__(self) -> None:
         check_amounts(self, least=0)
+        _check_name("name", self.name)
         for name, value in (("memory_bytes", self.memory_bytes), ("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)):
-            if not value:
-                raise UsageError(f"{name} must be above 0")
+            if value < 1:
+                raise UsageError(f"{name} is {value:g}; it must be 1 or more")
         if "fp32" not in self.flops_per_s:
             raise UsageError("flops_per_s must say fp32", hint=f"It may say {', '.join(RATES)}.")
         for rate, value in self.flops_per_s.items():
-            if not 0 < value <= _MOST:
-                raise UsageError(f"flops_per_s.{rate} is {value:g}; it must be above 0 and finite")
+            if not 1 <= value <= _MOST:
+                raise UsageError(f"flops_per_s.{rate} is {value:g}; it must be from 1 to {_MOST:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +119,7 @@ class DeviceEstimate:
 
     def __post_init__(self) -> None:
         check_amounts(self, least=0)
+        _check_name("device", self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,3 +194,9 @@ def test_nothing_is_written_where_the_step_does_not_run(memopt: Callable[..., An
     done = memopt("apply", "net.pt", "net.plan.yaml", "--confirm")
     assert done.code == 3, done.err
     assert done.changed <= {"net.plan.yaml"}
+
+
+@pytest.mark.parametrize("device", ["a100\nverified", "\x1b[31m", "", 61 * "x"])
+def test_an_estimate_for_a_device_whose_name_is_no_line(device: str) -> None:
+    with pytest.raises(UsageError, match="it must be one line of 1 to 60 characters"):
+        replace(ESTIMATE, device=device)
