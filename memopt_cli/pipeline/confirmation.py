@@ -35,7 +35,7 @@ def as_predicted(asked: StepSettings, predicted: PredictedStep | None) -> StepSe
         if getattr(asked, name) != getattr(plain, name):
             continue
         value = getattr(predicted.settings, name)
-        if name in ("loss", "optimizer") and value and is_function(value):
+        if value and (name == "loss" or (name == "optimizer" and is_function(value))):  # a loss is always code
             raise UsageError(
                 f"the plan predicts a step with {flag} {value}, which is code and must be named here",
                 hint=f"Add {flag}, with your function.",

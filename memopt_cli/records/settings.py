@@ -6,6 +6,7 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
+from memopt_cli.errors import UsageError
 from memopt_cli.optimizer_text import parse_optimizer
 
 Precision = Literal["stored", "fp32", "bf16", "fp16", "fp64"]
@@ -33,3 +34,7 @@ class StepSettings:
 
     def __post_init__(self) -> None:
         parse_optimizer(self.optimizer)
+        if self.micro_batches < 1:
+            raise UsageError(f"micro_batches is {self.micro_batches}; it must be 1 or more")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UsageError(f"clip_norm is {self.clip_norm:g}; it must be above 0")

@@ -200,3 +200,22 @@ def test_nothing_is_written_where_the_step_does_not_run(memopt: Callable[..., An
 def test_an_estimate_for_a_device_whose_name_is_no_line(device: str) -> None:
     with pytest.raises(UsageError, match="it must be one line of 1 to 60 characters"):
         replace(ESTIMATE, device=device)
+
+
+@pytest.mark.parametrize("loss", ["loss.pyc:run", "loss.so:run", "loss:run"])
+def test_a_loss_of_a_plan_is_code_whatever_its_file_is_called(loss: str) -> None:
+    with pytest.raises(UsageError, match="which is code and must be named here"):
+        as_predicted(StepSettings(), replace(STEP, settings=StepSettings(loss=loss)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"clip_norm": -3.0}, "clip_norm is -3"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan"),
+    ],
+)
+def test_settings_of_no_step(setting: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        StepSettings(**setting)
