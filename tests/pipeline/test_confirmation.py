@@ -202,6 +202,11 @@ def test_an_estimate_for_a_device_whose_name_is_no_line(device: str) -> None:
         replace(ESTIMATE, device=device)
 
 
+def test_an_optimizer_in_memory_of_a_plan_is_code() -> None:
+    with pytest.raises(UsageError, match="which is code and must be named here"):
+        as_predicted(StepSettings(), replace(STEP, settings=StepSettings(optimizer="evil.py:f (in memory)")))
+
+
 @pytest.mark.parametrize("loss", ["loss.pyc:run", "loss.so:run", "loss:run"])
 def test_a_loss_of_a_plan_is_code_whatever_its_file_is_called(loss: str) -> None:
     with pytest.raises(UsageError, match="which is code and must be named here"):
