@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import Measured, MeasureJob, Subject
-from memopt_cli.optimizer_text import IN_MEMORY, is_function
+from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
@@ -35,7 +35,7 @@ def as_predicted(asked: StepSettings, predicted: PredictedStep | None) -> StepSe
         if getattr(asked, name) != getattr(plain, name):
             continue
         value = getattr(predicted.settings, name)
-        if value and (name == "loss" or (name == "optimizer" and (is_function(value) or value.endswith(IN_MEMORY)))):  # a loss is always code
+        if (name == "loss" and value) or (name == "optimizer" and isinstance(parse_optimizer(value), MadeOptimizer)):
             raise UsageError(
                 f"the plan predicts a step with {flag} {value}, which is code and must be named here",
                 hint=f"Add {flag}, with your function.",
