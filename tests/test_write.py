@@ -404,7 +404,8 @@ def test_a_key_that_no_plan_has_is_told_with_all_that_it_may_have(tmp_path: Path
     with pytest.raises(UsageError, match="unknown key 'extra'") as caught:
         read_plan(tmp_path / "p.yaml")
     keys = caught.value.hint.removeprefix("Known keys: ").removesuffix(".").split(", ")
-    assert keys == [*(field.name for field in fields(FileHeader)), "level", *(field.name for field in fields(Plan))]
+    header = (field.name for field in fields(FileHeader))
+    assert keys == [*header, "level", *(field.name for field in fields(Plan)), "predicted"]
 
 
 def test_a_plan_of_version_1_is_read() -> None:
