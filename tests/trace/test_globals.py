@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.apply import apply_plan
-from memopt_cli.records import Plan, SegmentPlan, StepSettings
+from memopt_cli.records import StepSettings
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, count, record
 
@@ -34,10 +33,3 @@ def test_a_dry_run_leaves_a_global_tensor_as_it_is() -> None:
     assert dry.count() == counted
     assert TABLE is before
     assert torch.equal(TABLE, values)
-
-
-def test_a_segment_that_reads_a_global_tensor_has_a_dry_run() -> None:
-    model = nn.Sequential(nn.Linear(12, 12), Reading()).train()
-    apply_plan(model, Plan(segments=(SegmentPlan(path="1"),)))
-    step = Step(model=model, args=(torch.rand(3, 12),), kwargs={}, settings=StepSettings())
-    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
