@@ -913,26 +913,6 @@ def test_an_optimizer_that_looks_at_all_gradients_does_not_run_in_backward(optim
     assert any("does not run in backward" in note and "several parameters at once" in note for note in summary.notes)
 
 
-LOOKING_AT_MANY = LOOKING_AT_ALL.replace("torch.nn", "if len(self.param_groups[0]['params']) > 4: torch.nn")
-
-
-@pytest.mark.slow
-def test_a_budget_goes_on_where_the_optimizer_in_backward_is_another(optimize: Memopt) -> None:
-    """What a few small parameters do not show, verification does."""
-    layers = [nn.Sequential(nn.Linear(128, 128), *(nn.Tanh() for _ in range(4))) for _ in range(6)]
-    torch.save(nn.Sequential(*layers), "net.pt")
-    Path("train.py").write_text(LOOKING_AT_MANY)
-    goal = ("-i", "128x128", "--level", "1", "--no-recommend-batch", "--budget", "67%", "--json")
-    done = optimize("net.pt", *goal, "--optimizer", "train.py:make")
-    assert done.code == 0, done.err
-    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
-    assert not summary.plan.in_backward
-    assert summary.plan.segments
-    assert summary.verification is not None
-    assert summary.verification.passed
-    assert any("does not run in backward: " in note and "in 3 updates in backward" in note for note in summary.notes)
-
-
 @pytest.mark.slow
 def test_a_frontier_has_the_optimizer_in_backward_and_shows_a_pick_as_it_was_confirmed(optimize: Memopt) -> None:
     torch.save(heavy_net(), "net.pt")
