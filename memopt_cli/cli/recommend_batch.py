@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import typer
@@ -90,11 +91,10 @@ def recommend_batch(
             return
         if request.search is not None:
             fastest = pipeline.recommend_fastest(request, progress=progress, ask=ask)
+            show, interrupted = functools.partial(report.fastest_found, fastest), fastest.interrupted
         else:
             found = pipeline.recommend_batch(request, progress=progress, ask=ask)
-    if request.search is not None:
-        report.fastest_found(fastest, sys.stdout)
-    else:
-        report.recommended(found, sys.stdout)
-    if (found if request.search is None else fastest).interrupted:
+            show, interrupted = functools.partial(report.recommended, found), found.interrupted
+    show(sys.stdout)
+    if interrupted:
         raise Interrupted("interrupted; what is recommended is the best of what had been run")

@@ -74,10 +74,7 @@ class Climb:
         if self._is_worth_it(row):
             return self._fast_enough(row)
         saved = 1 - self._peak_bytes(row) / self.original_bytes
-        self.notes.append(
-            f"No plan is applied: the best saves {saved:.1%} of the peak for a step "
-            f"{row.predicted_slowdown or 1:.2f} times as long."
-        )
+        self.notes.append(not_worth_it(saved, row.predicted_slowdown or 1, of="peak"))
         return self._unchanged(row)
 
     def _unchanged(self, row: LevelRow) -> LevelRow:
@@ -174,6 +171,11 @@ def _peak(row: LevelRow) -> str:
 def is_worth_it(saved: float, slowdown: float) -> bool:
     """Whether a plan that saves that share of the peak is applied for a step that takes so many times as long."""
     return saved >= _LEAST_SAVING or slowdown <= _HARDLY_SLOWER
+
+
+def not_worth_it(saved: float, slowdown: float, *, of: str) -> str:
+    """What is said then."""
+    return f"No plan is applied: the best saves {saved:.1%} of the {of} for a step {slowdown:.2f} times as long."
 
 
 def found_row(level: int, found: Priced, tried: int, started: float, *, dry_run: bool) -> LevelRow:

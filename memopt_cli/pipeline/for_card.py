@@ -9,9 +9,9 @@ from dataclasses import replace
 from memopt_cli.errors import NothingFitsError, OptionError
 from memopt_cli.estimation import estimate
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced, TraceJob
-from memopt_cli.pipeline.climb import found_row, is_worth_it
+from memopt_cli.pipeline.climb import found_row, is_worth_it, not_worth_it
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.goal import budget_bytes
+from memopt_cli.pipeline.goal import NOTHING_FITS, TOO_SLOW, budget_bytes
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
@@ -69,7 +69,8 @@ def find_for_card(
         if not isinstance(counted, Counted):
             raise_failure(counted, "a step of the model could not be counted: ")
         first = CountedPlan(plan=ORIGINAL, counted=counted)
-        rows = [_original_row(first, started)]
+        original = Priced(dry_run=first, level=0, slowdown=1.0)
+        rows = [found_row(0, original, 0, started, dry_run=True)]
         if options.level:
             probes = SearchProbes(sessions, limit_s=request.search_limit_s)
             asked = planner_probes(probes, first, progress, fake=True, allow_inexact=options.allow_inexact)
@@ -115,10 +116,7 @@ def _searched(
         found = planner.best(options.level, options.max_slowdown or math.inf)
         saved = 1 - found.peak_bytes / original_bytes
         if not found.plan.is_empty and not is_worth_it(saved, found.slowdown):
-            notes.append(
-                f"No plan is applied: the best saves {saved:.1%} of the estimated peak for a step "
-                f"{found.slowdown:.2f} times as long."
-            )
+            notes.append(not_worth_it(saved, found.slowdown, of="estimated peak"))
             found = planner.dry_runs.smallest(0)
     return found_row(options.level, found, len(planner.dry_runs), started, dry_run=True)
 
@@ -130,29 +128,16 @@ def _within(planner: Planner, level: int, budget: int, most_slowdown: float) -> 
         raise NothingFitsError(
             f"no plan found takes {format_bytes(budget)} or less, as estimated; the least is about "
             f"{format_bytes(least)}",
-            hint="Raise --budget or --level, or take a smaller batch (-i, or --dim B=… where the shape says B).",
+            hint=NOTHING_FITS,
         )
     if found.slowdown > most_slowdown:
         raise NothingFitsError(
             f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, is estimated to make the step "
             f"{found.slowdown:.2f} times as long",
-            hint="Raise --max-slowdown or --budget.",
+            hint=TOO_SLOW,
         )
     return found
 
 
 def _budget(request: OptimizeRequest, original_bytes: int) -> int | None:
     return None if request.goal.budget is None else budget_bytes(request.goal.budget, original_bytes)
-
-
-def _original_row(first: CountedPlan, started: float) -> LevelRow:
-    return LevelRow(
-        level=0,
-        plan=ORIGINAL,
-        outcome=None,
-        predicted_tensor_peak_bytes=first.counted.tensor_peak_bytes,
-        predicted_allocated_peak_bytes=first.peak_bytes,
-        predicted_slowdown=1.0,
-        dry_runs=0,
-        search_s=time.monotonic() - started,
-    )

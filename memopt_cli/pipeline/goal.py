@@ -30,6 +30,9 @@ _APART = 0.02
 """Of two plans on the frontier the smaller one is shown if it saves that share of the other's peak, or more."""
 _TRIED = 8
 """Dry runs of plans with the optimizer in backward for a budget, at most."""
+NOTHING_FITS = "Raise --budget or --level, or take a smaller batch (-i, or --dim B=… where the shape says B)."
+TOO_SLOW = "Raise --max-slowdown or --budget."
+"""What helps where no plan is small enough, or the one that is takes too long."""
 _FAR = 2.0
 """A step that takes so many times what it was to says that the prediction is wrong, or the machine busy."""
 
@@ -159,7 +162,7 @@ class GoalSearch:
             raise NothingFitsError(
                 f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, makes the step "
                 f"{found.slowdown:.2f} times as long",
-                hint="Raise --max-slowdown or --budget.",
+                hint=TOO_SLOW,
             )
         return found
 
@@ -206,7 +209,7 @@ class GoalSearch:
     def _nothing_fits(budget_bytes: int, least_bytes: int) -> NothingFitsError:
         return NothingFitsError(
             f"no plan found takes {format_bytes(budget_bytes)} or less; the least is about {format_bytes(least_bytes)}",
-            hint="Raise --budget or --level, or take a smaller batch (-i, or --dim B=… where the shape says B).",
+            hint=NOTHING_FITS,
         )
 
 
