@@ -177,7 +177,8 @@ def memory_optimization(
             found = _on_instances(net, resolved, settings, progress)
         else:
             found = _measured(net, _arguments(dummy_input), request, resolved, settings, progress)
-    found.notes.extend([*left_out_note(given), *_nothing_wrapped(net, instance, found)])
+            found.notes.extend(left_out_note(given))
+    found.notes.extend(_nothing_wrapped(net, instance, found))
     return (given, summarize(found, spent_s=time.monotonic() - started)) if return_summary else given
 
 

@@ -104,6 +104,12 @@ def test_a_search_is_of_the_model_within(wrap: Callable[[nn.Module], nn.Module])
     )
 
 
+def test_where_nothing_is_measured_nothing_is_said_of_a_measurement() -> None:
+    _, summary = memopt_cli.memory_optimization(compiled(network()), Block, level=1, return_summary=True)
+    assert summary.gc_wrap_count == 2
+    assert not any("measured without" in note for note in summary.notes)
+
+
 def test_a_sharded_model_is_to_be_optimized_before() -> None:
     from torch.distributed.fsdp import fully_shard
 
