@@ -11,8 +11,8 @@ makes what its chunks would leave, and in backward the gradients of their inputs
 
 Longer chunks, of which the last may be shorter by one, and the shorter ones have a lump each.  What a lump leaves is
 learned from the two chunks before it, and its gradients from the chunk behind it, which backward comes to first.  Where
-these say that chunks are not alike, or nothing that can be made in one piece, the lump does not hold: then the step is
-to be run again, and the module with all its chunks.
+these say that chunks are not alike, or leave nothing that can be made in one piece, the step ends there: it is to be
+run again, then with all chunks of that module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -40,6 +40,10 @@ _LEAST: Final = 2
 """Chunks of a lump, at least."""
 
 
+class ChunksDiffer(BaseException):
+    """Chunks are not alike; no error, which a model might catch."""
+
+
 class Lumps:
     """Of the modules of a model that nobody else runs."""
 
@@ -47,15 +51,16 @@ class Lumps:
         self._live_bytes: Callable[[], int] | None = None
         self._unlike: WeakSet[nn.Module] = WeakSet()
         """Modules whose chunks are not alike."""
-        self.hold = True
-        """Whether all that were made since :meth:`counting` began are as the chunks would be."""
         for module in model.modules():
             _known[module] = self
 
     @contextlib.contextmanager
     def counting(self, live_bytes: Callable[[], int]) -> Iterator[None]:
-        """Within, chunks are lumped; ``live_bytes``: how many there are now."""
-        self._live_bytes, self.hold = live_bytes, True
+        """Within, chunks are lumped; ``live_bytes``: how many there are now.
+
+        Raises :class:`ChunksDiffer`, which another try from the start may do of other modules alone.
+        """
+        self._live_bytes = live_bytes
         try:
             yield
         finally:
@@ -65,10 +70,10 @@ class Lumps:
         """How many bytes there are now, if the module's chunks may be lumped."""
         return None if module in self._unlike else self._live_bytes
 
-    def refuse(self, module: nn.Module) -> None:
+    def refuse(self, module: nn.Module) -> NoReturn:
         """Its chunks are not alike."""
         self._unlike.add(module)
-        self.hold = False
+        raise ChunksDiffer
 
 
 _known: MutableMapping[nn.Module, Lumps] = WeakKeyDictionary()
@@ -151,7 +156,7 @@ class LumpedCall:
         self._live = live_bytes()
         self._left: list[int] = []
         """By how many bytes there were more after each chunk of the present length."""
-        self._outputs: list[_Like | None] = []
+        self._outputs: list[_Like] = []
         self._gradients: dict[int, list[_Like | None]] = {}
         """Of the lump at a place, those of the inputs of the chunk behind it."""
 
@@ -175,21 +180,21 @@ class LumpedCall:
             self._lumps.refuse(self._module)
         self._live = live
         self._left.append(live - before)
-        self._outputs = [_like(part, self.axis) for part in parts]
+        self._outputs = [self._liked(part) for part in parts]
 
     def lump(self, index: int, pieces: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """What the chunks of a lump leave."""
         held_bytes = self._held_bytes()
         count = self.counts[index]
-        likes = [like for like in self._outputs if like is not None]
-        anchor = torch.empty(0, device=pieces[0].device, requires_grad=any(like.is_differentiable for like in likes))
+        moves = any(like.is_differentiable for like in self._outputs)
+        anchor = torch.empty(0, device=pieces[0].device, requires_grad=moves)
         made: tuple[Any, ...] = _Lump.apply(self, index, count * held_bytes, anchor, *pieces)  # type: ignore[no-untyped-call]
         self._live = self._live_bytes()
         return made
 
     def made(self, index: int) -> list[Tensor]:
         """The outputs of a lump."""
-        return [like.times(self.counts[index], self.axis) for like in self._outputs if like is not None]
+        return [like.times(self.counts[index], self.axis) for like in self._outputs]
 
     def given(self, index: int) -> list[Tensor | None]:
         """The gradients of its inputs."""
@@ -198,26 +203,27 @@ class LumpedCall:
 
     def differentiable(self) -> list[bool]:
         """Whether each output is."""
-        return [like.is_differentiable for like in self._outputs if like is not None]
+        return [like.is_differentiable for like in self._outputs]
 
     def _held_bytes(self) -> int:
         """What each chunk leaves beside its outputs until its backward."""
         *_, last, left = self._left
-        held_bytes = left - sum(like.nbytes for like in self._outputs if like is not None)
+        held_bytes = left - sum(like.nbytes for like in self._outputs)
         # What a segment around makes again would not be held by the lump, which is made again as well.
         is_within = is_nested() or is_recomputing()
-        if last != left or None in self._outputs or held_bytes < 0 or (held_bytes and is_within):
+        if last != left or held_bytes < 0 or (held_bytes and is_within):
             self._lumps.refuse(self._module)
-        return max(0, held_bytes)
+        return held_bytes
+
+    def _liked(self, tensor: Any) -> _Like:
+        return _like(tensor, self.axis) or self._lumps.refuse(self._module)
 
     def _noting(self, tensor: Tensor, found: list[_Like | None], place: int) -> Tensor:
         if not tensor.requires_grad:
             return tensor
 
         def note(gradient: Tensor) -> None:
-            found[place] = _like(gradient, self.axis)
-            if found[place] is None:
-                self._lumps.refuse(self._module)
+            found[place] = self._liked(gradient)
 
         watched = tensor.view_as(tensor)
         watched.register_hook(note)  # type: ignore[no-untyped-call]

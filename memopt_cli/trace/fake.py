@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.records import Counted, StepSettings, StepTrace
-from memopt_cli.runtime.lumps import Lumps
+from memopt_cli.runtime.lumps import ChunksDiffer, Lumps
 from memopt_cli.runtime.private_torch import FakeCopyMode, FakeTensorMode, buffers_of, is_fake, parameters_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
@@ -21,9 +22,6 @@ from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
 from memopt_cli.user_step import StepModels
 from memopt_cli.workspace import Workspaces
-
-_MOST_LUMPED = 2
-"""How often a step is run again without the lumps that did not hold: then once more, without any."""
 
 
 def fake_mode() -> FakeTensorMode:
@@ -90,23 +88,10 @@ class FakeStep:
     ) -> Counted:
         """As :func:`~memopt_cli.trace.count`; of many equal chunks, few run."""
         lumps = self._lumps if allocated is None else None  # an allocator takes many small tensors otherwise
-        counted = self._count(workspaces, codecs, allocated, lumps)
-        for _ in range(_MOST_LUMPED):
-            if lumps is None or lumps.hold:
-                return counted
-            counted = self._count(workspaces, codecs, allocated, lumps)
-        return counted if lumps is None or lumps.hold else self._count(workspaces, codecs, allocated, None)
-
-    def _count(
-        self,
-        workspaces: Workspaces | None,
-        codecs: Codecs | None,
-        allocated: AllocatedPeak | None,
-        lumps: Lumps | None,
-    ) -> Counted:
-        self._start.enter()
-        with self._mode:
-            return count(self.step, workspaces, codecs, allocated, lumps)
+        while True:
+            self._start.enter()
+            with contextlib.suppress(ChunksDiffer), self._mode:
+                return count(self.step, workspaces, codecs, allocated, lumps)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """As :func:`~memopt_cli.trace.record`, without contents and times."""

@@ -221,7 +221,7 @@ CASES = {
     "attention": Case(Attention, (37, 5, 16)),
     "transposed": Case(Transposed, (65, 16)),
     "crossed": Case(Crossed, (65, 16), ".both", {"seq_inputs": 2}),
-    "shortened": Case(Shortened, (256, 16)),
+    "shortened": Case(Shortened, (128, 16)),
     "summing": Case(Summing, (64, 1)),
     "passing": Case(Passed, (64, 16), ".passing", {"seq_outputs": 2}),
     "moving": Case(Moving, (64, 16)),
@@ -231,7 +231,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("chunks", [8, 9, 16, 27, 32])
+@pytest.mark.parametrize("chunks", [9, 16, 27])
 @pytest.mark.parametrize("name", CASES)
 def test_peaks_are_those_of_all_chunks(name: str, chunks: int, all_run: Callable[[], None]) -> None:
     case = CASES[name]
