@@ -66,11 +66,10 @@ class Passing(nn.Module):
 class Passed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.passing = Passing()
+        self.passing, self.linear = Passing(), nn.Linear(24, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        left, right = self.passing(x)
-        return torch.cat([left, right], dim=1).exp().sin()
+        return torch.tanh(self.linear(torch.cat(self.passing(x), dim=1)))
 
 
 class Summing(nn.Module):
@@ -98,7 +97,7 @@ class Handing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(8, 16)
+        self.lstm = nn.LSTM(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.lstm(x)[0]
@@ -188,7 +187,7 @@ def runs(step: FakeStep, plan: Plan, path: str) -> int:
         ran += 1
 
     with applied(step, plan):
-        handle = step.step.model.get_submodule(path)[0].register_forward_hook(running)
+        handle = step.step.model.get_submodule(path).register_forward_hook(running)
         step.count()
         handle.remove()
     return ran
@@ -214,31 +213,31 @@ class Case:
 
 
 CASES = {
-    "mlp": Case(mlp, (65, 16)),
-    "residual": Case(Residual, (65, 16)),
-    "images": Case(images, (37, 4, 6, 6)),
-    "normalized": Case(normalized, (37, 4, 6, 6)),
-    "attention": Case(Attention, (37, 5, 16)),
-    "transposed": Case(Transposed, (65, 16)),
-    "crossed": Case(Crossed, (65, 16), ".both", {"seq_inputs": 2}),
-    "shortened": Case(Shortened, (128, 16)),
-    "summing": Case(Summing, (64, 1)),
-    "passing": Case(Passed, (64, 16), ".passing", {"seq_outputs": 2}),
-    "moving": Case(Moving, (64, 16)),
-    "handing": Case(Handing, (40, 3, 8), ".lstm"),
-    "packed": Case(mlp, (65, 16), rule={"compressor": "bit"}),
-    "kept": Case(mlp, (65, 16), rule={"keep": ("aten::addmm",)}),
+    "mlp": Case(mlp, (28, 16)),
+    "residual": Case(Residual, (28, 16)),
+    "images": Case(images, (28, 4, 6, 6)),
+    "normalized": Case(normalized, (28, 4, 6, 6)),
+    "attention": Case(Attention, (28, 5, 16)),
+    "transposed": Case(Transposed, (28, 16)),
+    "crossed": Case(Crossed, (28, 16), ".both", {"seq_inputs": 2}),
+    "shortened": Case(Shortened, (56, 16)),
+    "summing": Case(lambda: nn.Sequential(nn.Linear(1, 8), Summing()), (28, 1), ".1"),
+    "passing": Case(Passed, (28, 16), ".passing", {"seq_outputs": 2}),
+    "moving": Case(Moving, (28, 16)),
+    "handing": Case(Handing, (28, 3, 8), ".lstm"),
+    "packed": Case(mlp, (28, 16), rule={"compressor": "bit"}),
+    "kept": Case(mlp, (28, 16), rule={"keep": ("aten::addmm",)}),
 }
 
 
-@pytest.mark.parametrize("chunks", [9, 16, 27])
+@pytest.mark.parametrize("chunks", [9, 27])
 @pytest.mark.parametrize("name", CASES)
 def test_peaks_are_those_of_all_chunks(name: str, chunks: int, all_run: Callable[[], None]) -> None:
     case = CASES[name]
-    step, plans = case.step(), [case.plan(chunks, 1), case.plan(chunks, 0, 1, 2)]
-    found = [told(step, plan) for plan in plans]
+    step, plan = case.step(), case.plan(chunks, 1, 2)
+    found = told(step, plan)
     all_run()
-    assert found == [told(step, plan) for plan in plans]
+    assert found == told(step, plan)
 
 
 @pytest.mark.parametrize("name", ["mlp", "normalized", "packed"])
@@ -272,37 +271,37 @@ def test_of_segments_in_others(name: str, all_run: Callable[[], None]) -> None:
 def test_few_of_equal_chunks_run() -> None:
     """Three on either side of each lump, of the longer and of the shorter ones, in forward and in recomputation."""
     step = CASES["mlp"].step()
-    assert runs(step, CASES["mlp"].plan(64, 1), "1") == 2 * (1 + 6)  # 65 samples: one chunk of two
-    assert runs(step, CASES["mlp"].plan(28, 1), "1") == 2 * (6 + 6)  # 9 of three, 19 of two
+    assert runs(step, CASES["mlp"].plan(27, 1), "1.0") == 2 * (1 + 6)  # one of two samples, 26 of one
+    assert runs(step, CASES["mlp"].plan(18, 1), "1.0") == 2 * (6 + 6)  # ten of two samples, eight of one
 
 
 def test_what_moves_on_runs_in_all_its_chunks() -> None:
     step = CASES["moving"].step()
-    runs(step, CASES["moving"].plan(32, 1), "1")
-    assert runs(step, CASES["moving"].plan(32, 1), "1") == 2 * 32, "what was learned of it is kept"
+    runs(step, CASES["moving"].plan(27, 1), "1.linear")
+    assert runs(step, CASES["moving"].plan(27, 1), "1.linear") == 2 * 27, "what was learned of it is kept"
 
 
 def test_steps_on_data_run_in_all_their_chunks() -> None:
     model = nn.Sequential(mlp(), mlp(), mlp())
-    step = step_of(model, torch.randn(64, 16))
-    apply_plan(model, CASES["mlp"].plan(32, 1))
+    step = step_of(model, torch.randn(28, 16))
+    apply_plan(model, CASES["mlp"].plan(27, 1))
     ran = 0
 
     def running(*_: object) -> None:
         nonlocal ran
         ran += 1
 
-    model[1].register_forward_hook(running)
-    model(torch.randn(64, 16)).sum().backward()
-    assert ran == 2 * 32
+    model[1][0].register_forward_hook(running)
+    model(torch.randn(28, 16)).sum().backward()
+    assert ran == 2 * 27
     step.count()
 
 
 def test_recorded_steps_run_in_all_their_chunks() -> None:
-    step, plan = CASES["mlp"].step(), CASES["mlp"].plan(32, 1)
+    step, plan = CASES["mlp"].step(), CASES["mlp"].plan(27, 1)
     with applied(step, plan):
-        trace = step.record(65)
-    assert sum(call.path == "1.0" for call in trace.calls) == 32
+        trace = step.record(28)
+    assert sum(call.path == "1.0" for call in trace.calls) == 27
 
 
 def test_language_models(all_run: Callable[[], None]) -> None:
