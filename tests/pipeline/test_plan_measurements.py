@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,13 @@ def test_a_plan_that_takes_the_time_it_was_to_take_is_not(planned_s: float, pred
     _, planned = confirmed(prepared, predicted, 1.33)
     assert prepared.asked == [MeasureJob, MeasureJob]
     assert planned.step_times_s == (planned_s,)
+
+
+@pytest.mark.parametrize(("planned_s", "again"), [(12.0, False), (5.0, True)])
+def test_at_any_price_a_step_many_times_as_long_is_not(planned_s: float, again: bool) -> None:
+    prepared = FakePrepared(planned_s, GONE)
+    confirmed(prepared, 4.0, math.inf)
+    assert (TimeInTurnsJob in prepared.asked) == again
 
 
 def test_where_it_cannot_be_timed_again_its_measurement_stands() -> None:
