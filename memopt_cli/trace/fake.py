@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.records import Counted, StepSettings, StepTrace
-from memopt_cli.runtime.private_torch import FakeCopyMode, FakeTensorMode, buffers_of, is_fake, parameters_of
+from memopt_cli.runtime.private_torch import (
+    FakeCopyMode,
+    FakeTensorMode,
+    buffers_of,
+    fake_copies,
+    is_fake,
+    parameters_of,
+)
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step, dtype_in, input_dtype
@@ -85,13 +92,13 @@ class FakeStep:
     ) -> Counted:
         """As :func:`~memopt_cli.trace.count`."""
         self._start.enter()
-        with self._mode:
+        with self._mode, fake_copies():
             return count(self.step, workspaces, codecs, allocated)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """As :func:`~memopt_cli.trace.record`, without contents and times."""
         self._start.enter()
-        with self._mode:
+        with self._mode, fake_copies():
             return record(self.step, batch, contents=False, workspaces=workspaces, codecs=codecs)
 
     def _fake(self, leaf: Any) -> Any:
