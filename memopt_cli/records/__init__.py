@@ -99,7 +99,15 @@ from memopt_cli.records.measurement import (
 )
 from memopt_cli.records.model import STEP, LoadedModel, ModelFacts, ModelSource, Trust, WantedGlobal
 from memopt_cli.records.optimization import ApplyRequest, ApplyResult, OptimizeRequest, OptimizeResult, RecordedSteps
-from memopt_cli.records.plan import ChunkRule, CompressorName, Plan, Refused, SegmentPlan
+from memopt_cli.records.plan import (
+    ChunkRule,
+    CompressorName,
+    InputDimension,
+    Plan,
+    PlanRange,
+    Refused,
+    SegmentPlan,
+)
 from memopt_cli.records.profile import Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
 from memopt_cli.records.search import (
     Budget,
@@ -180,6 +188,7 @@ __all__ = [
     "GlobalVerdict",
     "GradientAgreement",
     "Holder",
+    "InputDimension",
     "InputSpec",
     "Inspection",
     "Instant",
@@ -216,6 +225,7 @@ __all__ = [
     "Plan",
     "PlanChange",
     "PlanEstimates",
+    "PlanRange",
     "Precision",
     "PredictedStep",
     "Prediction",

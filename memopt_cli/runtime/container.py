@@ -30,6 +30,7 @@ from memopt_cli.runtime.compressor import (
     declared_compressor,
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
+from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, at_length, config_of, length_in, segment_of
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of
 from memopt_cli.runtime.packing import PackedSaves
@@ -105,16 +106,28 @@ class LossContainer(Installed):
     """Mixin of a linear layer that runs in chunks together with the cross-entropy of its output."""
 
 
-def install_segment(module: nn.Module, config: SegmentConfig) -> None:
+class ByLengthContainer(Installed):
+    """Mixin of a module that is a segment, or none, by the length of the model's input, and of the root of such a
+    model, which tells it.
+    """
+
+
+Settings = SegmentConfig | ConfigsByLength
+
+
+def install_segment(module: nn.Module, config: Settings) -> None:
     """Make ``module`` a segment, in place.  Raises :class:`ValueError` with the reason if it cannot be one."""
-    reason = refusal(module) or misfit(module, config)
+    configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
+    reason = refusal(module) or next(filter(None, (misfit(module, one) for one in configs if one is not None)), "")
     if reason:
         raise ValueError(reason)
     vars(module)[SEGMENT_KEY] = config
     module.__class__ = _segment_class(type(module), _mixin(config))  # type: ignore[arg-type]
 
 
-def _mixin(config: SegmentConfig) -> type[Installed]:
+def _mixin(config: Settings) -> type[Installed]:
+    if isinstance(config, ConfigsByLength):
+        return ByLengthContainer
     if not config.recompute:
         return PackingContainer
     if config.through_loss:
@@ -128,9 +141,9 @@ def remove_segment(module: nn.Module) -> None:
     module.__class__ = _without_segment(type(module))
 
 
-def segment_of(module: nn.Module) -> SegmentConfig | None:
-    """The configuration of a segment; ``None`` for a plain module."""
-    config: SegmentConfig | None = vars(module).get(SEGMENT_KEY)
+def settings_of(module: nn.Module) -> Settings | None:
+    """What was installed on a module; ``None`` for a plain one."""
+    config: Settings | None = vars(module).get(SEGMENT_KEY)
     return config
 
 
@@ -139,7 +152,17 @@ def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, 
 
     Saved models refer to this function: a file format.
     """
-    settings = SegmentConfig(**config)
+    return _restored(original, SegmentConfig(**config))
+
+
+def restore_by_length(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
+    """The same of a segment by length.  Saved models refer to this function: a file format."""
+    configs = tuple(None if one is None else SegmentConfig(**one) for one in config["configs"])
+    length = None if config["length"] is None else LengthOf(**config["length"])
+    return _restored(original, ConfigsByLength(**{**config, "configs": configs, "length": length}))
+
+
+def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> nn.Module:
     if isinstance(original, LiftedModule):
         install_segment(original, settings)
         return original
@@ -154,16 +177,11 @@ def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, 
 
 @functools.cache
 def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
-    run, recomputes = _RUNS[mixin], issubclass(mixin, GCContainer)
+    run = _runner(mixin)  # type: ignore[arg-type]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(original.forward, self)
-        if not recomputes or not torch.is_grad_enabled():
-            return run(self, call, args, kwargs)
-        if torch.compiler.is_compiling():
-            return run_compiled(run, self, call, args, kwargs)
-        return uncompiled(run, self, call, args, kwargs)
+        return run(self, functools.partial(original.forward, self), args, kwargs)
 
     def construct(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         # ``type(module)(...)``, as slicing a Sequential does, makes a plain module, not a second segment.
@@ -173,12 +191,13 @@ def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn
         return f"{_label(mixin, vars(self)[SEGMENT_KEY])} {original.__repr__(self)}"
 
     def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+        restore = restore_by_length if mixin is ByLengthContainer else restore_segment
         if issubclass(original, LiftedModule):  # its class cannot be found by name
-            return restore_segment, (_twin(self, original), asdict(vars(self)[SEGMENT_KEY]))
+            return restore, (_twin(self, original), asdict(vars(self)[SEGMENT_KEY]))
         reduced = object.__reduce_ex__(self, max(2, protocol))
         assert isinstance(reduced, tuple)
         state = {key: value for key, value in reduced[2].items() if key != SEGMENT_KEY}
-        return restore_segment, (original, asdict(vars(self)[SEGMENT_KEY])), state
+        return restore, (original, asdict(vars(self)[SEGMENT_KEY])), state
 
     body = {
         "__module__": original.__module__,
@@ -193,8 +212,30 @@ def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn
     return type(original.__name__, (mixin, original), body)
 
 
-def _label(mixin: type[Installed], config: SegmentConfig) -> str:
+@functools.cache
+def _runner(mixin: type[Installed]) -> Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
+    """What runs the forward of a module with that mixin."""
+    run = _RUNS[mixin]
+    if not issubclass(mixin, GCContainer):
+        return run
+
+    def recomputed(
+        module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return run(module, forward, args, kwargs)
+        if torch.compiler.is_compiling():
+            return run_compiled(run, module, forward, args, kwargs)
+        return uncompiled(run, module, forward, args, kwargs)
+
+    return recomputed
+
+
+def _label(mixin: type[Installed], config: Settings) -> str:
     """What people see before the module itself: the mixin, and what of the configuration is no default."""
+    if isinstance(config, ConfigsByLength):
+        kinds = ("plain" if one is None else _label(_mixin(one), one) for one in config.configs)
+        return f"{mixin.__name__}({', '.join(f'{n}: {kind}' for n, kind in zip(config.up_to, kinds, strict=True))})"
     chosen = [f for f in fields(config) if f.compare and getattr(config, f.name) != f.default]
     return f"{mixin.__name__}({', '.join(f'{f.name}={getattr(config, f.name)!r}' for f in chosen)})"
 
@@ -220,8 +261,25 @@ def _without_segment(kind: type) -> type:
 # ---------------------------------------------------------------------------------------------- running it
 
 
+def _run_by_length(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
+    if ranges.length is None:
+        return _run_at_length(module, forward, args, kwargs)
+    with at_length(length_in(module, ranges, args, kwargs)):
+        return _run_at_length(module, forward, args, kwargs)
+
+
+def _run_at_length(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    config = segment_of(module)
+    return forward(*args, **kwargs) if config is None else _runner(_mixin(config))(module, forward, args, kwargs)  # type: ignore[arg-type]
+
+
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     codec = codec_of(module, config)
     if not config.spatial_split:
         return call_checkpointed(module, forward, args, kwargs, PackedInputs(codec), config.keep)
@@ -258,7 +316,7 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
 def _run_through_loss(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     if not module.training or not may_defer():
         return forward(*args, **kwargs)
     with Deferring(config.chunks):
@@ -279,4 +337,5 @@ _RUNS: dict[type[Installed], Callable[..., Any]] = {
     TCGCContainer: run_chunks,
     PackingContainer: _run_packing,
     LossContainer: _run_through_loss,
+    ByLengthContainer: _run_by_length,
 }
