@@ -120,7 +120,7 @@ from memopt_cli.records.search import (
 )
 from memopt_cli.records.selftest import SelftestReport, SelftestRow
 from memopt_cli.records.settings import PRECISIONS, Precision, StepSettings
-from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint
+from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint, RangeRow
 from memopt_cli.records.trace import ModuleCall, ModuleTrace, OpTrace, Phase, StepTrace, StorageTrace, ancestry
 from memopt_cli.records.verification import (
     NOT_FINITE,
@@ -232,6 +232,7 @@ __all__ = [
     "Preference",
     "Profile",
     "ProfileRequest",
+    "RangeRow",
     "Rate",
     "RecordedSteps",
     "Refused",

@@ -126,6 +126,11 @@ class Plan:
         return not self.everywhere and not self.packs and not self.in_backward
 
     @property
+    def longest(self) -> Plan:
+        """Of one by length, what is done at the longest; else all of it."""
+        return self.ranges[-1].plan if self.ranges else self
+
+    @property
     def everywhere(self) -> tuple[SegmentPlan, ...]:
         """The segments, of all ranges."""
         return (*self.segments, *(segment for part in self.ranges for segment in part.segments))
