@@ -11,8 +11,9 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from memopt_cli.batch_axis import BATCH
 from memopt_cli.batch_size.length_strategies import read_histogram
-from memopt_cli.errors import MemoptError, OptionError, Terminated, UsageError
+from memopt_cli.errors import MemoptError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
@@ -45,30 +46,6 @@ _EVEN = 64
 """Lengths of a range of which it is not said how often each comes."""
 _RUNS = 3
 """Lengths at which the original is run to see whether it fits, at most."""
-
-
-def check_by_length(request: OptimizeRequest) -> None:
-    """Raises :class:`UsageError` for what cannot be asked together with a range of a dimension, or without one."""
-    if request.dim_range is None:
-        if request.lengths_path is not None:
-            raise UsageError(
-                "--lengths says how long inputs are, and no dimension has a range",
-                hint="Add it, as in --dim S=64:2048.",
-            )
-        return
-    others = {
-        "--frontier or --pick": request.goal.frontier,
-        "--for": request.card is not None,
-        "--html or --snapshot": request.record_steps,
-    }
-    for flag, is_given in others.items():
-        if is_given:
-            raise UsageError(f"{flag} does not go with a range of --dim", hint="Give the dimension one size.")
-    if request.goal.budget is None:
-        raise OptionError(
-            "a range of --dim asks for plans that meet a budget at each of its sizes, and there is none",
-            hint="Add --budget 8GiB, or a share of the original's peak at the largest size, --budget 60%.",
-        )
 
 
 def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
@@ -131,6 +108,10 @@ def find_by_length(
             "a plan by length looks at an input of a model's forward, and a step of one's own has none",
             hint="Give the dimension one size.",
         )
+    if varied.symbol == BATCH:
+        raise UsageError(
+            f"--dim {BATCH}: a plan by length is for another dimension than the batch", hint="Give the batch one size."
+        )
     by = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
     search = _ByLength(request, resolved, prepared, progress, varied, counts, find_plan)
@@ -145,6 +126,8 @@ def find_by_length(
         plan = Plan()
         found.notes.append(f"The original fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
     rows = list(search.rows(parts)) if plan.ranges else []
+    if len(rows) > 1:
+        found.notes.append(search.estimate(parts))
     if request.lengths_path is None and plan.ranges:
         found.notes.append("All lengths are taken to be as frequent; --lengths FILE says how frequent each is.")
     found = replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
@@ -322,6 +305,15 @@ class _ByLength:
         return found if isinstance(found, Measurement) else None
 
     # ------------------------------------------------------------------------------------------ what is told
+
+    def estimate(self, parts: Sequence[_Part]) -> str:
+        """How much shorter an epoch is than with the plan of the longest alone."""
+        longest = self._work.epoch({parts[-1].up_to: parts[-1].slowdown})
+        share = self._work.epoch({part.up_to: part.slowdown for part in parts}) / longest
+        return (
+            f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the longest "
+            "alone (an estimate: a step of the original is taken to be as long as its input)."
+        )
 
     def rows(self, parts: Sequence[_Part]) -> Iterator[RangeRow]:
         """A line for each range."""

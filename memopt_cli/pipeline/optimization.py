@@ -10,7 +10,7 @@ from functools import partial
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced
-from memopt_cli.pipeline.by_length import check_by_length, find_by_length
+from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.for_card import check_request, find_for_card
@@ -70,7 +70,6 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     resolved = resolve(request.search)
     check_goal(request.goal, resolved)
     check_request(request)
-    check_by_length(request)
     paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -124,6 +125,13 @@ class Plan:
     def is_empty(self) -> bool:
         """The model stays as it is, and so does its optimizer."""
         return not self.everywhere and not self.packs and not self.in_backward
+
+    def at(self, sizes: Mapping[str, int]) -> Plan:
+        """Of one by length, what is done while dimensions have these sizes, the longest if its is not told."""
+        size = sizes.get(self.by.dim) if self.by is not None else None
+        if size is None:
+            return self.longest
+        return next((part.plan for part in self.ranges if size <= part.up_to), self.longest)
 
     @property
     def longest(self) -> Plan:

@@ -109,6 +109,9 @@ class TextReport:
         _print(console)
         console.print(optimization.table(summary))
         _print(console)
+        if summary.ranges:
+            console.print(optimization.ranges(summary), markup=False)
+            _print(console)
         if summary.frontier:
             console.print(optimization.frontier(summary))
             _print(console)
