@@ -83,7 +83,7 @@ Lengths = Annotated[
         metavar="FILE",
         rich_help_panel=SEARCH,
         show_default="all sizes alike",
-        help="File of the sizes in training of the dimension with a range: one a line, or a size and how often it occurs.",
+        help="File of the sizes that the dimension with a range has: one a line, or a size and how often it occurs.",
     ),
 ]
 Level = Annotated[

@@ -82,7 +82,9 @@ class ApplyResult:
 
     files: tuple[str, ...]
     verification: Verification | None = None
-    """``None`` unless asked for."""
+    """``None`` unless asked for; of a plan by length at the largest."""
+    shorter: tuple[Verification, ...] = ()
+    """Of a plan by length, at the largest length of each other range."""
     confirmation: Confirmation | None = None
     """``None`` unless asked for."""
 

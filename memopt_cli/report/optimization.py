@@ -218,12 +218,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
 def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     applied = f"level {summary.applied_level}" if _changes(summary) else "no plan"
     yield f"* {applied} is applied{_less_than(summary)}"
-    if summary.ranges and summary.plan is not None and summary.plan.by is not None:
-        dim = summary.plan.by.dim
-        yield f"the table of levels is for {dim}={summary.ranges[-1].up_to}; shorter inputs have plans of their own"
-        for found in summary.ranges[:-1]:
-            if found.verification is not None:
-                yield f"up to {dim}={found.up_to} {verification(found.verification)}"
+    yield from _of_the_ranges(summary)
     if summary.budget_bytes is not None:
         yield f"within the budget of {format_bytes(summary.budget_bytes)}"
     for row in summary.levels:
@@ -243,6 +238,16 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     if summary.recommendation:
         yield summary.recommendation
     yield from _neighbours(summary)
+
+
+def _of_the_ranges(summary: MemOptSummary) -> Iterator[str]:
+    if summary.plan is None or summary.plan.by is None:
+        return
+    dim = summary.plan.by.dim
+    yield f"the table of levels is for {dim}={summary.ranges[-1].up_to}; the one of ranges has the plans of all lengths"
+    for row in summary.ranges[:-1]:
+        if row.verification is not None:
+            yield f"up to {dim}={row.up_to} {verification(row.verification)}"
 
 
 def _neighbours(summary: MemOptSummary) -> Iterator[str]:

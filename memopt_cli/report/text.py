@@ -164,6 +164,8 @@ class TextReport:
         console = _console(stream)
         for line in confirmation.lines(result.confirmation) if result.confirmation is not None else ():
             _print(console, line)
+        for found in result.shorter:
+            _print(console, optimization.verification(found))
         if result.verification is not None:
             _print(console, optimization.verification(result.verification))
         _written(console, result.files)
