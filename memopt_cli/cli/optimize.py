@@ -75,7 +75,7 @@ def optimize(
     """
     if budget is not None and pick is not None:
         raise UsageError("--budget and --pick exclude each other", hint="Keep the one that is to choose the plan.")
-    sizes, dim_range = split_dims(dims)
+    sizes, dim_range = split_dims(dims, max)  # it must fit
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     request = OptimizeRequest(
         source=loading.source(context, model),

@@ -118,6 +118,7 @@ def find_by_length(
     search.check_sizes(by)
     longest = search.find(varied.high)
     found = longest.found
+    assert found is not None
     if not longest.row_passes:
         return search.at(varied.high), found
     parts = search.all_ranges(longest)
@@ -125,6 +126,8 @@ def find_by_length(
     if all(part.found is None or part.found.plan.is_empty for part in parts):
         plan = Plan()
         found.notes.append(f"The original fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
+    elif len(parts) == 1 and not search.interrupted:
+        found.notes.append(f"One plan does at every {varied.symbol}: none that is faster at shorter inputs was found.")
     rows = list(search.rows(parts)) if plan.ranges else []
     if len(rows) > 1:
         found.notes.append(search.estimate(parts))
@@ -162,22 +165,26 @@ class _Part:
         return Plan() if self.found is None else self.found.plan
 
     @property
-    def slowdown(self) -> float:
-        """Step time over that of the original, predicted where it can be: measured ones vary."""
-        if self.plan.is_empty:
-            return 1.0
-        return self.row.predicted_slowdown or _measured_slowdown(self) or 1.0
+    def slowdowns(self) -> tuple[float, float]:
+        """Step time over that of the original, as measured and as predicted; the one where the other is not known."""
+        if self.found is None or self.plan.is_empty:
+            return 1.0, 1.0
+        before, after, predicted = self.found.rows[0].outcome, self.row.outcome, self.row.predicted_slowdown
+        if isinstance(before, Measurement) and isinstance(after, Measurement):
+            measured = after.slowdown(before)
+            return measured, predicted or measured
+        return predicted or 1.0, predicted or 1.0
 
-
-def _measured_slowdown(part: _Part) -> float | None:
-    assert part.found is not None, "it has a plan"
-    before, after = part.found.rows[0].outcome, part.row.outcome
-    both = isinstance(before, Measurement) and isinstance(after, Measurement)
-    return after.slowdown(before) if both else None  # type: ignore[union-attr,arg-type]
+    def may_be_faster(self, longer: _Part) -> bool:
+        """Whether either account says so: measured times vary, and predicted ones rest on them."""
+        return any(mine < its for mine, its in zip(self.slowdowns, longer.slowdowns, strict=True))
 
 
 def _range_of(part: _Part) -> PlanRange:
     return PlanRange(up_to=part.up_to, segments=part.plan.segments, packed=part.plan.packed)
+
+
+_ORIGINAL = _Part(up_to=0, found=None)
 
 
 class _ByLength:
@@ -228,12 +235,12 @@ class _ByLength:
         """From the shortest on.  Ctrl-C ends the search for more of them."""
         parts = [longest]
         try:
-            if longest.plan.is_empty or self.interrupted:
+            if self.interrupted or not _ORIGINAL.may_be_faster(longest):
                 return parts
             plain = self._plain(longest)
             parts[:0] = [] if plain is None else [plain]
             bound = 0 if plain is None else plain.up_to
-            inner = inner_bounds(self._work, plain=bound, longest=longest.up_to, slowdown=longest.slowdown)
+            inner = inner_bounds(self._work, plain=bound, longest=longest.up_to, slowdown=max(longest.slowdowns))
             for length in reversed(inner):
                 part = self._faster_than(parts[-1] if plain is None else parts[1], length)
                 if part is not None:
@@ -259,7 +266,7 @@ class _ByLength:
             difference = part.found.verification.difference if part.found.verification else "it is not verified"
             self.notes.append(f"No range ends at {self._varied.symbol}={length}: with its plan {difference}.")
             return None
-        return part if part.plan != longer.plan and part.slowdown < longer.slowdown else None
+        return part if part.plan != longer.plan and part.may_be_faster(longer) else None
 
     # ------------------------------------------------------------------------------------------ without a plan
 
@@ -308,8 +315,8 @@ class _ByLength:
 
     def estimate(self, parts: Sequence[_Part]) -> str:
         """How much shorter an epoch is than with the plan of the longest alone."""
-        longest = self._work.epoch({parts[-1].up_to: parts[-1].slowdown})
-        share = self._work.epoch({part.up_to: part.slowdown for part in parts}) / longest
+        longest = self._work.epoch({parts[-1].up_to: parts[-1].slowdowns[0]})
+        share = self._work.epoch({part.up_to: part.slowdowns[0] for part in parts}) / longest
         return (
             f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the longest "
             "alone (an estimate: a step of the original is taken to be as long as its input)."

@@ -100,7 +100,7 @@ def test_a_range_of_lengths(optimize: Optimize) -> None:
     assert request.dim_range == DimRange(symbol="S", low=64, high=2048)
     assert request.lengths_path == "l.txt"
     assert request.spec is not None
-    assert request.spec.dims == {"B": 4, "S": 64}
+    assert request.spec.dims == {"B": 4, "S": 2048}
 
 
 def test_a_slowdown_without_a_limit(optimize: Optimize) -> None:
