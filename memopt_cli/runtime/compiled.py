@@ -8,6 +8,7 @@ by tracing them.  What may not be traced runs as it does without a compiler, bet
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -35,10 +36,17 @@ def run_compiled(
     config = config_of(module)
     if differentiates_ahead() and not WRITES_TWICE and config.chunks < 2:
         return run(module, forward, args, kwargs)
+    return run_plainly_or(functools.partial(uncompiled, run), config.path, module, forward, args, kwargs)
+
+
+def run_plainly_or(
+    run: Run, path: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a module at that path does where a compiler traces it, if it ``run`` between two graphs."""
     if wants_one_graph():
-        _tell_that_it_runs_plainly(name_at(module, config.path))
+        _tell_that_it_runs_plainly(name_at(module, path))
         return forward(*args, **kwargs)
-    return uncompiled(run, module, forward, args, kwargs)
+    return run(module, forward, args, kwargs)
 
 
 @not_compiled

@@ -24,18 +24,20 @@ from torch import nn
 
 from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.chunked import run_chunks
-from memopt_cli.runtime.compiled import run_compiled, uncompiled
+from memopt_cli.runtime.compiled import Run, run_compiled, run_plainly_or, uncompiled
 from memopt_cli.runtime.compressor import (
     COMPRESSORS,
     declared_compressor,
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
-from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, at_length, config_of, length_in, segment_of
+from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, config_of, length_told, segment_of
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.private_torch import (
+    between_graphs,
     forbids_hooks,
+    not_compiled,
 )
 from memopt_cli.runtime.refusals import misfit, refusal
 from memopt_cli.runtime.running import (
@@ -177,11 +179,16 @@ def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> n
 
 @functools.cache
 def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
-    run = _runner(mixin)  # type: ignore[arg-type]
+    run, recomputes = _RUNS[mixin], issubclass(mixin, GCContainer)
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(self, functools.partial(original.forward, self), args, kwargs)
+        call = functools.partial(original.forward, self)
+        if not recomputes or not torch.is_grad_enabled():
+            return run(self, call, args, kwargs)
+        if torch.compiler.is_compiling():
+            return run_compiled(run, self, call, args, kwargs)
+        return uncompiled(run, self, call, args, kwargs)
 
     def construct(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         # ``type(module)(...)``, as slicing a Sequential does, makes a plain module, not a second segment.
@@ -210,25 +217,6 @@ def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn
         "forward": forward,
     }
     return type(original.__name__, (mixin, original), body)
-
-
-@functools.cache
-def _runner(mixin: type[Installed]) -> Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
-    """What runs the forward of a module with that mixin."""
-    run = _RUNS[mixin]
-    if not issubclass(mixin, GCContainer):
-        return run
-
-    def recomputed(
-        module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if not torch.is_grad_enabled():
-            return run(module, forward, args, kwargs)
-        if torch.compiler.is_compiling():
-            return run_compiled(run, module, forward, args, kwargs)
-        return uncompiled(run, module, forward, args, kwargs)
-
-    return recomputed
 
 
 def _label(mixin: type[Installed], config: Settings) -> str:
@@ -264,18 +252,33 @@ def _without_segment(kind: type) -> type:
 def _run_by_length(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
-    if ranges.length is None:
-        return _run_at_length(module, forward, args, kwargs)
-    with at_length(length_in(module, ranges, args, kwargs)):
-        return _run_at_length(module, forward, args, kwargs)
+    if not torch.compiler.is_compiling():
+        return _run_now(module, forward, args, kwargs)
+    path = getattr(module, SEGMENT_KEY).path  # PyTorch 2.8 does not trace ``vars``
+    return run_plainly_or(_run_between_graphs, path, module, forward, args, kwargs)
 
 
-def _run_at_length(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_now(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with length_told(module, args, kwargs):
+        run = _acting(module)
+        return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
+
+
+_run_between_graphs = between_graphs(_run_now)
+
+
+@not_compiled
+def _acting(module: nn.Module) -> Run | None:
+    """What runs its forward at the present length; ``None``: nothing but itself.
+
+    Segments run uncompiled: a graph of one would be taken for another length, too.
+    """
     config = segment_of(module)
-    return forward(*args, **kwargs) if config is None else _runner(_mixin(config))(module, forward, args, kwargs)  # type: ignore[arg-type]
+    if config is None:
+        return None
+    mixin = _mixin(config)
+    recomputes = issubclass(mixin, GCContainer) and torch.is_grad_enabled()
+    return functools.partial(uncompiled, _RUNS[mixin]) if recomputes else _RUNS[mixin]
 
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,10 +297,10 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # What a segment or a checkpoint of the user's own saves is dropped; hooks within would keep it.
     if (
-        is_nested()
+        torch.compiler.is_compiling()  # which traces none of the others
+        or is_nested()
         or is_checkpointed()
         or not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
         or is_transformed()
     ):
         return forward(*args, **kwargs)
@@ -316,10 +319,9 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
 def _run_through_loss(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    config = config_of(module)
     if not module.training or not may_defer():
         return forward(*args, **kwargs)
-    with Deferring(config.chunks):
+    with Deferring(config_of(module).chunks):
         return forward(*args, **kwargs)
 
 
@@ -332,7 +334,7 @@ def _stages(module: nn.Module) -> Sequence[nn.Module]:
     return stages
 
 
-_RUNS: dict[type[Installed], Callable[..., Any]] = {
+_RUNS: dict[type[Installed], Run] = {
     GCContainer: _run,
     TCGCContainer: run_chunks,
     PackingContainer: _run_packing,

@@ -14,6 +14,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.module_state import SEGMENT_KEY
-from memopt_cli.runtime.private_torch import CheckpointCall, checkpoint_around
+from memopt_cli.runtime.private_torch import CheckpointCall, checkpoint_around, not_compiled
 from memopt_cli.runtime.segment_config import SegmentConfig
 
 _thread = threading.local()
@@ -107,10 +108,20 @@ def config_of(module: nn.Module) -> SegmentConfig:
     return config
 
 
-def length_in(module: nn.Module, ranges: ConfigsByLength, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The length of an input of the root ``module``; infinite, with one warning, where it has none."""
-    length = ranges.length
-    assert length is not None, "it is the root"
+@not_compiled
+def length_told(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
+    """Within, what is run is as long as these arguments of ``module``, if it is a root; of another, as around it."""
+    ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
+    return _NOTHING if ranges.length is None else at_length(_length_in(module, ranges, ranges.length, args, kwargs))
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _length_in(
+    module: nn.Module, ranges: ConfigsByLength, length: LengthOf, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> float:
+    """The length of the input; infinite, with one warning, where it has none."""
     given = _given(type(module).forward, length.argument, args, kwargs)
     if not isinstance(given, Tensor) or not -given.dim() <= length.axis < given.dim():
         what = f"a tensor of {given.dim()} dimensions" if isinstance(given, Tensor) else f"a {type(given).__name__}"

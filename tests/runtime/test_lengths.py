@@ -395,3 +395,60 @@ def test_a_root_that_cannot_look_at_its_input_says_so() -> None:
     model.forward = model.forward  # type: ignore[method-assign]
     with pytest.raises(PlanError, match=r"module '\(root\)' cannot be a segment: it has a forward of its own"):
         apply_plan(model, PLAN)
+
+
+# ---------------------------------------------------------------------------------------------- other ways to run it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_each_range_has_its_plan(dynamic: bool | None) -> None:
+    """A graph that was made for one length is not taken for another, whose plan is another."""
+    torch._dynamo.reset()
+    model, plain = apply_plan(Net().eval(), PLAN), Net().eval()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic)
+    again: list[str] = []
+    for index, block in enumerate(model.blocks):
+        block[0].register_forward_hook(lambda *_, index=index: again.append(index) if is_recomputing() else None)
+    for length, expected in ((LONG, [1, 0]), (SHORT, []), (MIDDLE, [0]), (3, []), (12, [1, 0]), (MIDDLE - 1, [0])):
+        again.clear()
+        found = gradients(model, compiled(ids(length)))
+        torch.testing.assert_close(found, gradients(plain, plain(ids(length))))
+        assert [index for index in again if index is not None] == expected
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_in_one_graph_it_runs_plainly_and_says_so() -> None:
+    torch._dynamo.reset()
+    model, plain = apply_plan(Net().eval(), PLAN), Net().eval()
+    with pytest.warns(UserWarning, match="runs without recomputation"):
+        loss = torch.compile(model, backend="aot_eager", fullgraph=True)(ids(LONG))
+    torch.testing.assert_close(gradients(model, loss), gradients(plain, plain(ids(LONG))))
+    torch._dynamo.reset()
+
+
+def test_within_a_wrapper_that_only_runs_it(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        wrapped, plain = nn.parallel.DistributedDataParallel(Net().eval()), Net().eval()
+        apply_plan(wrapped, PLAN)
+        assert plan_of(wrapped) == PLAN
+        for length in (SHORT, LONG):
+            with recomputations(wrapped.module) as found:
+                assert same(gradients(wrapped, wrapped(ids(length))), gradients(plain, plain(ids(length))))
+            assert sorted(found) == RECOMPUTED[length]
+        remove_plan(wrapped)
+        assert type(wrapped.module) is Net
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_many_models_as_one_take_the_route_that_can() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    by = InputDimension(dim="S", argument=0, axis=0)
+    apply_plan(model, Plan(by=by, ranges=(PlanRange(up_to=2), PlanRange(up_to=9, segments=segments("0")))))
+    models = memopt_cli.BatchModule(model, batch=2)
+    x = torch.randn(2, 5, 4)
+    expected = torch.stack([model(part) for part in x])
+    torch.testing.assert_close(models(x), expected)
