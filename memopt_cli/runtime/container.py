@@ -252,22 +252,24 @@ def _without_segment(kind: type) -> type:
 def _run_by_length(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if not torch.compiler.is_compiling():
-        return _run_now(module, forward, args, kwargs)
-    path = getattr(module, SEGMENT_KEY).path  # PyTorch 2.8 does not trace ``vars``
-    return run_plainly_or(_run_between_graphs, path, module, forward, args, kwargs)
-
-
-def _run_now(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_compiling():
+        path = getattr(module, SEGMENT_KEY).path  # PyTorch 2.8 does not trace ``vars``
+        return run_plainly_or(_run_between_graphs, path, module, forward, args, kwargs)
     with length_told(module, args, kwargs):
         run = _acting(module)
         return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
 
 
-_run_between_graphs = between_graphs(_run_now)
+@between_graphs
+def _run_between_graphs(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The same where ``forward`` is compiled by itself, and what is asked here is not."""
+    with _length_told_uncompiled(module, args, kwargs):
+        run = _acting_uncompiled(module)
+        return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
 
 
-@not_compiled
 def _acting(module: nn.Module) -> Run | None:
     """What runs its forward at the present length; ``None``: nothing but itself.
 
@@ -279,6 +281,9 @@ def _acting(module: nn.Module) -> Run | None:
     mixin = _mixin(config)
     recomputes = issubclass(mixin, GCContainer) and torch.is_grad_enabled()
     return functools.partial(uncompiled, _RUNS[mixin]) if recomputes else _RUNS[mixin]
+
+
+_length_told_uncompiled, _acting_uncompiled = not_compiled(length_told), not_compiled(_acting)
 
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

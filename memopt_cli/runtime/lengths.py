@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.module_state import SEGMENT_KEY
-from memopt_cli.runtime.private_torch import CheckpointCall, checkpoint_around, not_compiled
+from memopt_cli.runtime.private_torch import CheckpointCall, checkpoint_around
 from memopt_cli.runtime.segment_config import SegmentConfig
 
 _thread = threading.local()
@@ -108,7 +108,6 @@ def config_of(module: nn.Module) -> SegmentConfig:
     return config
 
 
-@not_compiled
 def length_told(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
     """Within, what is run is as long as these arguments of ``module``, if it is a root; of another, as around it."""
     ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
