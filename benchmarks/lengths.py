@@ -7,8 +7,8 @@ model, step by step in turns on the same inputs, whose lengths differ from step 
 at every length that occurs, on the model that switches.
 
 Wanted: no peak above the budget, the epoch at least 10 % shorter, and at most 1 % of a step of the shortest inputs
-spent on switching, which is what the modules by length do before their forwards.  Times want a machine that does nothing
-else; peaks repeat.
+spent on switching, which is what the modules by length do before their forwards.  Times want a machine that does
+nothing else; peaks repeat.
 """
 
 from __future__ import annotations
