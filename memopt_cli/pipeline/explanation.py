@@ -238,11 +238,12 @@ def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) 
 
 
 def _told(plan: Plan) -> str:
+    in_backward, plan = plan.in_backward, plan.longest
     count = len(plan.segments)
     parts = (
         f"a plan of {count} segment{'s' * (count != 1)}" * (count > 0),
         "a plan that packs saved tensors" * (plan.packed and not count),
-        "the optimizer in backward" * plan.in_backward,
+        "the optimizer in backward" * in_backward,
     )
     return ", ".join(filter(None, parts)) or "the step as it is"
 

@@ -533,6 +533,10 @@ not_compiled: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch.
 """A function that ``torch.compile`` does not look into; ``torch.compiler.disable`` would import all of it at once."""
 
 
+between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+"""A function that ``torch.compile`` does not look into, but compiles what it calls."""
+
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -562,6 +562,21 @@ def test_a_function_stays_out_of_a_compiled_one() -> None:
     assert compiled == [False]
 
 
+def test_a_function_between_graphs_has_what_it_calls_compiled() -> None:
+    compiled: list[bool] = []
+
+    def inner(x: Tensor) -> Tensor:
+        return x + 1 if torch.compiler.is_compiling() else x + 2
+
+    @p.between_graphs
+    def outer(x: Tensor) -> Tensor:
+        compiled.append(torch.compiler.is_compiling())
+        return inner(x)
+
+    assert torch.compile(lambda x: outer(x * 2), backend="eager")(torch.ones(1)).tolist() == [3]
+    assert compiled == [False]
+
+
 def test_the_module_within_a_compiled_one() -> None:
     module = nn.Linear(1, 1)
     assert p.original_of(torch.compile(module)) is module
