@@ -37,6 +37,8 @@ _PUBLIC = {
     "MemOptSummary": "memopt_cli.records",
     "DeviceProfile": "memopt_cli.records",
     "Plan": "memopt_cli.records",
+    "PlanRange": "memopt_cli.records",
+    "InputDimension": "memopt_cli.records",
     "SegmentPlan": "memopt_cli.records",
     "Trust": "memopt_cli.records",
     "TCGCContainer": "memopt_cli.runtime",

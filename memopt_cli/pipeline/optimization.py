@@ -10,6 +10,7 @@ from functools import partial
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced
+from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.for_card import check_request, find_for_card
@@ -78,7 +79,12 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         settings = recorded_here(request.settings, request.card)
         data: Data = "full size" if request.card is None else "small batch"
         prepared = prepare(opening_of(request, settings, data=data), progress=progress, ask=ask)
-        found = find_plan(request, resolved, prepared, progress)
+        if request.dim_range is None:
+            found = find_plan(request, resolved, prepared, progress)
+        else:
+            prepared, found = find_by_length(
+                request, request.dim_range, resolved, prepared, progress, find_plan=find_plan
+            )
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
@@ -370,7 +376,8 @@ class _Job:
             count=partial(self._counted_late, search),
             prove=prove,
             notes=self.notes,
-            is_allowed=may_run_in_backward(self.measurements.prepared.subject.settings),
+            is_allowed=may_run_in_backward(self.measurements.prepared.subject.settings)
+            and self.request.dim_range is None,  # the optimizer is the same at all lengths
         )
 
     def _counted_late(self, search: _Search, plan: Plan) -> Counted | Failure | NotTried:

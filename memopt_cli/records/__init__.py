@@ -24,6 +24,7 @@ from memopt_cli.records.baseline import (
     Verdict,
 )
 from memopt_cli.records.batch import (
+    LONGEST_STEP_S,
     Accumulation,
     BatchAdvice,
     BatchEstimate,
@@ -99,7 +100,15 @@ from memopt_cli.records.measurement import (
 )
 from memopt_cli.records.model import STEP, LoadedModel, ModelFacts, ModelSource, Trust, WantedGlobal
 from memopt_cli.records.optimization import ApplyRequest, ApplyResult, OptimizeRequest, OptimizeResult, RecordedSteps
-from memopt_cli.records.plan import ChunkRule, CompressorName, Plan, Refused, SegmentPlan
+from memopt_cli.records.plan import (
+    ChunkRule,
+    CompressorName,
+    InputDimension,
+    Plan,
+    PlanRange,
+    Refused,
+    SegmentPlan,
+)
 from memopt_cli.records.profile import Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
 from memopt_cli.records.search import (
     Budget,
@@ -112,7 +121,7 @@ from memopt_cli.records.search import (
 )
 from memopt_cli.records.selftest import SelftestReport, SelftestRow
 from memopt_cli.records.settings import PRECISIONS, Precision, StepSettings
-from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint
+from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint, RangeRow
 from memopt_cli.records.trace import ModuleCall, ModuleTrace, OpTrace, Phase, StepTrace, StorageTrace, ancestry
 from memopt_cli.records.verification import (
     NOT_FINITE,
@@ -126,6 +135,7 @@ from memopt_cli.records.wire import from_data, refuse_unknown, to_data
 
 __all__ = [
     "LONGEST_NAME",
+    "LONGEST_STEP_S",
     "METRICS",
     "NOT_FINITE",
     "ONLINE_RULES",
@@ -180,6 +190,7 @@ __all__ = [
     "GlobalVerdict",
     "GradientAgreement",
     "Holder",
+    "InputDimension",
     "InputSpec",
     "Inspection",
     "Instant",
@@ -216,12 +227,14 @@ __all__ = [
     "Plan",
     "PlanChange",
     "PlanEstimates",
+    "PlanRange",
     "Precision",
     "PredictedStep",
     "Prediction",
     "Preference",
     "Profile",
     "ProfileRequest",
+    "RangeRow",
     "Rate",
     "RecordedSteps",
     "Refused",

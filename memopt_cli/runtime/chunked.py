@@ -18,8 +18,9 @@ from memopt_cli.runtime.compressor import (
     is_dense,
 )
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
+from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.lumps import LumpedCall, in_memory, lumped
-from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of, uninitialized
+from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.objects import Objects
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
 from memopt_cli.runtime.refusals import norm_refusal
@@ -52,7 +53,7 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
 def _run_chunks_now(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     length = _length(config, sequences)
     chunks = min(config.chunks, length)
@@ -93,7 +94,7 @@ def _runs_every_chunk(module: nn.Module, config: SegmentConfig) -> bool:
 def _run_one_chunk(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     inputs = PackedInputs(codec_of(module, config), raw=args[config.seq_inputs :])
     return call_checkpointed(module, forward, args, kwargs, inputs, config.keep)
 
@@ -117,7 +118,7 @@ def _run_passes(
     kwargs: dict[str, Any],
 ) -> Any:
     """One pass over the chunks for the statistics of every norm, and one for the output."""
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     gathering = BatchStatistics(module, forward)
     while True:
         columns, output = _one_by_one(module, forward, gathering.forwards(len(pieces)), pieces, states, kwargs)
@@ -147,7 +148,7 @@ def _one_by_one(
     several chunks of a dry run, in whose place nothing runs.  Raises :class:`_NotInChunks` where chunks would give
     something else than the whole, or leave other state behind.
     """
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     codec = codec_of(module, config)
     remade = config.recompute_states and not is_nested() and not torch.compiler.is_compiling()
     starts = ChunkStarts(module) if remade else None
@@ -215,7 +216,7 @@ class _FirstChunk:
     ) -> None:
         self._module, self._forward, self._states, self._kwargs = module, forward, states, kwargs
         self._first, self._second = pieces[:2]
-        self._length = sum(piece[0].shape[vars(module)[SEGMENT_KEY].axis] for piece in pieces)
+        self._length = sum(piece[0].shape[config_of(module).axis] for piece in pieces)
         self._moves = Moves(module)
         self._arguments = [_Argument(name, value) for name, value in _named(len(pieces[0]), states, kwargs)]
         self._start: StartingState | None = None
@@ -227,7 +228,7 @@ class _FirstChunk:
 
     def check(self) -> None:
         """It has ended.  Raises :class:`_NotInChunks`."""
-        config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
+        config = config_of(self._module)
         moved, tells = self._moves.found(), not (config.batch_statistics or config.inexact)
         if self._start is None or runs_plainly(self._module):
             return
@@ -244,7 +245,7 @@ class _FirstChunk:
         """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
         kept for all rows, say, or a mask of all, does not fit a part of them.
         """
-        gathers = vars(self._module)[SEGMENT_KEY].batch_statistics  # a pass breaks off chunks, and tells why it cannot
+        gathers = config_of(self._module).batch_statistics  # a pass breaks off chunks, and tells why it cannot
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
         tells = not gathers or isinstance(error, Unrepeatable)
         if self._start is None or not tells or is_full or self._start.lost():
@@ -256,13 +257,13 @@ class _FirstChunk:
 
     def _uncut(self) -> Iterator[str]:
         """The keywords whose tensors have a length as if they were to be cut."""
-        axis = vars(self._module)[SEGMENT_KEY].axis
+        axis = config_of(self._module).axis
         for name, value in self._kwargs.items():
             if isinstance(value, Tensor) and -value.dim() <= axis < value.dim() and value.shape[axis] == self._length:
                 yield name
 
     def _piece(self, starting: chunk_rows.Starting) -> chunk_rows.Piece:
-        config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
+        config = config_of(self._module)
         return chunk_rows.Piece(
             module=self._module,
             starting=starting,
@@ -282,7 +283,7 @@ class _FirstChunk:
             return self._forward(*sequences, *self._states, **self._kwargs)
 
     def _run_halves(self) -> list[Any]:
-        config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
+        config = config_of(self._module)
         states, outputs = self._states, list[Any]()
         for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
@@ -294,7 +295,7 @@ class _FirstChunk:
 
     def _sequences(self) -> list[Tensor]:
         """What the first chunk is of, and the second too if that is of length one."""
-        axis = vars(self._module)[SEGMENT_KEY].axis
+        axis = config_of(self._module).axis
         with torch.no_grad(), unseen():  # else a trace counts their bytes
             if self._first[0].shape[axis] > 1:
                 return [t.clone() for t in self._first]  # forward may write its input in place

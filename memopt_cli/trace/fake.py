@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from memopt_cli.records import Counted, StepSettings, StepTrace
 from memopt_cli.runtime.lumps import ChunksDiffer, Lumps
-from memopt_cli.runtime.private_torch import FakeCopyMode, FakeTensorMode, buffers_of, is_fake, parameters_of
+from memopt_cli.runtime.private_torch import (
+    FakeCopyMode,
+    FakeTensorMode,
+    buffers_of,
+    fake_copies,
+    is_fake,
+    parameters_of,
+)
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step, dtype_in, input_dtype
@@ -90,13 +97,13 @@ class FakeStep:
         lumps = self._lumps if allocated is None else None  # an allocator takes many small tensors otherwise
         while True:
             self._start.enter()
-            with contextlib.suppress(ChunksDiffer), self._mode:
+            with contextlib.suppress(ChunksDiffer), self._mode, fake_copies():
                 return count(self.step, workspaces, codecs, allocated, lumps)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """As :func:`~memopt_cli.trace.record`, without contents and times."""
         self._start.enter()
-        with self._mode:
+        with self._mode, fake_copies():
             return record(self.step, batch, contents=False, workspaces=workspaces, codecs=codecs)
 
     def _fake(self, leaf: Any) -> Any:
