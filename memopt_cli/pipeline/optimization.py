@@ -58,6 +58,8 @@ from memopt_cli.write import check_targets, output_paths
 
 _SEARCH_S, _SEARCH_STEPS = 10, 10
 """A search for levels ends after so many seconds and so many steps, if it is not said how long it may take."""
+_AT_ANY_PRICE = 3
+"""So many times as long it may take where a step may be as long as it takes: chunks, however many, are tried then."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -239,11 +241,12 @@ class _Job:
         return _Search(traced=traced, first=first, probes=probes, planner=planner, notes=len(self.notes))
 
     def _search_limit_s(self, original: Measurement | Failure) -> float | None:
-        """Who asks for a budget, the frontier or the least peak at any price waits for it."""
-        is_bounded = self.request.goal == SearchGoal() and self.options.max_slowdown is not None
-        if self.request.search_limit_s is not None or not is_bounded or not isinstance(original, Measurement):
+        """Who asks for a budget or the frontier waits for it."""
+        said = self.request.search_limit_s is not None or self.request.goal != SearchGoal()
+        if said or not isinstance(original, Measurement):
             return self.request.search_limit_s
-        return _SEARCH_S + _SEARCH_STEPS * min(original.step_times_s)
+        times = 1 if self.options.max_slowdown is not None else _AT_ANY_PRICE
+        return times * (_SEARCH_S + _SEARCH_STEPS * min(original.step_times_s))
 
     def _seek(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         if self.request.goal == SearchGoal():

@@ -24,6 +24,7 @@ from memopt_cli.records.baseline import (
     Verdict,
 )
 from memopt_cli.records.batch import (
+    LONGEST_STEP_S,
     Accumulation,
     BatchAdvice,
     BatchEstimate,
@@ -134,6 +135,7 @@ from memopt_cli.records.wire import from_data, refuse_unknown, to_data
 
 __all__ = [
     "LONGEST_NAME",
+    "LONGEST_STEP_S",
     "METRICS",
     "NOT_FINITE",
     "ONLINE_RULES",

@@ -127,6 +127,8 @@ class TextReport:
         ways = [recommendation.length_table(found)] if found.lengths else []
         copies = recommendation.replica_tables(found)
         for part in (*copies, recommendation.case_table(found), recommendation.run_table(found), *ways):
+            if not part.row_count:
+                continue
             _print(console)
             console.print(part, markup=False)
         for lines in (recommendation.settings(found), recommendation.remarks(found)):

@@ -19,6 +19,7 @@ from memopt_cli.runtime.compressor import (
 )
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.lengths import config_of
+from memopt_cli.runtime.lumps import LumpedCall, in_memory, lumped
 from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.objects import Objects
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
@@ -62,11 +63,14 @@ def _run_chunks_now(
         record_cut(module, config.chunks, length)
     if reason := norm_refusal(module, config, chunks):  # it became a segment in eval mode
         raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
-    pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
+    lengths = chunk_lengths(length, chunks)
+    lumps = None if _runs_every_chunk(module, config) else lumped(module, lengths, config.axis, sequences)
+    lengths = lengths if lumps is None else lumps.lengths(lengths)
+    pieces = list(zip(*(_pieces(s, lengths, config.axis) for s in sequences), strict=True))
     try:
         if config.batch_statistics:
             return _run_passes(module, forward, pieces, states, kwargs)
-        return _joined(config, *_one_by_one(module, forward, [forward] * chunks, pieces, states, kwargs))
+        return _joined(config, *_one_by_one(module, forward, [forward] * len(pieces), pieces, states, kwargs, lumps))
     except _NotInChunks as found:
         reason, undo, is_certain = str(found), found.undo, found.is_certain
     undo()
@@ -80,6 +84,11 @@ def _run_chunks_now(
         raise
     run_whole(module, reason)
     return output
+
+
+def _runs_every_chunk(module: nn.Module, config: SegmentConfig) -> bool:
+    """Whether none of its chunks may be left out in a dry run: they hand something on."""
+    return bool(config.batch_statistics or config.recompute_states or torch.compiler.is_compiling()) or _resumes(module)
 
 
 def _run_one_chunk(
@@ -131,11 +140,13 @@ def _one_by_one(
     pieces: Sequence[tuple[Any, ...]],
     states: tuple[Any, ...],
     kwargs: dict[str, Any],
+    lumps: LumpedCall | None = None,
 ) -> tuple[list[tuple[Any, ...]], Any]:
     """Every output that is cut, as its chunks, and the last chunk's whole output.
 
-    ``own``: the module's forward; ``forwards``: what runs in its place on each chunk.  Raises
-    :class:`_NotInChunks` where chunks would give something else than the whole, or leave other state behind.
+    ``own``: the module's forward; ``forwards``: what runs in its place on each chunk; ``lumps``: pieces that are
+    several chunks of a dry run, in whose place nothing runs.  Raises :class:`_NotInChunks` where chunks would give
+    something else than the whole, or leave other state behind.
     """
     config = config_of(module)
     codec = codec_of(module, config)
@@ -145,6 +156,10 @@ def _one_by_one(
     collected: list[tuple[Any, ...]] = []
     output: Any = None
     for index, (piece, forward) in enumerate(zip(pieces, forwards, strict=True)):
+        if lumps is not None and lumps.counts[index] > 1:
+            collected.append(lumps.lump(index, piece))
+            continue
+        piece = piece if lumps is None else lumps.watched(index, piece)
         if resumes:
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
             forward = functools.partial(within_chunk, chunk, forward)
@@ -163,6 +178,8 @@ def _one_by_one(
         inputs.started = ignore_start  # the graph must not hold it
         if first is not None and shows:
             first.check()
+        if lumps is not None:
+            lumps.ran(output, config.seq_outputs)
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
@@ -268,7 +285,7 @@ class _FirstChunk:
     def _run_halves(self) -> list[Any]:
         config = config_of(self._module)
         states, outputs = self._states, list[Any]()
-        for index, half in enumerate(zip(*(_pieces(s, 2, config.axis) for s in self._sequences()), strict=True)):
+        for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
             with recomputing(self._module), _saving_aside():
                 outputs.append(within_chunk(chunk, self._forward, *half, *states, **self._kwargs))
@@ -333,19 +350,21 @@ def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) 
 def _concatenated(column: tuple[Any, ...], axis: int) -> Tensor:
     """In memory as each chunk is: what follows, dropout for one, may go through it in that order."""
     first = column[0]
-    # Of a chunk of one sample the stride along it still tells where it belongs.
-    order = sorted(range(first.dim()), key=lambda d: (-first.stride(d), first.shape[d] == 1, d))
+    order = in_memory(first)
     if order == [*range(first.dim())] or not is_dense(first):
         return torch.cat(column, dim=axis)
     joined = torch.cat([piece.permute(order) for piece in column], dim=order.index(axis % first.dim()))
     return joined.permute([order.index(d) for d in range(first.dim())])
 
 
-def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
+def _pieces(sequence: Tensor, lengths: Sequence[int], axis: int) -> tuple[Tensor, ...]:
     # ``tensor_split`` would cut alike, but its gradient is a sum of full-size tensors; this one's is a concatenation.
-    lengths = chunk_lengths(sequence.shape[axis], chunks)
     pieces: tuple[Tensor, ...] = sequence.split(lengths, dim=axis)  # type: ignore[no-untyped-call]
     return pieces
+
+
+def _halves(sequence: Tensor, axis: int) -> tuple[Tensor, ...]:
+    return _pieces(sequence, chunk_lengths(sequence.shape[axis], 2), axis)
 
 
 def _length(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:

@@ -150,6 +150,24 @@ def test_a_module_is_copied_into_a_dry_run() -> None:
     assert isinstance(twin.weight, nn.Parameter)
 
 
+def test_a_tensor_of_a_dry_run_is_copied_deeply() -> None:
+    with p.FakeTensorMode(), p.fake_copies():
+        layer, plain = nn.Linear(2, 2), torch.zeros(3).requires_grad_()
+        plain.sum().backward()
+        twin, (one, other) = copy.deepcopy(layer), copy.deepcopy([plain, plain])
+        with pytest.raises(RuntimeError, match="deepcopy"):
+            copy.deepcopy(plain + 1)
+    assert isinstance(twin.weight, nn.Parameter)
+    assert p.is_fake(twin.weight)
+    assert p.memory_of(twin.weight) != p.memory_of(layer.weight)
+    assert one is other
+    assert one is not plain
+    assert one.requires_grad
+    assert one.grad is not None
+    assert one.grad is not plain.grad
+    assert "__deepcopy__" not in vars(type(one))
+
+
 class Seen(p.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
