@@ -147,6 +147,30 @@ def test_ctrl_c_after_the_longest_keeps_it(optimize: Memopt, answered: Callable[
     assert plan_of(memopt_cli.load("net.memopt.pt")) == read_plan("net.memopt.plan.yaml")[1]
 
 
+READS = """
+import torch
+from torch import nn
+
+class Reading(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() < 1e9 else x
+
+def make():
+    torch.manual_seed(0)
+    layers = (layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh()))
+    return Reading(*layers)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_process: None) -> None:
+    Path("reading.py").write_text(READS)
+    flags = ("-i", "BxSx64", "--dim", "B=2", "--dim", "S=8:64", "--budget", "80%", "--no-recommend-batch", "--json")
+    summary = summary_of(memopt("optimize", "reading.py:make", *flags, "--dry-run"))
+    assert summary.ranges[-1].up_to == 64
+    assert all(row.outcome.allocated_peak_bytes <= (summary.budget_bytes or 0) for row in summary.ranges)
+
+
 # ---------------------------------------------------------------------------------------------- what is refused
 
 

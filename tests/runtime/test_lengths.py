@@ -396,6 +396,17 @@ def test_what_a_plan_may_say(fields: dict[str, Any], reason: str) -> None:
         Plan(**fields)
 
 
+def test_a_plan_tells_what_it_does_at_a_size() -> None:
+    short, middle, long = (part.plan for part in PLAN.ranges)
+    sizes = {SHORT: short, SHORT + 1: middle, MIDDLE: middle, LONG: long, LONG + 1: long}
+    assert {size: PLAN.at({"B": 1, "S": size}) for size in sizes} == sizes
+    assert PLAN.at({"B": 1}) == PLAN.longest == long
+    assert middle.at({"S": 1}) == middle.longest == middle
+    assert [segment.path for segment in PLAN.everywhere] == ["blocks.0", "blocks.0", "blocks.0.0", "blocks.1"]
+    assert (PLAN.packs, middle.packs, PLAN.is_empty) == (True, False, False)
+    assert Plan(by=BY, ranges=PLAN.ranges[:1]).is_empty
+
+
 def test_all_or_nothing() -> None:
     model = Net()
     ranges = (*PLAN.ranges, PlanRange(up_to=32, segments=segments("blocks.0", "nowhere")))
