@@ -157,15 +157,18 @@ class Reading(nn.Sequential):
 
 def make():
     torch.manual_seed(0)
-    layers = (layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh()))
-    return Reading(*layers)
+
+    def block():
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+
+    return Reading(*(block() for _ in range(4)))
 """
 
 
 @pytest.mark.slow
 def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_process: None) -> None:
     Path("reading.py").write_text(READS)
-    flags = ("-i", "BxSx64", "--dim", "B=2", "--dim", "S=8:64", "--budget", "80%", "--no-recommend-batch", "--json")
+    flags = ("-i", "BxSx64", "--dim", "B=16", "--dim", "S=8:64", "--budget", "80%", "--no-recommend-batch", "--json")
     summary = summary_of(memopt("optimize", "reading.py:make", *flags, "--dry-run"))
     assert summary.ranges[-1].up_to == 64
     assert all(row.outcome.allocated_peak_bytes <= (summary.budget_bytes or 0) for row in summary.ranges)
