@@ -130,8 +130,7 @@ def find_by_length(
     elif len(parts) == 1 and not search.interrupted:
         found.notes.append(f"One plan does at every {varied.symbol}: none that is faster at shorter inputs was found.")
     rows = list(search.rows(parts)) if plan.ranges else []
-    if len(rows) > 1:
-        found.notes.append(search.estimate(parts))
+    found.notes.extend(search.estimate(parts))
     if request.lengths_path is None and plan.ranges:
         found.notes.append("All lengths are taken to be as frequent; --lengths FILE says how frequent each is.")
     found = replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
@@ -316,14 +315,15 @@ class _ByLength:
 
     # ------------------------------------------------------------------------------------------ what is told
 
-    def estimate(self, parts: Sequence[_Part]) -> str:
-        """How much shorter an epoch is than with the plan of the longest alone."""
+    def estimate(self, parts: Sequence[_Part]) -> Iterator[str]:
+        """How much shorter an epoch is than with the plan of the longest alone, if it is."""
         longest = self._work.epoch({parts[-1].up_to: parts[-1].slowdowns[0]})
         share = self._work.epoch({part.up_to: part.slowdowns[0] for part in parts}) / longest
-        return (
-            f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the longest "
-            "alone (an estimate: a step of the original is taken to be as long as its input)."
-        )
+        if share < 1:
+            yield (
+                f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the "
+                "longest alone (an estimate: a step of the original is taken to be as long as its input)."
+            )
 
     def rows(self, parts: Sequence[_Part]) -> Iterator[RangeRow]:
         """A line for each range."""

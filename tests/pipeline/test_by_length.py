@@ -78,7 +78,6 @@ def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt) ->
     assert original.allocated_peak_bytes > budget
     longest = next(row for row in summary.levels if row.level == summary.applied_level)
     assert longest.plan == rows[-1].plan
-    assert any("An epoch of these lengths takes about" in note for note in summary.notes)
 
     # What is written is the plan, and acts as the rows say.
     assert read_plan("net.memopt.plan.yaml")[1] == plan
