@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from memopt_cli.documents import printable
 from memopt_cli.loading.pickles.described import PickledTensor, items_in, tensor_of
-from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME
+from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME, is_segment
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, entries_of
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 
@@ -164,7 +164,7 @@ class _Walk:
         self._found.add_tensor(stored, home=place.home, memory=memory)
 
     def _add_module(self, place: _Place) -> int:
-        segment = isinstance(place.value, Built) and place.value.callee in RESTORE_SEGMENTS
+        segment = isinstance(place.value, Built) and is_segment(place.value)
         self._found.modules.append(
             StoredModule(
                 path=place.path,

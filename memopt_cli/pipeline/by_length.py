@@ -38,6 +38,7 @@ from memopt_cli.records import (
     PlanRange,
     RangeRow,
     SearchGoal,
+    StepFailed,
 )
 from memopt_cli.spec_text import format_tensor
 from memopt_cli.units import format_bytes
@@ -129,8 +130,7 @@ def find_by_length(
     elif len(parts) == 1 and not search.interrupted:
         found.notes.append(f"One plan does at every {varied.symbol}: none that is faster at shorter inputs was found.")
     rows = list(search.rows(parts)) if plan.ranges else []
-    if len(rows) > 1:
-        found.notes.append(search.estimate(parts))
+    found.notes.extend(search.estimate(parts))
     if request.lengths_path is None and plan.ranges:
         found.notes.append("All lengths are taken to be as frequent; --lengths FILE says how frequent each is.")
     found = replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
@@ -203,6 +203,7 @@ class _ByLength:
         self._request, self._resolved, self._prepared, self._progress = request, resolved, prepared, progress
         self._varied, self._counts, self._find_plan = varied, counts, find_plan
         self._work = Work.of(counts)
+        self._open_session = functools.partial(prepared.session, request.timeout_s)
         self.interrupted = False
         self.notes: list[str] = []
 
@@ -213,13 +214,15 @@ class _ByLength:
     def check_sizes(self, by: InputDimension) -> None:
         """Raises :class:`MemoptError` for a model that cannot look at its input, or does not run at both lengths."""
         symbol, looking = self._varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self._varied.high),))
-        with self._prepared.session(self._request.timeout_s) as session:
-            for length in dict.fromkeys((self._varied.low, self._varied.high)):
-                found = session.ask(CountJob(plan=looking, fake=True, dims={symbol: length}))
+        lengths = dict.fromkeys((self._varied.low, self._varied.high))
+        with Sessions(self._open_session, lambda: None, "full size") as sessions:
+            for length in lengths:
+                job = CountJob(plan=looking, fake=True, dims={symbol: length})
+                found = sessions().ask(job)
+                if isinstance(found, StepFailed):  # it may not run on tensors without data alone
+                    found = sessions().ask(replace(job, fake=False))
                 if not isinstance(found, Counted | OutOfMemory):
                     raise_failure(found, f"the model does not run at {symbol}={length}: ")
-                if session.ended:
-                    break
 
     def find(self, length: int) -> _Part:
         """The fastest plan that meets the budget at a length, proven."""
@@ -282,8 +285,7 @@ class _ByLength:
         candidates = [length for length in self._work.lengths if length < longest.up_to]
         original = longest.found.rows[0]
         share, is_fake = _allocated_share(original), original.predicted_tensor_peak_bytes is not None
-        open_session = functools.partial(self._prepared.session, self._request.timeout_s)
-        with Sessions(open_session, lambda: None, "full size") as sessions:
+        with Sessions(self._open_session, lambda: None, "full size") as sessions:
             peaks = _Peaks(sessions, self._varied.symbol, fake=is_fake)
             for _ in range(_RUNS):
                 fitting = _largest(candidates, peaks.of, budget / share)
@@ -313,14 +315,15 @@ class _ByLength:
 
     # ------------------------------------------------------------------------------------------ what is told
 
-    def estimate(self, parts: Sequence[_Part]) -> str:
-        """How much shorter an epoch is than with the plan of the longest alone."""
+    def estimate(self, parts: Sequence[_Part]) -> Iterator[str]:
+        """How much shorter an epoch is than with the plan of the longest alone, if it is."""
         longest = self._work.epoch({parts[-1].up_to: parts[-1].slowdowns[0]})
         share = self._work.epoch({part.up_to: part.slowdowns[0] for part in parts}) / longest
-        return (
-            f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the longest "
-            "alone (an estimate: a step of the original is taken to be as long as its input)."
-        )
+        if share < 1:
+            yield (
+                f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the "
+                "longest alone (an estimate: a step of the original is taken to be as long as its input)."
+            )
 
     def rows(self, parts: Sequence[_Part]) -> Iterator[RangeRow]:
         """A line for each range."""

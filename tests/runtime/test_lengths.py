@@ -20,6 +20,8 @@ import memopt_cli
 from memopt_cli.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.contents import plan_yaml, read_plan
 from memopt_cli.errors import PlanError, UsageError
+from memopt_cli.loading import read_file
+from memopt_cli.loading.description import describe
 from memopt_cli.records import (
     SCHEMA_VERSION,
     FileHeader,
@@ -184,9 +186,25 @@ def test_threads_have_lengths_of_their_own() -> None:
     assert again == [threads[LONG]] * 4
 
 
+class CheckpointingTwice(Net):
+    """With checkpoints of its own within others."""
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            first = checkpoint(self.blocks[0], x, use_reentrant=False)
+            return x + checkpoint(self.blocks[1], first.tanh(), use_reentrant=False)
+
+        def outer(x: Tensor) -> Tensor:
+            return checkpoint(inner, x.sin(), use_reentrant=False).cos()
+
+        x = checkpoint(outer, self.embedding(ids), use_reentrant=False)
+        return (self.blocks[2](x) * scale).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Checkpointing, CheckpointingTwice])
 @pytest.mark.parametrize("length", [SHORT, MIDDLE, LONG])
-def test_a_checkpoint_of_ones_own_recomputes_by_the_length_of_its_forward(length: int) -> None:
-    model, plain = apply_plan(Checkpointing(), PLAN), Checkpointing()
+def test_a_checkpoint_of_ones_own_recomputes_by_the_length_of_its_forward(length: int, kind: type[Net]) -> None:
+    model, plain = apply_plan(kind(), PLAN), kind()
     losses = [model(ids(length)), model(ids(LONG)), model(ids(SHORT))]
     expected = gradients(plain, plain(ids(length)), plain(ids(LONG)), plain(ids(SHORT)))
     assert same(gradients(model, *losses), expected)
@@ -310,6 +328,15 @@ def test_a_saved_file_is_read_by_memopts_reader(tmp_path: Path) -> None:
     assert plan_of(memopt_cli.load(tmp_path / "net.pt")) == plan
 
 
+def test_inspect_tells_segments_from_a_root_that_only_looks_at_its_input(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    by = InputDimension(dim="S", argument=0, axis=0)
+    apply_plan(model, Plan(by=by, ranges=(PlanRange(up_to=4), PlanRange(up_to=9, segments=segments("0")))))
+    torch.save(model, tmp_path / "net.pt")
+    found = describe(read_file(str(tmp_path / "net.pt")))
+    assert [module.path for module in found.modules if module.segment] == ["0"]
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -367,6 +394,17 @@ def test_a_plan_file_keeps_it(tmp_path: Path) -> None:
 def test_what_a_plan_may_say(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         Plan(**fields)
+
+
+def test_a_plan_tells_what_it_does_at_a_size() -> None:
+    short, middle, long = (part.plan for part in PLAN.ranges)
+    sizes = {SHORT: short, SHORT + 1: middle, MIDDLE: middle, LONG: long, LONG + 1: long}
+    assert {size: PLAN.at({"B": 1, "S": size}) for size in sizes} == sizes
+    assert PLAN.at({"B": 1}) == PLAN.longest == long
+    assert middle.at({"S": 1}) == middle.longest == middle
+    assert [segment.path for segment in PLAN.everywhere] == ["blocks.0", "blocks.0", "blocks.0.0", "blocks.1"]
+    assert (PLAN.packs, middle.packs, PLAN.is_empty) == (True, False, False)
+    assert Plan(by=BY, ranges=PLAN.ranges[:1]).is_empty
 
 
 def test_all_or_nothing() -> None:

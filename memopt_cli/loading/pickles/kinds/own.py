@@ -111,6 +111,15 @@ def _is_plain(settings: Built) -> bool:
     return entries is not None and all(name in _SETTINGS and _is_setting(value) for name, value in entries)
 
 
+def is_segment(value: Built) -> bool:
+    """Whether it makes a module that is recomputed or packed, at some length at least."""
+    match value.callee, value.given():
+        case callee, (_, Built() as settings) if callee == RESTORE_BY_LENGTH:
+            configs = dict(plain_entries(settings) or ()).get("configs")
+            return not isinstance(configs, Tuple) or any(one is not None for one in configs.items)
+    return value.callee in RESTORE_SEGMENTS
+
+
 def _is_by_length(settings: Built) -> bool:
     """The same of one by length: a configuration, or none, for each bound, and for the root where the length stands."""
     match dict(plain_entries(settings) or ()):
