@@ -72,6 +72,7 @@ from memopt_cli.records.fastest import FastestTraining, PairRun
 from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
 from memopt_cli.records.inputs import InputSpec, TensorSpec
 from memopt_cli.records.inspection import GlobalVerdict, Inspection, StoredModule, StoredTensor, TensorKind
+from memopt_cli.records.layout import BUILT_IN, Collective, Layout
 from memopt_cli.records.learning import (
     ONLINE_RULES,
     STRATEGIES,
@@ -101,6 +102,7 @@ from memopt_cli.records.model import STEP, LoadedModel, ModelFacts, ModelSource,
 from memopt_cli.records.optimization import ApplyRequest, ApplyResult, OptimizeRequest, OptimizeResult, RecordedSteps
 from memopt_cli.records.plan import ChunkRule, CompressorName, Plan, Refused, SegmentPlan
 from memopt_cli.records.profile import Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
+from memopt_cli.records.rank import RankPrediction, predicted
 from memopt_cli.records.search import (
     Budget,
     Preference,
@@ -125,6 +127,7 @@ from memopt_cli.records.verification import (
 from memopt_cli.records.wire import from_data, refuse_unknown, to_data
 
 __all__ = [
+    "BUILT_IN",
     "LONGEST_NAME",
     "METRICS",
     "NOT_FINITE",
@@ -156,6 +159,7 @@ __all__ = [
     "CheckRequest",
     "ChoicePrint",
     "ChunkRule",
+    "Collective",
     "Comparison",
     "CompressorName",
     "Conditions",
@@ -183,6 +187,7 @@ __all__ = [
     "InputSpec",
     "Inspection",
     "Instant",
+    "Layout",
     "LengthBatching",
     "LevelRow",
     "Likeness",
@@ -222,6 +227,7 @@ __all__ = [
     "Preference",
     "Profile",
     "ProfileRequest",
+    "RankPrediction",
     "Rate",
     "RecordedSteps",
     "Refused",
@@ -263,6 +269,7 @@ __all__ = [
     "break_down",
     "describe",
     "from_data",
+    "predicted",
     "refuse_unknown",
     "to_data",
 ]

@@ -33,6 +33,7 @@ from memopt_cli.report import (
     inspection,
     optimization,
     profiling,
+    rank,
     recommendation,
     strategies,
 )
@@ -64,7 +65,9 @@ class TextReport:
         console = _console(stream)
         for number, line in enumerate(profiling.headline(found)):
             _print(console, line, style=None if number else "bold")
+        exchanged = [rank.collective_table(found.rank)] if found.rank is not None else []
         tables = (
+            *exchanged,
             profiling.phase_table(found),
             profiling.category_table(found),
             profiling.module_table(found),

@@ -61,21 +61,22 @@ def _generators_of(model: nn.Module) -> Iterator[torch.Generator]:
 class FakeStep:
     """A step on fake tensors: no data, no memory, the same storages.
 
-    ``mode``: of the tensors in ``step`` that are fake already.  Raises whatever the model raises when it wants data
-    that fake tensors do not have.
+    ``mode``: of the tensors in ``step`` that are fake already.  ``sharded``: a model of its own without data, in place
+    of a copy of the step's.  Raises whatever the model raises when it wants data that fake tensors do not have.
     """
 
-    def __init__(self, step: Step, mode: FakeTensorMode | None = None) -> None:
+    def __init__(self, step: Step, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None) -> None:
         self._mode = mode or fake_mode()
-        model = _without_data(step.model, self._mode)
+        self._frees = sharded is None  # a forward without its backward leaves parameters gathered
+        model = _without_data(step.model, self._mode) if sharded is None else sharded
         with self._mode:
             args, kwargs = map_leaves(self._fake, (step.args, step.kwargs))
             self.step = replace(
                 step, model=model, args=args, kwargs=kwargs, optimizer=step.make_optimizer(model), scaler=None
             )
         self._start = StartingState(model)
-        if self.step.optimizer is not None:
-            self.count()  # makes the optimizer's state, which a first step does not have yet
+        if self.step.optimizer is not None or sharded is not None:
+            self.count()  # makes what a first step does not have yet: the optimizer's state, buffers of FSDP
 
     def count(
         self,
@@ -92,7 +93,7 @@ class FakeStep:
         """As :func:`~memopt_cli.trace.record`, without contents and times."""
         self._start.enter()
         with self._mode:
-            return record(self.step, batch, contents=False, workspaces=workspaces, codecs=codecs)
+            return record(self.step, batch, contents=False, frees=self._frees, workspaces=workspaces, codecs=codecs)
 
     def _fake(self, leaf: Any) -> Any:
         is_real = isinstance(leaf, Tensor) and not is_fake(leaf)
