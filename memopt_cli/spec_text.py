@@ -339,9 +339,9 @@ def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:
     return (rank,)
 
 
-def format_mesh(layout: Layout) -> str:
-    """``"dp 32 × tp 2"``."""
-    return " × ".join(f"{name} {length}" for name, length in layout.mesh.items())
+def format_layout(layout: Layout) -> str:
+    """``"train.py:shard over dp 32 × tp 2"``."""
+    return f"{layout.parallel} over {' × '.join(f'{name} {length}' for name, length in layout.mesh.items())}"
 
 
 def is_built_in(parallel: str) -> bool:

@@ -72,7 +72,7 @@ def profile(
         plan_path=plan,
         fake=fake,
         card=card,
-        layout=spread.layout(model, without_data=fake or card is not None),
+        layout=spread.predicted(without_data=fake or card is not None),
         rank=spread.rank,
         timeout_s=timeout,
     )

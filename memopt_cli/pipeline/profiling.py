@@ -13,7 +13,7 @@ from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob, Traced
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.on_card import recorded_here
-from memopt_cli.pipeline.prediction import predict, predicted_here
+from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -35,7 +35,7 @@ from memopt_cli.records import (
     ancestry,
     break_down,
 )
-from memopt_cli.spec_text import is_factory, ranks_asked
+from memopt_cli.spec_text import is_factory
 from memopt_cli.units import format_bytes
 
 _TRUSTED_ERROR = 0.01
@@ -64,21 +64,14 @@ def _profile_ranks(
     request: ProfileRequest, layout: Layout, plan: Plan, *, progress: Progress, ask: Ask | None
 ) -> StepProfile:
     """The same of one rank of many: of those that are asked for, the first that is largest."""
-    settings = predicted_here(request.settings, layout)
-    prepared = prepare(opening_of(request, settings, data="none"), progress=progress, ask=ask)
-    notes, predictions = list(prepared.notes), []
-    with contextlib.ExitStack() as sessions:
-        opened = {}
-        for rank in ranks_asked(layout, request.rank):
-            progress.stage(f"predicting rank {rank}")
-            subject = replace(prepared.subject, layout=layout, rank=rank, card=request.card)
-            of_rank = replace(prepared, subject=subject)
-            opened[rank] = sessions.enter_context(of_rank.session(request.timeout_s, "none"))
-            predictions.append(predict(opened[rank], layout, rank, plan))
-        largest = max(predictions, key=lambda prediction: prediction.tensor_peak_bytes)
+    opening = without_data(opening_of(request, request.settings), layout)
+    prepared = prepare(opening, progress=progress, ask=ask)
+    asked = Ranks(layout=layout, rank=request.rank, plan=plan, card=request.card)
+    notes = list(prepared.notes)
+    with predicted_ranks(prepared, asked, request.timeout_s, progress) as (session, ranks):
         progress.stage("recording a step")
-        traced = record_step(opened[largest.rank], plan, None, notes)
-    found = replace(_profile(prepared, plan, None, traced, notes), ranks=tuple(predictions))
+        traced = record_step(session, plan, None, notes)
+    found = replace(_profile(prepared, plan, None, traced, notes), ranks=ranks)
     return found if request.card is None else replace(found, estimate=estimate(traced.trace, request.card))
 
 

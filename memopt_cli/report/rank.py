@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from memopt_cli.records import RankPrediction, StepProfile
-from memopt_cli.spec_text import format_mesh
+from memopt_cli.spec_text import format_layout
 from memopt_cli.units import format_bytes
 
 TENSOR_PEAK = "tensor peak of one rank, predicted"
@@ -19,14 +19,10 @@ def headline(found: StepProfile) -> Iterator[str]:
     if largest is None:
         return
     peak = format_bytes(largest.tensor_peak_bytes)
-    yield f"{TENSOR_PEAK}: {peak} on rank {largest.rank} of {largest.layout.ranks} ({_spread(largest)})"
+    yield f"{TENSOR_PEAK}: {peak} on rank {largest.rank} of {largest.layout.ranks} ({format_layout(largest.layout)})"
     for other in found.ranks:
         if other is not largest:
             yield f"on rank {other.rank}: {format_bytes(other.tensor_peak_bytes)}"
-
-
-def _spread(prediction: RankPrediction) -> str:
-    return f"{prediction.layout.parallel} over {format_mesh(prediction.layout)}"
 
 
 def collective_table(found: RankPrediction) -> Table:

@@ -84,6 +84,8 @@ class TextReport:
         memory = result.baseline.memory
         peaks = f"tensor peak {format_bytes(memory.tensor_peak_bytes)}, allocated peak "
         line = f"{peaks}{format_bytes(memory.allocated_peak_bytes)}, step {format_seconds(memory.step_s)}"
+        if result.baseline.conditions is not None and result.baseline.conditions.layout is not None:
+            line = f"{rank.TENSOR_PEAK}: {format_bytes(memory.tensor_peak_bytes)}"
         _print(_console(stream), line, style="bold")
         _written(_console(stream), [result.file])
 
