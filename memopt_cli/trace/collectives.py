@@ -72,29 +72,27 @@ def _bytes_of(value: Any) -> int:
 
 def labelled(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, str]]:
     """Tensors that an operator fills for the sake of an exchange, and what they are: ``gathered`` or ``reduction``."""
-    label = _label_of(func)
-    if label is None:
-        return
-    kind, place = label
-    filled = kwargs.get(place) if isinstance(place, str) else args[place]
-    for leaf in tree_leaves(filled):
-        if isinstance(leaf, Tensor):
-            yield leaf, kind
+    kind, places = _label_of(func)
+    for place in places:
+        for leaf in tree_leaves(kwargs.get(place) if isinstance(place, str) else args[place]):
+            if isinstance(leaf, Tensor):
+                yield leaf, kind
 
 
 @functools.cache
-def _label_of(func: Any) -> tuple[str, int | str] | None:
-    """The kind of what an operator fills, and which of its arguments that is."""
-    return _LABELS.get(func.name().partition(".")[0])
+def _label_of(func: Any) -> tuple[str, tuple[int | str, ...]]:
+    """The kind, and which arguments of the operator are of it."""
+    return _LABELS.get(func.name().partition(".")[0], ("", ()))
 
 
-_LABELS: dict[str, tuple[str, int | str]] = {
-    "fsdp::all_gather_copy_in": ("gathered", 1),
-    "fsdp::split_with_sizes_copy": ("gathered", "out"),
-    "fsdp::chunk_cat": ("reduction", "out"),
-    "c10d::_reduce_scatter_base_": ("reduction", 0),
+_LABELS: dict[str, tuple[str, tuple[int | str, ...]]] = {
+    "fsdp::all_gather_copy_in": ("gathered", (0, 1)),
+    "fsdp::split_with_sizes_copy": ("gathered", ("out",)),
+    "fsdp::chunk_cat": ("reduction", ("out",)),
+    "c10d::_reduce_scatter_base_": ("reduction", (0,)),
 }
-"""The last gives gradients in the end, and those are called gradients."""
+"""Of the first, what is gathered is a copy where it is cast.  The last gives gradients in the end, and those are called
+gradients."""
 
 
 @contextlib.contextmanager
