@@ -131,8 +131,9 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    for name in names:
-        yield from parts_of(getattr(tensor, name))
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, Tensor):  # there may be meshes, too
+            yield from parts_of(part)
 
 
 stands_for_zeros: Final[Callable[[Tensor], bool]] = Tensor._is_zerotensor

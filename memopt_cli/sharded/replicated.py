@@ -96,7 +96,8 @@ def _bucket(parameters: list[Tensor], group: Any, *, as_view: bool) -> Tensor:
     first = parameters[0]
     flat = first.detach().new_empty(sum(p.numel() for p in parameters))
     views = [
-        part.view(p.shape) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)
+        part.view(p.shape)
+        for p, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True)
     ]
     waiting: set[int] = set()
 
@@ -121,7 +122,7 @@ def _bucket(parameters: list[Tensor], group: Any, *, as_view: bool) -> Tensor:
                 parameter.grad.copy_(view)
 
     for index, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(arrived_at(index))
+        parameter.register_post_accumulate_grad_hook(arrived_at(index))  # type: ignore[no-untyped-call]
     return flat
 
 
@@ -133,7 +134,7 @@ def _broadcast(wrapper: nn.Module, group: Any) -> None:
     with torch.no_grad():
         for buffers in kinds.values():
             flat = torch.cat([buffer.flatten() for buffer in buffers])
-            dist.broadcast(flat, src=dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
-            parts = flat.split([buffer.numel() for buffer in buffers])
+            dist.broadcast(flat, group=group, group_src=0)
+            parts = torch.split(flat, [buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view(buffer.shape))

@@ -107,7 +107,8 @@ def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """FSDP2 of every repeated block, and of the rest; over two axes it replicates along the first (HSDP)."""
     for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def _replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -101,16 +101,16 @@ def resizes_seen(seen: Callable[[torch.UntypedStorage], object]) -> Iterator[Non
     own = vars(torch.UntypedStorage).get("resize_")
     plain = torch.UntypedStorage.resize_
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+    def resize_(storage: Any, size: int) -> Any:
         resized = plain(storage, size)
         seen(storage)
         return resized
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         if own is None:
             del torch.UntypedStorage.resize_
         else:
-            torch.UntypedStorage.resize_ = own  # type: ignore[method-assign]
+            torch.UntypedStorage.resize_ = own  # type: ignore[method-assign, assignment]

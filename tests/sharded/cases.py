@@ -179,6 +179,7 @@ def _buckets(step: Step) -> tuple[Tensor, ...]:
 
     if step.model in _HOOKED:
         return tuple(_HOOKED[step.model])
+    hook.__annotations__.clear()  # PyTorch compares them with classes
     step.model.register_comm_hook(None, hook)
     take(step)
     _HOOKED[step.model] = found
