@@ -69,12 +69,18 @@ def _make(wrapper: Any, given: dict[str, Any]) -> list[Tensor]:
     wrapper.module = given["module"]
     mesh, group = given.get("device_mesh"), given.get("process_group")
     group = mesh.get_group() if mesh is not None else group
-    if given.get("broadcast_buffers", True):
+    if _sends_buffers(given):
         wrapper.register_forward_pre_hook(lambda module, _: _broadcast(module, group))
     most = given.get("bucket_cap_mb") or _MOST_MEBIBYTES
     as_view = bool(given.get("gradient_as_bucket_view"))
     trainable = [p for p in wrapper.module.parameters() if p.requires_grad]
     return [_bucket(some, group, as_view=as_view) for some in _assigned(trainable, int(most * _MEBIBYTE))]
+
+
+def _sends_buffers(given: dict[str, Any]) -> bool:
+    """In forward; the argument has another name since PyTorch 2.13."""
+    said = given.get("forward_sync_buffers"), given.get("broadcast_buffers")
+    return bool(next((each for each in said if each is not None), True))
 
 
 def _assigned(parameters: list[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from memopt_cli.records import Collective
-from memopt_cli.runtime.private_torch import tree_leaves
+from memopt_cli.runtime.private_torch import tree_leaves, unseen
 
 _GROUPS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of the operators of process groups: as they are called, and as functions of PyTorch's."""
@@ -98,19 +99,49 @@ gradients."""
 @contextlib.contextmanager
 def resizes_seen(seen: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
     """Within, ``seen`` is told of every storage that Python has given another size."""
-    own = vars(torch.UntypedStorage).get("resize_")
-    plain = torch.UntypedStorage.resize_
 
-    def resize_(storage: Any, size: int) -> Any:
-        resized = plain(storage, size)
-        seen(storage)
-        return resized
+    def resizing(plain: Any) -> Any:
+        def resize_(storage: Any, size: int) -> Any:
+            resized = plain(storage, size)
+            seen(storage)
+            return resized
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        return resize_
+
+    with _replaced(torch.UntypedStorage, "resize_", resizing):
+        yield
+
+
+@contextlib.contextmanager
+def staging_unseen() -> Iterator[None]:
+    """Within, no mode sees what a backend does when it is waited for: gloo copies tensors of its own.
+
+    As the workspace of kernels, these are no tensors of the step.
+    """
+
+    def waiting(plain: Any) -> Any:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            with unseen():
+                return plain(*args, **kwargs)
+
+        return wait
+
+    if not dist.is_available():
+        yield
+        return
+    with _replaced(dist.Work, "wait", waiting):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, a method of a class is another, made of what it was."""
+    is_own, plain = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, changed(plain))
     try:
         yield
     finally:
-        if own is None:
-            del torch.UntypedStorage.resize_
+        if is_own:
+            setattr(owner, name, plain)
         else:
-            torch.UntypedStorage.resize_ = own  # type: ignore[method-assign, assignment]
+            delattr(owner, name)

@@ -45,7 +45,7 @@ from memopt_cli.runtime.private_torch import (
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, seed_everything, take
-from memopt_cli.trace.collectives import Exchanged, labelled, resizes_seen
+from memopt_cli.trace.collectives import Exchanged, labelled, resizes_seen, staging_unseen
 from memopt_cli.trace.formulas import Formula, formula_at
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.trace.real_storages import as_on_real_tensors
@@ -349,7 +349,7 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
         log.see(tensor, "optimizer", "")
     for tensor in step.buckets:
         log.see(tensor, "reduction", "")
-    with log, resizes_seen(log.resized):
+    with log, resizes_seen(log.resized), staging_unseen():
         yield
 
 
