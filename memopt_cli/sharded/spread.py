@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard |
     Raises :class:`UsageError` for a function that fails, gives no module, spreads nothing or changes the default
     group, and :class:`StepError` for what cannot be predicted.
     """
-    with without_reducer() as buckets:
+    with without_reducer() as buckets, _without_older():
         made = _called(function or _BUILT_IN[layout.parallel], model, mesh, layout)
     _refuse(made)
     if not isinstance(made, nn.Module):
@@ -78,8 +79,21 @@ def _refuse(made: Any) -> None:
         for package, why in _UNPREDICTED.items():
             if f"{base.__module__}.".startswith(f"{package}."):
                 raise StepError(f"{base.__name__} cannot be predicted: {why}", hint=_OTHERS)
-    if FullyShardedDataParallel in kinds:
+
+
+@contextlib.contextmanager
+def _without_older() -> Iterator[None]:
+    """Within, making a module of FSDP1 raises :class:`StepError`."""
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise StepError(f"FullyShardedDataParallel (FSDP1) cannot be predicted: {_NOT_WATCHED}", hint=_OTHERS)
+
+    original = FullyShardedDataParallel.__init__
+    FullyShardedDataParallel.__init__ = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FullyShardedDataParallel.__init__ = original  # type: ignore[method-assign]
 
 
 _NOT_WATCHED = "it handles memory in ways that are not counted here"

@@ -36,7 +36,7 @@ class Reviving(nn.Module):
         storage.resize_(0)
         y: Tensor = self.linear(x)
         storage.resize_(2 * LARGE * FLOAT)
-        y = y * large.zero_()[0]
+        y = y + large.zero_()[0]  # autograd saves none of it
         storage.resize_(0)
         return y.sin()
 
