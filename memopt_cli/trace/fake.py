@@ -75,8 +75,8 @@ class FakeStep:
                 step, model=model, args=args, kwargs=kwargs, optimizer=step.make_optimizer(model), scaler=None
             )
         self._start = StartingState(model)
-        if self.step.optimizer is not None or sharded is not None:
-            self.count()  # makes what a first step does not have yet: the optimizer's state, buffers of FSDP
+        if self.step.optimizer is not None:
+            self.count()  # makes the optimizer's state, which a first step does not have yet
 
     def count(
         self,

@@ -116,7 +116,7 @@ def test_a_part_of_a_tensor_has_the_bytes_of_the_part(mesh: DeviceMesh) -> None:
 def test_collectives_are_told_by_kind(mesh: DeviceMesh) -> None:
     class Exchanging(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            whole, part = torch.empty(8, 8), torch.empty(2, 4)
+            whole, part = torch.empty(8, 8), torch.empty(4)
             dist.all_gather_into_tensor(whole, x.detach())
             dist.reduce_scatter_tensor(part, x.detach())
             dist.all_reduce(part)
@@ -126,10 +126,10 @@ def test_collectives_are_told_by_kind(mesh: DeviceMesh) -> None:
 
     model = nn.Sequential(nn.Linear(8, 8), Exchanging())
     assert count(step_of(model)).collectives == (
-        Collective(kind="all-reduce", calls=2, whole_bytes=64 * FLOAT + 8 * FLOAT),
+        Collective(kind="all-reduce", calls=2, whole_bytes=64 * FLOAT + 4 * FLOAT),
         Collective(kind="all-gather", calls=1, whole_bytes=64 * FLOAT),
         Collective(kind="reduce-scatter", calls=1, whole_bytes=16 * FLOAT),
-        Collective(kind="broadcast", calls=1, whole_bytes=8 * FLOAT),
+        Collective(kind="broadcast", calls=1, whole_bytes=4 * FLOAT),
     )
 
 

@@ -71,6 +71,8 @@ class Bench:
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
         self._known: dict[Callable[[Bench], Any], Any] = {}
+        self._held: tuple[Any, Any] = None, None
+        self._open = contextlib.ExitStack()
 
     def _within(self) -> contextlib.AbstractContextManager[Any]:
         """Where parameters have no data, if they are to have none."""
@@ -116,6 +118,21 @@ class Bench:
     def tell(self, find_out: Callable[[Bench], object], found: object) -> None:
         """The same was seen in steps that were run for another reason."""
         self._known.setdefault(find_out, found)
+
+    def held(self, key: Any, make: Callable[[contextlib.ExitStack], Found]) -> Found:
+        """What ``make`` makes, and what it enters, until another key is asked for: one at a time."""
+        if self._held[0] != key:
+            self.close()
+            with contextlib.ExitStack() as entered:
+                made = make(entered)
+                self._open, self._held = entered.pop_all(), (key, made)
+        found: Found = self._held[1]
+        return found
+
+    def close(self) -> None:
+        """Leave what is held."""
+        self._held = None, None
+        self._open.close()
 
     # ------------------------------------------------------------------------------------------ its state
 

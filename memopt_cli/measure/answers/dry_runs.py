@@ -217,15 +217,19 @@ def _of_rank(
     bench: Bench, layout: Layout, plan: Plan, batch: int | None, dims: Mapping[str, int]
 ) -> Iterator[trace.FakeStep]:
     """Raises :class:`StepError` for a step that depends on data."""
-    with bench.rank(layout, plan) as has:
-        try:
-            step = replace(_sized(bench, batch, dims), buckets=has.buckets)
-            yield trace.FakeStep(step, bench.mode, has.model)
-        except Exception as error:  # the model's own code may raise anything on tensors without data
-            if isinstance(error, MemoptError) or is_out_of_memory(error):
-                raise
-            raise StepError(
-                f"the step of a rank cannot be predicted: on tensors without data it fails ({first_line(error)})",
-                hint="What depends on values cannot run without data; memopt profile --fake without --ranks says "
-                "whether it is the model.",
-            ) from error
+
+    def make(entered: contextlib.ExitStack) -> trace.FakeStep:
+        has = entered.enter_context(bench.rank(layout, plan))
+        step = replace(_sized(bench, batch, dims), buckets=has.buckets)
+        return trace.FakeStep(step, bench.mode, has.model)
+
+    try:
+        yield bench.held((plan, batch, dims), make)
+    except Exception as error:  # the model's own code may raise anything on tensors without data
+        if isinstance(error, MemoptError) or is_out_of_memory(error):
+            raise
+        raise StepError(
+            f"the step of a rank cannot be predicted: on tensors without data it fails ({first_line(error)})",
+            hint="What depends on values cannot run without data; memopt profile --fake without --ranks says whether "
+            "it is the model.",
+        ) from error
