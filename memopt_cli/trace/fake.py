@@ -14,7 +14,7 @@ from memopt_cli.records import Counted, StepSettings, StepTrace
 from memopt_cli.runtime.private_torch import FakeCopyMode, FakeTensorMode, buffers_of, is_fake, parameters_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.step import Step, dtype_in, input_dtype
+from memopt_cli.step import Step, dtype_in, input_dtype, reset_gradients, take
 from memopt_cli.trace.counting import AllocatedPeak, count
 from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
@@ -75,8 +75,17 @@ class FakeStep:
                 step, model=model, args=args, kwargs=kwargs, optimizer=step.make_optimizer(model), scaler=None
             )
         self._start = StartingState(model)
-        if self.step.optimizer is not None:
+        if sharded is not None:
+            self._settle()
+        elif self.step.optimizer is not None:
             self.count()  # makes the optimizer's state, which a first step does not have yet
+
+    def _settle(self) -> None:
+        """The first step of a ``DTensor`` finds out by more tensors how its operators are sharded."""
+        with self._mode:
+            reset_gradients(self.step)
+            take(self.step)
+        self.step.model.zero_grad(set_to_none=True)
 
     def count(
         self,
