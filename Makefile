@@ -73,7 +73,7 @@ baselines: $(SAMPLES)
 	  -o benchmarks/baselines/$(name).json --force &&) true
 
 bench: $(SAMPLES)
-	for case in plans storage recommend_batch model_batching online; do $(BIN)/python benchmarks/$$case.py || exit 1; done
+	for case in plans storage recommend_batch model_batching online lengths; do $(BIN)/python benchmarks/$$case.py || exit 1; done
 
 clean:
 	rm -rf .venv sample_models/build .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

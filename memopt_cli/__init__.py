@@ -39,6 +39,8 @@ _PUBLIC = {
     "DeviceProfile": "memopt_cli.records",
     "Plan": "memopt_cli.records",
     "RankPrediction": "memopt_cli.records",
+    "PlanRange": "memopt_cli.records",
+    "InputDimension": "memopt_cli.records",
     "SegmentPlan": "memopt_cli.records",
     "Trust": "memopt_cli.records",
     "TCGCContainer": "memopt_cli.runtime",

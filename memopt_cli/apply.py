@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memopt_cli.errors import PlanError
-from memopt_cli.records import Plan, SegmentPlan, from_data
+from memopt_cli.records import InputDimension, Plan, PlanRange, SegmentPlan, from_data
 from memopt_cli.runtime import (
+    ConfigsByLength,
+    LengthOf,
     Run,
     SegmentConfig,
     add_runs,
@@ -22,6 +24,7 @@ from memopt_cli.runtime import (
     remove_runs,
     remove_segment,
     segment_of,
+    settings_of,
 )
 from memopt_cli.runtime.in_backward import (
     has_in_backward,
@@ -64,15 +67,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> None:
-    installed: dict[nn.Module, str] = {}
+    installed: list[nn.Module] = []
     runs: list[Run] = []
     try:
-        for segment in plan.segments:
+        for segment in plan.everywhere:
             runs += _add_runs(model, segment.path)
-        if plan.packed and not any(segment.path == "" for segment in plan.segments):
-            installed[_installed(model, "(root)", SegmentConfig(recompute=False))] = ""
-        for segment in plan.segments:
-            installed[_install(model, segment, installed)] = segment.path
+        for module, config in (_by_length if plan.ranges else _configs)(model, plan).items():
+            _install(module, config)
+            installed.append(module)
         if plan.in_backward and optimizer is not None:
             _run_in_backward(optimizer, model)
     except BaseException:
@@ -82,17 +84,64 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
         raise
 
 
+def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
+    """What each module becomes."""
+    found: dict[nn.Module, SegmentConfig] = {}
+    paths: dict[nn.Module, str] = {}
+    if plan.packed and not any(segment.path == "" for segment in plan.segments):
+        found[model] = SegmentConfig(recompute=False, path=_ROOT)
+    for segment in plan.segments:
+        module, name = find_part(model, segment.path), segment.path or _ROOT
+        if module in paths:
+            same = "twice" if paths[module] == segment.path else f"twice, the first time as '{paths[module]}'"
+            raise PlanError(f"the plan names module '{name}' {same}", hint="Keep one of the two entries.")
+        paths[module] = segment.path
+        found[module] = SegmentConfig(**{field: getattr(segment, field) for field in _SHARED}, path=name)
+    return found
+
+
+def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]:
+    """The same in ranges of lengths; the root is among them, whatever it is in each."""
+    assert plan.by is not None, "it has ranges"
+    if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
+        raise PlanError("a part of the model has a plan by length already", hint=_TAKE_OFF)
+    length = LengthOf(name=plan.by.dim, argument=plan.by.argument, axis=plan.by.axis)
+    up_to = tuple(part.up_to for part in plan.ranges)
+    parts = [_configs(model, part.plan) for part in plan.ranges]
+    found: dict[nn.Module, ConfigsByLength] = {}
+    for module in dict.fromkeys((model, *(module for part in parts for module in part))):
+        configs = tuple(part.get(module) for part in parts)
+        path = _ROOT if module is model else next(config.path for config in configs if config is not None)
+        of_root = length if module is model else None
+        found[module] = ConfigsByLength(up_to=up_to, configs=configs, length=of_root, path=path)
+    return found
+
+
 def plan_of(model: nn.Module) -> Plan:
     """The plan that is installed on ``model``."""
     model = unwrapped(model)
-    installed = {path: config for path, module in named_parts(model) if (config := segment_of(module))}
+    in_backward = has_in_backward(model)
+    installed = {path: module for path, module in named_parts(model) if settings_of(module) is not None}
+    root = settings_of(model)
+    if not isinstance(root, ConfigsByLength) or root.length is None:  # of a part of one by length, what it has for long
+        plain = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
+        return replace(_plan_of(plain), in_backward=in_backward)
+    by_length = {path: s for path, m in installed.items() if isinstance(s := settings_of(m), ConfigsByLength)}
+    ranges = []
+    for index, up_to in enumerate(root.up_to):
+        part = _plan_of({path: c for path, s in by_length.items() if (c := s.configs[index]) is not None})
+        ranges.append(PlanRange(up_to=up_to, segments=part.segments, packed=part.packed))
+    by = InputDimension(dim=root.length.name, argument=root.length.argument, axis=root.length.axis)
+    return Plan(by=by, ranges=tuple(ranges), in_backward=in_backward)
+
+
+def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
     segments = (
         from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SHARED}})
         for path, config in installed.items()
         if config.recompute
     )
-    packed = any(not config.recompute for config in installed.values())
-    return Plan(segments=tuple(segments), packed=packed, in_backward=has_in_backward(model))
+    return Plan(segments=tuple(segments), packed=any(not config.recompute for config in installed.values()))
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
@@ -125,7 +174,7 @@ def remove_segments(model: nn.Module) -> None:
     model = unwrapped(model)
     remove_in_backward(model)
     for _, module in list(named_parts(model)):
-        if segment_of(module) is not None:
+        if settings_of(module) is not None:
             remove_segment(module)
 
 
@@ -159,21 +208,16 @@ def _add_runs(model: nn.Module, path: str) -> list[Run]:
         ) from reason
 
 
-def _install(model: nn.Module, segment: SegmentPlan, installed: dict[nn.Module, str]) -> nn.Module:
-    name = segment.path or "(root)"
-    module = find_part(model, segment.path)
-    if module in installed:
-        same = "twice" if installed[module] == segment.path else f"twice, the first time as '{installed[module]}'"
-        raise PlanError(f"the plan names module '{name}' {same}", hint="Keep one of the two entries.")
-    return _installed(module, name, SegmentConfig(**{field: getattr(segment, field) for field in _SHARED}))
-
-
-def _installed(module: nn.Module, name: str, config: SegmentConfig) -> nn.Module:
+def _install(module: nn.Module, config: SegmentConfig | ConfigsByLength) -> None:
     try:
-        install_segment(module, replace(config, path=name))
+        install_segment(module, config)
     except ValueError as reason:
-        hint = f"Change the entry of '{name}' in the plan, or remove it."
-        if segment_of(module) is not None:
-            hint = "Take off the plan that the model has: memopt_cli.remove_plan(model)."
-        raise PlanError(f"module '{name}' cannot be a segment: {reason}", hint=hint) from reason
-    return module
+        hint = f"Change the entry of '{config.path}' in the plan, or remove it."
+        if settings_of(module) is not None:
+            hint = _TAKE_OFF
+        elif isinstance(config, ConfigsByLength) and config.length is not None and not any(config.configs):
+            hint = "A plan by length looks at what the whole model is given; take one without ranges."
+        raise PlanError(f"module '{config.path}' cannot be a segment: {reason}", hint=hint) from reason
+
+
+_ROOT, _TAKE_OFF = "(root)", "Take off the plan that the model has: memopt_cli.remove_plan(model)."

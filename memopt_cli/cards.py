@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from memopt_cli.documents import read_mapping
-from memopt_cli.errors import UsageError, printable, shortened
-from memopt_cli.records import LONGEST_NAME, DeviceProfile, from_data
+from memopt_cli.errors import OptionError, UsageError, printable, shortened
+from memopt_cli.records import LONGEST_NAME, LONGEST_STEP_S, BatchRequest, DeviceProfile, from_data
 from memopt_cli.units import parse_bytes
 
 _CUBLAS: Final = 4096 * 1024 * 2 + 16 * 1024 * 8
@@ -89,6 +89,24 @@ def device_profile(text: str) -> DeviceProfile:
         f"no card is known as {shortened(text)}",
         hint=f"{meant}Known are {', '.join(CARDS)}; describe another in a file, mine.yaml.",
     )
+
+
+def check_nothing_runs(request: BatchRequest) -> None:
+    """Raises :class:`OptionError` for what takes steps that are run, where the answer is for a card."""
+    wanted = {
+        "a search": request.search is not None,
+        "strategies": bool(request.strategies),
+        "copies": request.replicas is not None,
+        "the throughput": request.objective == "throughput",
+        "lengths": request.lengths_path is not None,
+        "a longest step": request.longest_step_s != LONGEST_STEP_S,
+    }
+    what = next((what for what, is_wanted in wanted.items() if is_wanted), None)
+    if request.card is not None and what is not None:
+        raise OptionError(
+            f"{what} takes steps that are run, and none is run for {request.card.name}, which is not here",
+            hint="Leave one of them out.",
+        )
 
 
 def _read(path: Path) -> DeviceProfile:

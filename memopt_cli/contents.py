@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from memopt_cli.records import (
     Plan,
     PredictedStep,
     ReplicaAdvice,
+    SegmentPlan,
     StepMemory,
     from_data,
     refuse_unknown,
@@ -40,9 +41,21 @@ def plan_yaml(header: FileHeader, plan: Plan, level: int, predicted: PredictedSt
 
     ``predicted``: what is estimated for a device elsewhere, below ``predicted``.
     """
-    segments = [{"path": segment.path, **_short(segment)} for segment in plan.segments]
+    said = {"level": level, **_short(plan)}
+    if plan.ranges:
+        said["ranges"] = [{**_short(part), **_segments(part.segments)} for part in plan.ranges]
+    else:
+        said["segments"] = [_named(segment) for segment in plan.segments]
     more = {} if predicted is None else {_PREDICTED: to_data(predicted)}
-    return yaml_text({**_header(header), "level": level, **_short(plan), "segments": segments, **more}).encode()
+    return yaml_text({**_header(header), **said, **more}).encode()
+
+
+def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:
+    return {"segments": [_named(segment) for segment in segments]} if segments else {}
+
+
+def _named(segment: SegmentPlan) -> dict[str, Any]:
+    return {"path": segment.path, **_short(segment)}
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from memopt_cli import plain
 from memopt_cli.contents import read_plan
@@ -19,9 +20,10 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     ``plan``: one, or the path of its file.  What has no plain form (chunks, packing, an optimizer in backward) is left
     out, and named at the head of the file.  Raises :class:`UsageError` for a file that is no plan.
     """
-    plan = plan if isinstance(plan, Plan) else read_plan(plan)[1]
+    whole = plan if isinstance(plan, Plan) else read_plan(plan)[1]
+    plan = replace(whole.longest, in_backward=whole.in_backward)
     # Comments, not the docstring: names may hold what would end that, but no line break once all of it is printable.
-    left_out = [f"# - {printable(reason)}" for reason in _left_out(plan)]
+    left_out = [f"# - {printable(reason)}" for reason in (*_by_length(whole), *_left_out(plan))]
     head = ["# Left out, having no plain form:", *left_out, ""] if left_out else []
     source = inspect.getsource(plain)
     table = {s.path: () if _keeps_around_others(s, plan) else s.keep for s in plan.segments if not s.through_loss}
@@ -38,6 +40,11 @@ def _keeps_around_others(segment: SegmentPlan, plan: Plan) -> bool:
     """Whether it keeps outputs, which are counted outside of the segments in it."""
     within = f"{segment.path}." if segment.path else ""
     return bool(segment.keep) and any(s.path.startswith(within) and s is not segment for s in plan.segments)
+
+
+def _by_length(plan: Plan) -> Iterator[str]:
+    if plan.by is not None:
+        yield f"the size of {plan.by.dim} makes no difference: at every size it does what the plan does at the largest"
 
 
 def _left_out(plan: Plan) -> Iterator[str]:

@@ -34,6 +34,7 @@ from memopt_cli.arguments import (
     settings_of,
     whole,
 )
+from memopt_cli.cards import check_nothing_runs
 from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
@@ -51,6 +52,7 @@ from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
+    LONGEST_STEP_S,
     BaselineRequest,
     BatchAdvice,
     BatchRequest,
@@ -219,7 +221,8 @@ def recommend_batch(
     target: Named | Sequence[Named] = (),
     allow_inexact: bool = False,
     search_time: float | None = None,
-    longest_step: float = 60.0,
+    longest_step: float = LONGEST_STEP_S,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,
@@ -234,10 +237,12 @@ def recommend_batch(
     Tensors among the inputs tell their sizes and dtypes, and whole numbers their range: batches of other sizes are
     drawn at random.  ``memory``: ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's, or bytes.  ``objective``: ``"max"``
     if it is not given.  ``search``: find the batch and the plan that train fastest together, with plans of a ``level``;
-    ``memopt_cli.apply_plan(model, found.plan)`` takes the plan.  Other arguments and errors are those of
+    ``memopt_cli.apply_plan(model, found.plan)`` takes the plan.  ``for_device``: estimate the largest
+    batch on a GPU that is not here, as ``--for``; nothing is run.  Other arguments and errors are those of
     :func:`optimize`.
     """
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    card = card_given(for_device, device)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     of_step = None if global_batch is None else whole("global_batch", global_batch, 1)
     spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
     resolved = resolve(plans)
@@ -258,7 +263,9 @@ def recommend_batch(
         search_limit_s=None if search_time is None else seconds("search_time", search_time, 0),
         timeout_s=_TIMEOUT_S,
         longest_step_s=seconds("longest_step", longest_step, 0.001),
+        card=card,
     )
+    check_nothing_runs(asked)
     chosen = None if plan is None else plan_given(plan)
     with _prepared(model, spec, replace(step, settings=asked.settings), verbose) as (prepared, progress):
         request = replace(asked, source=prepared.subject.source)

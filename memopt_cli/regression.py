@@ -189,6 +189,7 @@ def _likeness(saved: SavedTensor, moves: Paths) -> tuple[object, ...]:
 
 
 def _plan_change(before: Plan, after: Plan, moves: Paths) -> PlanChange:
+    before, after = before.longest, after.longest
     old = {path: replace(s, path=path) for s in before.segments for path in [moves.get(s.path, s.path)]}
     new = {s.path: s for s in after.segments}
     return PlanChange(

@@ -70,6 +70,7 @@ PARTS: dict[str, set[str]] = {
     "export": BASE | {"contents", "plain"},
     "shown": BASE | {"report"},
     "live": BELOW_STAGES
+    | {"cards"}
     | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "shown", "write"},
     "oom": BELOW_STAGES | {"arguments", "write"},
     "verified": BELOW_STAGES | {"arguments", "apply", "measure.processes", "pipeline", "report", "shown"},

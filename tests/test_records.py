@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from memopt_cli.records import (
     Breakdown,
     Crashed,
     Failure,
+    InputDimension,
     InputSpec,
     LevelRow,
     Measurement,
@@ -24,6 +26,7 @@ from memopt_cli.records import (
     OptimizeRequest,
     OutOfMemory,
     Plan,
+    PlanRange,
     SegmentPlan,
     StepFailed,
     TensorSpec,
@@ -152,7 +155,13 @@ input_specs = st.one_of(
         "script": st.none() | names,
     }.items()
 )
-plans = st.builds(Plan, packed=st.booleans(), segments=st.lists(segments, max_size=3).map(tuple))
+bound = operator.attrgetter("up_to")
+parts = {"packed": st.booleans(), "segments": st.lists(segments, max_size=3).map(tuple)}
+dimensions = st.builds(InputDimension, dim=names, argument=names | st.integers(0, 9), axis=counts)
+ranges = st.lists(st.builds(PlanRange, up_to=st.integers(1, 99), **parts), min_size=1, max_size=3, unique_by=bound)
+plans = st.builds(Plan, **parts) | st.builds(
+    Plan, by=dimensions, ranges=ranges.map(lambda some: tuple(sorted(some, key=bound)))
+)
 
 
 @pytest.mark.slow

@@ -95,7 +95,9 @@ def compare_length_strategies(
     )
 
 
-_LENGTH = re.compile(r"0{0,9}[1-9][0-9]{0,17}")
+_NUMBER = r"0{0,9}[1-9][0-9]{0,17}"
+_LENGTH = re.compile(_NUMBER)
+_COUNTED = re.compile(rf"({_NUMBER})(?:\s*[\s:,]\s*({_NUMBER}))?")
 
 
 def read_lengths(path: str | Path) -> list[int]:
@@ -103,23 +105,40 @@ def read_lengths(path: str | Path) -> list[int]:
 
     Raises :class:`UsageError` naming the line that is none.
     """
+    return [int(match[0]) for match in _matches(path, _LENGTH, "Write one number above 0 a line.")]
+
+
+def read_histogram(path: str | Path) -> dict[int, int]:
+    """Lengths and how often each occurs, from lines ``LENGTH``, ``LENGTH COUNT`` or ``LENGTH: COUNT``, as often as they
+    come; in ascending order.
+
+    Raises :class:`UsageError` naming the line that is none.
+    """
+    counts: dict[int, int] = {}
+    hint = "Write one number above 0 a line, or two: a length and how often it occurs."
+    for match in _matches(path, _COUNTED, hint):
+        length = int(match[1])
+        counts[length] = counts.get(length, 0) + int(match[2] or 1)
+    return dict(sorted(counts.items()))
+
+
+def _matches(path: str | Path, line_of: re.Pattern[str], hint: str) -> list[re.Match[str]]:
+    """The lines of a file that are not empty."""
     try:
         lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MOST_BYTES)), "utf-8", errors="replace")
     except OSError as err:
         raise UsageError(f"cannot read lengths from {path}: {err.strerror}", hint="Check the path.") from err
-    lengths = []
+    found = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
-        if text and not _LENGTH.fullmatch(text):
-            raise UsageError(
-                f"{path}, line {number}: '{printable(text[:40])}' is not a length",
-                hint="Write one number above 0 a line.",
-            )
-        if text:
-            lengths.append(int(text))
-    if not lengths:
-        raise BatchShapeError(f"{path} holds no lengths", hint="Write one number above 0 a line.")
-    return lengths
+        match = line_of.fullmatch(text)
+        if text and match is None:
+            raise UsageError(f"{path}, line {number}: '{printable(text[:40])}' is not a length", hint=hint)
+        if match is not None:
+            found.append(match)
+    if not found:
+        raise BatchShapeError(f"{path} holds no lengths", hint=hint)
+    return found
 
 
 def _random_batches(count: int, batch_size: int, seed: int) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -16,8 +16,10 @@ from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.spec_text import parse_dims
 
 
-def split_dims(texts: Sequence[str]) -> tuple[list[str], DimRange | None]:
-    """``["B=8", "S=128:4096"]`` -> the dimensions with their first sizes, and the one that has a range.
+def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min) -> tuple[list[str], DimRange | None]:
+    """``["B=8", "S=128:4096"]`` -> the dimensions with one size each, and the one that has a range.
+
+    ``described``: which of the two ends is its size, ``min`` or ``max``.
 
     Raises :class:`UsageError` for two ranges and one that is not ``LOW:HIGH``.
     """
@@ -35,7 +37,7 @@ def split_dims(texts: Sequence[str]) -> tuple[list[str], DimRange | None]:
     if int(low) > int(high):
         raise UsageError(f"the range {ranges[0]} is empty", hint="Write the smaller size first.")
     found = DimRange(symbol=symbol, low=int(low), high=int(high))
-    return [f"{symbol}={low}" if text == ranges[0] else text for text in texts], found
+    return [f"{symbol}={described(int(low), int(high))}" if text == ranges[0] else text for text in texts], found
 
 
 def _parse_replicas(text: str) -> DimRange:

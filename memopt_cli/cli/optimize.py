@@ -8,6 +8,7 @@ import typer
 
 from memopt_cli.cli import options
 from memopt_cli.cli import search_options as search
+from memopt_cli.cli.batch_options import split_dims
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
@@ -27,11 +28,12 @@ def optimize(
     model: options.Model,
     *,
     inputs: options.Inputs,
-    dims: options.Dims,
+    dims: search.Dims,
     input_data: options.InputData = None,
     input_script: options.InputScript = None,
     level: search.Level = None,
     budget: search.BudgetChoice = None,
+    lengths: search.Lengths = None,
     frontier: search.Frontier = False,
     pick: search.Pick = None,
     max_slowdown: search.MaxSlowdown = None,
@@ -73,10 +75,11 @@ def optimize(
     """
     if budget is not None and pick is not None:
         raise UsageError("--budget and --pick exclude each other", hint="Keep the one that is to choose the plan.")
+    sizes, dim_range = split_dims(dims, max)  # it must fit
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     request = OptimizeRequest(
         source=loading.source(context, model),
-        spec=input_spec(context, inputs, input_data, input_script, dims),
+        spec=input_spec(context, inputs, input_data, input_script, sizes),
         settings=step.settings(),
         search=SearchOverrides(
             level=level,
@@ -96,6 +99,8 @@ def optimize(
             max_slowdown=max_slowdown,
         ),
         goal=SearchGoal(budget=budget, frontier=frontier or pick is not None, pick=pick),
+        dim_range=dim_range,
+        lengths_path=lengths,
         output=output,
         card=card,
         dry_run=dry_run,
@@ -109,6 +114,7 @@ def optimize(
         measure_levels=measure_levels,
         interruptible=True,
     )
+    search.check_ranges(request)
     files.check()
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right

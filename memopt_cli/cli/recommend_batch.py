@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from memopt_cli.cards import check_nothing_runs
 from memopt_cli.cli import batch_options as batch
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
@@ -14,7 +15,7 @@ from memopt_cli.cli.parts import LoadingOptions, PairSearchOptions, StepOptions,
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import Interrupted
 from memopt_cli.measure import processes
-from memopt_cli.records import BatchRequest
+from memopt_cli.records import LONGEST_STEP_S, BatchRequest
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
@@ -40,7 +41,8 @@ def recommend_batch(
     search: PairSearchOptions,
     step: StepOptions,
     timeout: options.Timeout = 600.0,
-    longest_step: options.LongestStep = 60.0,
+    longest_step: options.LongestStep = LONGEST_STEP_S,
+    card: options.Card = None,
     loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
     output: batch.Output = None,
@@ -73,7 +75,9 @@ def recommend_batch(
         force=force,
         timeout_s=timeout,
         longest_step_s=longest_step,
+        card=card,
     )
+    check_nothing_runs(request)
     if request.search is not None:
         batch.check_search(request, objective)
     elif request.strategies:

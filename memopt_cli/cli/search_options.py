@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from memopt_cli.cli.help import FINE, SEARCH
+from memopt_cli.cli.help import FINE, INPUTS, SEARCH
 from memopt_cli.cli.values import memory, seconds, whole
-from memopt_cli.records import Budget, Preference, Profile
+from memopt_cli.errors import UsageError
+from memopt_cli.records import Budget, OptimizeRequest, Preference, Profile
 
 
 def _share(text: str) -> float:
@@ -40,6 +41,51 @@ def _budget(text: str) -> Budget:
     return Budget.of(memory(text))
 
 
+def check_ranges(request: OptimizeRequest) -> None:
+    """Raise :class:`UsageError` for what cannot be asked together with a range of a dimension, or without one."""
+    if request.dim_range is None:
+        if request.lengths_path is not None:
+            raise UsageError(
+                "--lengths says how long inputs are, and no dimension has a range",
+                hint="Add it, as in --dim S=64:2048.",
+            )
+        return
+    others = {
+        "--frontier": request.goal.frontier,
+        "--for": request.card is not None,
+        "--html or --snapshot": request.record_steps,
+    }
+    for flag, is_given in others.items():
+        if is_given:
+            raise UsageError(f"{flag} does not go with a range of --dim", hint="Give the dimension one size.")
+    if request.goal.budget is None:
+        raise UsageError(
+            "a range of --dim asks for plans that meet a budget at all its sizes, and there is none",
+            hint="Add --budget 8GiB, or --budget 60% of the original's peak at the largest size.",
+        )
+
+
+Dims = Annotated[
+    list[str],
+    typer.Option(
+        "--dim",
+        metavar="NAME=SIZE",
+        default_factory=list,
+        show_default=False,
+        rich_help_panel=INPUTS,
+        help="Size of a symbol in the shapes: B=8. With a range, S=64:2048, and --budget: a plan for each of a few "
+        "ranges of sizes. Repeatable.",
+    ),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        rich_help_panel=SEARCH,
+        show_default="all sizes alike",
+        help="File of the sizes that the dimension with a range has: one a line, or a size and how often it occurs.",
+    ),
+]
 Level = Annotated[
     int | None,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from memopt_cli.documents import printable
 from memopt_cli.loading.pickles.described import PickledTensor, items_in, tensor_of
-from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENT, RUNTIME
+from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, entries_of
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 
@@ -18,7 +18,7 @@ Registered = Mapping[str, Mapping[str, TensorKind]]
 _SCRIPT: Final = "__torch__"
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 """A module that stayed TorchScript: what is in it is in an archive of its own."""
-_RECONSTRUCTORS: Final = (str(RESTORE_SEGMENT), "copyreg._reconstructor")
+_RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
 """Modules and containers within each other."""
 _MOST_PLACES, _LONGEST_NAME = 1_000_000, 200
@@ -164,7 +164,7 @@ class _Walk:
         self._found.add_tensor(stored, home=place.home, memory=memory)
 
     def _add_module(self, place: _Place) -> int:
-        segment = isinstance(place.value, Built) and place.value.callee == RESTORE_SEGMENT
+        segment = isinstance(place.value, Built) and place.value.callee in RESTORE_SEGMENTS
         self._found.modules.append(
             StoredModule(
                 path=place.path,
@@ -223,7 +223,7 @@ def _is_lifted(value: Built) -> bool:
 
 def _lifted_in(value: Any) -> Any:
     """The lifted module that a segment is made of; any other value is itself."""
-    if isinstance(value, Built) and value.callee == RESTORE_SEGMENT:
+    if isinstance(value, Built) and value.callee in RESTORE_SEGMENTS:
         made = _made_of(value)
         return made[0] if made and isinstance(made[0], Built) else value
     return value

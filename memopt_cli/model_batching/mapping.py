@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.model_batching.routes.interface import Refused
-from memopt_cli.runtime import named_parts, segment_of
+from memopt_cli.runtime import named_parts, settings_of
 from memopt_cli.runtime.private_torch import is_of_vmap
 from memopt_cli.runtime.tree import join_tensors, split_tensors, tensors_of
 
@@ -40,5 +40,5 @@ def refuse_kept_tensors(model: nn.Module) -> None:
 def refuse_segments(model: nn.Module, path: str = "") -> None:
     """Raises :class:`Refused` if a module in ``model``, which is at ``path``, is a segment."""
     for name, module in named_parts(model, path):
-        if segment_of(module) is not None:
+        if settings_of(module) is not None:
             raise Refused(f"module '{name or '(root)'}' is a segment that would run under vmap, and checkpoints do not")

@@ -51,8 +51,18 @@ def _tried(
     if request.confirm:
         differs = unlike(prepared.subject, predicted, header)
         confirmation = confirmed(prepared, plan, predicted, differs, request.timeout_s, progress)
-    verification = _verified(prepared, plan.of_model, request.timeout_s, progress) if request.verify else None
-    return prepared.subject.source, ApplyResult(files=(), verification=verification, confirmation=confirmation)
+    *shorter, verification = _verified_all(prepared, plan.of_model, request, progress) if request.verify else [None]
+    verified = tuple(found for found in shorter if found is not None)
+    tried = ApplyResult(files=(), verification=verification, shorter=verified, confirmation=confirmation)
+    return prepared.subject.source, tried
+
+
+def _verified_all(prepared: Prepared, plan: Plan, request: ApplyRequest, progress: Progress) -> list[Verification]:
+    """As the inputs are described; a plan by length at the largest of each range, if their dimension is named there."""
+    if plan.by is None or plan.by.dim not in prepared.subject.spec.dims:
+        return [_verified(prepared, plan, request.timeout_s, progress)]
+    sizes = [prepared.sized(plan.by.dim, part.up_to) for part in plan.ranges]
+    return [_verified(sized, plan, request.timeout_s, progress) for sized in sizes]
 
 
 def _verified(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> Verification:
@@ -61,7 +71,7 @@ def _verified(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progre
         raise_failure(found, "verification could not be run: ")
     if not found.passed:
         raise VerificationError(
-            f"with the plan {found.difference}, at batch {found.batch}",
+            f"with the plan {found.difference}, at {found.sizes}",
             hint="Nothing was written; make a plan for this model and these inputs with memopt optimize.",
         )
     return found

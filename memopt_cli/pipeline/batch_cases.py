@@ -85,6 +85,8 @@ class CaseSearch:
     """To find what fits."""
     run: Callable[[int], BatchProbe | Failure] | None = None
     """As in :class:`BatchProbes`."""
+    in_blocks: bool = False
+    """As in :class:`BatchProbes`."""
     runs: int = 0
     searched: list[Case] = field(default_factory=list)
     """The cases whose search has begun, the last first."""
@@ -103,10 +105,11 @@ class CaseSearch:
                 progress=self.progress,
                 dims=case.dims,
                 limit_bytes=self.limits.budget_bytes,
+                in_blocks=self.in_blocks,
                 run=self.run,
             )
             described, unit = self.batch, self.limits.multiple_of
-            share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else 2)
+            share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else min(2, self.most_runs))
             limits = replace(self.limits, probes=share)
             case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
             self.searched.append(case)
@@ -140,10 +143,13 @@ class CaseSearch:
         if others and not case.search.runs.measured:
             raise_failure(others[0])
         if case.search.model.predict is None and not case.search.runs:
+            why = "nothing is run for a device that is not here", "Run it on that device, without --for."
+            if self.most_runs:
+                why = f"{self.most_runs} runs are all there are", "Give a range of fewer sizes to --dim."
             raise StepError(
                 f"the step cannot run on tensors without data, so that nothing is known{case.text} without a run, and "
-                f"{self.most_runs} runs are all there are",
-                hint="Give a range of fewer sizes to --dim.",
+                f"{why[0]}",
+                hint=why[1],
             )
         if refusal := case.search.refusal():
             raise StepError(

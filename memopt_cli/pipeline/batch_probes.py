@@ -68,6 +68,8 @@ class BatchProbes:
     """Sizes of other symbols than described."""
     limit_bytes: int | None = None
     """The memory of the device to emulate."""
+    in_blocks: bool = False
+    """Dry runs count in the blocks of a device that is not here."""
     replicas: int = 1
     """Copies of the model that take a step as one."""
     run: Callable[[int], BatchProbe | Failure] | None = None
@@ -101,8 +103,11 @@ class BatchProbes:
                 return self.interpolated.setdefault(batch, known)
             self.progress.update(0, None, f"batch {self._where(batch)}, without data")
             counted = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
-            self.dry_runs[batch] = counted.tensor_peak_bytes if isinstance(counted, Counted) else math.inf
+            self.dry_runs[batch] = self._peak_of(counted) if isinstance(counted, Counted) else math.inf
         return self.dry_runs[batch]
+
+    def _peak_of(self, counted: Counted) -> float:
+        return counted.allocated_peak_bytes if self.in_blocks else counted.tensor_peak_bytes
 
     def probe(self, batch: int) -> BatchProbe | Failure:
         """The allocated peak and the time of a step by a run."""

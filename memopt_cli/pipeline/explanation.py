@@ -63,6 +63,10 @@ _LEVEL: Final = 4
 _SEARCH_S: Final = 30.0
 """A plan is searched for no longer."""
 _LONGEST_STEP_S: Final = 60.0
+_ROOMY: Final = 0.8
+"""Share of the memory here that a step, by a dry run, may take to be run."""
+_LONGEST_LOOK_S: Final = 20.0
+"""A step that is run for its workspaces alone may take so long: without it the answer is nearly the same."""
 
 
 def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = None) -> Explanation:
@@ -162,15 +166,15 @@ def _limit(
 def _recorded(prepared: Prepared, timeout_s: float) -> tuple[StepTrace, list[str]]:
     """The step, and what is to be known of the record.
 
-    Without data, a few samples aside: it may be what does not fit.  Where that runs other operators than the step does,
-    the step itself is run, if this machine has as much memory.
+    Without data, a few samples aside: it may be what does not fit.  If this machine has the memory, the step itself is
+    run: kernels take other workspace for a few samples, some run other operators.
     """
     notes: list[str] = []
     with prepared.session(timeout_s, "small batch") as session:
         traced = record_step(session, ORIGINAL, None, notes)
     device = prepared.subject.settings.device
-    if traced.unknown and traced.trace.allocated_peak_bytes < runnable_bytes(device):
-        with prepared.session(timeout_s) as session:
+    if traced.trace.allocated_peak_bytes < _ROOMY * runnable_bytes(device):
+        with prepared.session(timeout_s if traced.unknown else min(timeout_s, _LONGEST_LOOK_S)) as session:
             whole = session.ask(TraceJob(plan=ORIGINAL, fake=True))
         if isinstance(whole, Traced):
             return whole.trace, [f"{reason}." for reason in whole.unknown]
@@ -234,11 +238,12 @@ def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) 
 
 
 def _told(plan: Plan) -> str:
+    in_backward, plan = plan.in_backward, plan.longest
     count = len(plan.segments)
     parts = (
         f"a plan of {count} segment{'s' * (count != 1)}" * (count > 0),
         "a plan that packs saved tensors" * (plan.packed and not count),
-        "the optimizer in backward" * plan.in_backward,
+        "the optimizer in backward" * in_backward,
     )
     return ", ".join(filter(None, parts)) or "the step as it is"
 

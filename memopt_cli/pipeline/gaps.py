@@ -136,12 +136,23 @@ def by_the_same_names(reference: Followed, other: Followed) -> tuple[Followed, F
     return one, another
 
 
+def _is_within(name: str, other: str) -> bool:
+    """``parameter norm.weight``, ``parameter net.norm.weight``: a model around it adds to the name."""
+    return other.endswith(f".{name.removeprefix('parameter ')}")
+
+
 def _require_same_start(reference: Followed, other: Followed) -> None:
     ours, theirs = _parameters(reference), _parameters(other)
     for have, lack, which in ((ours, theirs, "candidate"), (theirs, ours, "reference")):
         lacking = sorted(have.keys() - lack.keys())
         if lacking:
-            raise StepError(f"the {which} has no {lacking[0]}", hint="Compare two ways to train the same model.")
+            alike = any(_is_within(lacking[0], name) or _is_within(name, lacking[0]) for name in lack)
+            raise StepError(
+                f"the {which} has no {lacking[0]}",
+                hint="A model is not compared with a step of its own, or with a model around it: give two of a kind."
+                if alike
+                else "Compare two ways to train the same model.",
+            )
     ours, theirs = ours | _at_start(reference, "buffer"), theirs | _at_start(other, "buffer")
     different = next((name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]), None)
     if different is not None:

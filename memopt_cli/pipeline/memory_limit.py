@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from memopt_cli.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
 from memopt_cli.batch_size.runs import Limits
-from memopt_cli.units import exact_bytes
+from memopt_cli.errors import UsageError
+from memopt_cli.records import DeviceProfile
+from memopt_cli.units import exact_bytes, format_bytes
 
 
 def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_of: int = 1) -> Limits:
@@ -22,4 +26,29 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
         name=name,
         longest_step_s=longest_step_s,
         multiple_of=multiple_of,
+    )
+
+
+def limits_on_card(memory: int | float, card: DeviceProfile, multiple_of: int) -> Limits:
+    """Of a device that is not here, where no step runs: ``memory`` in bytes, or as a float the share of what it has.
+
+    Raises :class:`UsageError` for more than it has.
+    """
+    if isinstance(memory, float):
+        budget, name = int(card.memory_bytes * memory), f"{100 * memory:g} % of the memory of {card.name}"
+    else:
+        budget, name = memory, f"--memory {exact_bytes(memory)}"
+    if budget > card.memory_bytes:
+        raise UsageError(
+            f"{card.name} has {format_bytes(card.memory_bytes)} for a process, less than {exact_bytes(budget)}",
+            hint="Give less --memory, or a larger card.",
+        )
+    return Limits(
+        budget_bytes=budget,
+        device_bytes=card.memory_bytes,
+        runnable_bytes=0,
+        name=name,
+        longest_step_s=math.inf,
+        multiple_of=multiple_of,
+        probes=0,
     )

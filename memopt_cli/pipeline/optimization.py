@@ -10,6 +10,7 @@ from functools import partial
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced
+from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.for_card import check_request, find_for_card
@@ -57,6 +58,8 @@ from memopt_cli.write import check_targets, output_paths
 
 _SEARCH_S, _SEARCH_STEPS = 10, 10
 """A search for levels ends after so many seconds and so many steps, if it is not said how long it may take."""
+_AT_ANY_PRICE = 3
+"""So many times as long it may take where a step may be as long as it takes: chunks, however many, are tried then."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -76,7 +79,12 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         settings = recorded_here(request.settings, request.card)
         data: Data = "full size" if request.card is None else "small batch"
         prepared = prepare(opening_of(request, settings, data=data), progress=progress, ask=ask)
-        found = find_plan(request, resolved, prepared, progress)
+        if request.dim_range is None:
+            found = find_plan(request, resolved, prepared, progress)
+        else:
+            prepared, found = find_by_length(
+                request, request.dim_range, resolved, prepared, progress, find_plan=find_plan
+            )
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
@@ -233,11 +241,12 @@ class _Job:
         return _Search(traced=traced, first=first, probes=probes, planner=planner, notes=len(self.notes))
 
     def _search_limit_s(self, original: Measurement | Failure) -> float | None:
-        """Who asks for a budget, the frontier or the least peak at any price waits for it."""
-        is_bounded = self.request.goal == SearchGoal() and self.options.max_slowdown is not None
-        if self.request.search_limit_s is not None or not is_bounded or not isinstance(original, Measurement):
+        """Who asks for a budget or the frontier waits for it."""
+        said = self.request.search_limit_s is not None or self.request.goal != SearchGoal()
+        if said or not isinstance(original, Measurement):
             return self.request.search_limit_s
-        return _SEARCH_S + _SEARCH_STEPS * min(original.step_times_s)
+        times = 1 if self.options.max_slowdown is not None else _AT_ANY_PRICE
+        return times * (_SEARCH_S + _SEARCH_STEPS * min(original.step_times_s))
 
     def _seek(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         if self.request.goal == SearchGoal():
@@ -367,7 +376,8 @@ class _Job:
             count=partial(self._counted_late, search),
             prove=prove,
             notes=self.notes,
-            is_allowed=may_run_in_backward(self.measurements.prepared.subject.settings),
+            is_allowed=may_run_in_backward(self.measurements.prepared.subject.settings)
+            and self.request.dim_range is None,  # the optimizer is the same at all lengths
         )
 
     def _counted_late(self, search: _Search, plan: Plan) -> Counted | Failure | NotTried:

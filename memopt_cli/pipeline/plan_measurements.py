@@ -14,6 +14,8 @@ from memopt_cli.records import Failure, LevelRow, Measurement, Plan
 
 _DOUBT = 0.1
 """A measured slowdown that differs from the predicted one by a larger share of it is looked at again."""
+_FAR = 10.0
+"""A step so many times as long decides nothing where any is welcome: it is not timed again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +86,8 @@ def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> 
     if not isinstance(row.outcome, Measurement) or row.plan.is_empty:
         return False
     slowdown = row.outcome.slowdown(original)
+    if math.isinf(most_slowdown) and slowdown >= _FAR:
+        return False
     predicted = row.predicted_slowdown or slowdown
     return slowdown > most_slowdown or not 1 - _DOUBT <= slowdown / predicted <= 1 + _DOUBT
 

@@ -58,6 +58,11 @@ class Prepared:
         facts = replace(self.facts, batch=batch, spec=spec)
         return replace(self, subject=replace(self.subject, spec=spec), facts=facts)
 
+    def sized(self, symbol: str, size: int) -> Prepared:
+        """The same with another size of a dimension that is not the batch."""
+        spec = replace(self.subject.spec, dims={**self.subject.spec.dims, symbol: size})
+        return replace(self, subject=replace(self.subject, spec=spec), facts=replace(self.facts, spec=spec))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:

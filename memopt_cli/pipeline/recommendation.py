@@ -13,7 +13,7 @@ from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.batch_size.accumulation import accumulate
 from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batch_size.length_strategies import read_lengths
-from memopt_cli.batch_size.runs import MOST_PROBES, Limits
+from memopt_cli.batch_size.runs import Limits
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.errors import NothingFitsError, UsageError
@@ -22,7 +22,8 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
-from memopt_cli.pipeline.memory_limit import limits_of
+from memopt_cli.pipeline.memory_limit import limits_of, limits_on_card
+from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.replicas import check_replicas
 from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
@@ -56,10 +57,19 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force)
     check_replicas(request)
-    settings = accumulating(request.settings, request.global_batch)
-    opening = opening_of(request, settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
+    settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
+    opening = opening_of(
+        request,
+        settings,
+        plan=plan or ORIGINAL,
+        replicas=request.replicas is not None,
+        data="full size" if request.card is None else "small batch",
+    )
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     return recommend_prepared(request, prepared, plan, lengths, progress)
+
+
+_ESTIMATED = "Peaks are estimates, in blocks of the allocator of {}, without workspace of kernels; nothing was run."
 
 
 def accumulating(settings: StepSettings, global_batch: int | None) -> StepSettings:
@@ -80,7 +90,12 @@ def recommend_prepared(
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
     notes, device = [*prepared.notes, *memory_left_out(prepared)], prepared.subject.settings.device
-    limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
+    if request.card is None:
+        limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
+    else:
+        limits = limits_on_card(request.memory, request.card, request.multiple_of)
+        prepared = replace(prepared, subject=replace(prepared.subject, card=request.card))
+        notes.append(_ESTIMATED.format(request.card.name))
     search = CaseSearch(
         batch=prepared.batch,
         replicas=request.replicas.sizes() if request.replicas is not None else (),
@@ -88,7 +103,8 @@ def recommend_prepared(
         notes=notes,
         limits=limits,
         why_fixed=functools.partial(why_fixed, prepared=prepared),
-        most_runs=MOST_PROBES - RUNS * bool(lengths),
+        most_runs=limits.probes - RUNS * bool(lengths),
+        in_blocks=request.card is not None,
     )
     job = _Job(
         request=request,
@@ -137,7 +153,7 @@ class _Job:
         plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
         cases = [Case(planned=p is plan, plan=p, dims=dims) for p in plans for dims in sizes]
         self.search.find(cases, session)
-        if len(sizes) == 1 and not lengths:
+        if len(sizes) == 1 and not lengths and self.request.card is None:
             self._seek_faster(cases)
         main = self._main(cases)
         accumulation = self._accumulate(main)
@@ -188,6 +204,7 @@ class _Job:
             dry_runs=sum(len(case.probes.dry_runs) for case in cases),
             files=(),
             spent_s=0.0,
+            card="" if self.request.card is None else self.request.card.name,
         )
 
     def _main(self, cases: Sequence[Case]) -> Case:
@@ -276,12 +293,14 @@ class _Job:
     def _note_accumulation(self, found: Accumulation, main: Case) -> None:
         if main.search.runs.fitting and found.batch not in main.search.runs:
             self.notes.append(f"Batch {found.batch} was not run itself; a larger one was.")
-        self.notes += accumulation_notes(found, has_batch_norms=bool(self.prepared.facts.batch_norms))
+        has_batch_norms = bool(self.prepared.facts.batch_norms)
+        self.notes += accumulation_notes(found, has_batch_norms=has_batch_norms, was_run=self.request.card is None)
 
 
-def accumulation_notes(found: Accumulation, *, has_batch_norms: bool) -> Iterator[str]:
-    """How training by accumulation differs from what was run, or from one large batch."""
-    yield "Every step was run with the gradients of earlier ones in memory, as accumulation does."
+def accumulation_notes(found: Accumulation, *, has_batch_norms: bool, was_run: bool = True) -> Iterator[str]:
+    """How training by accumulation differs from what was run, or estimated, or from one large batch."""
+    how = "Every step was run with" if was_run else "The peaks are those of a step with"
+    yield f"{how} the gradients of earlier ones in memory, as accumulation does."
     if found.batch * found.steps != found.global_batch:
         yield (
             f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "

@@ -17,6 +17,7 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     PlanEstimates,
+    RangeRow,
     Verification,
     to_data,
 )
@@ -54,6 +55,8 @@ class Findings:
     smaller: Outlook | None = None
     estimates: PlanEstimates | None = None
     """For a device that is not here; then nothing was measured."""
+    ranges: list[RangeRow] = field(default_factory=list)
+    """Of a plan by length."""
 
     @property
     def measured(self) -> Measurement | None:
@@ -66,7 +69,8 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
 
     ``spent_s``: wall time of all of it.  ``advice``: the batch that fits, if it was looked for.
     """
-    rows, plan, options, selection = found.rows, found.plan, found.resolved.options, found.selection
+    rows, options, selection = found.rows, found.resolved.options, found.selection
+    plan = found.plan.longest
     chunked = [s for s in plan.segments if s.chunks > 1]
     packed = [s for s in plan.segments if s.compressor != "null"]
     manual = [s for s in packed if s.path in found.asked_codecs]
@@ -107,7 +111,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
         compressed_layers=len(packed),
         skipped_errors=sum(not isinstance(row.outcome, Measurement | None) for row in rows),
         levels=rows,
-        plan=plan,
+        plan=found.plan,
         verification=found.verification,
         advice=advice,
         model_format=found.model_format,
@@ -118,6 +122,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
         faster=found.faster,
         smaller=found.smaller,
         estimates=found.estimates,
+        ranges=found.ranges,
     )
 
 
@@ -130,7 +135,7 @@ def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
 
 def _codecs_left_out(found: Findings) -> list[str]:
     """A note on what does not use the codec that it asks for: segments, and what would have been one."""
-    segments, selected = found.plan.segments, found.selection.considered if found.selection is not None else ()
+    segments, selected = found.plan.longest.segments, found.selection.considered if found.selection is not None else ()
     codecs = {m.path: m.compressor for m in selected} | {s.path: s.compressor for s in segments}
     plain = [path for path, codec in codecs.items() if codec == "null" and path in found.asked_codecs]
     if not plain or not found.resolved.options.compress_x:

@@ -24,6 +24,7 @@ from memopt_cli.records.baseline import (
     Verdict,
 )
 from memopt_cli.records.batch import (
+    LONGEST_STEP_S,
     Accumulation,
     BatchAdvice,
     BatchEstimate,
@@ -100,7 +101,15 @@ from memopt_cli.records.measurement import (
 )
 from memopt_cli.records.model import STEP, LoadedModel, ModelFacts, ModelSource, Trust, WantedGlobal
 from memopt_cli.records.optimization import ApplyRequest, ApplyResult, OptimizeRequest, OptimizeResult, RecordedSteps
-from memopt_cli.records.plan import ChunkRule, CompressorName, Plan, Refused, SegmentPlan
+from memopt_cli.records.plan import (
+    ChunkRule,
+    CompressorName,
+    InputDimension,
+    Plan,
+    PlanRange,
+    Refused,
+    SegmentPlan,
+)
 from memopt_cli.records.profile import Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
 from memopt_cli.records.rank import RankPrediction, predicted
 from memopt_cli.records.search import (
@@ -114,7 +123,7 @@ from memopt_cli.records.search import (
 )
 from memopt_cli.records.selftest import SelftestReport, SelftestRow
 from memopt_cli.records.settings import PRECISIONS, Precision, StepSettings
-from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint
+from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint, RangeRow
 from memopt_cli.records.trace import ModuleCall, ModuleTrace, OpTrace, Phase, StepTrace, StorageTrace, ancestry
 from memopt_cli.records.verification import (
     NOT_FINITE,
@@ -129,6 +138,7 @@ from memopt_cli.records.wire import from_data, refuse_unknown, to_data
 __all__ = [
     "BUILT_IN",
     "LONGEST_NAME",
+    "LONGEST_STEP_S",
     "METRICS",
     "NOT_FINITE",
     "ONLINE_RULES",
@@ -184,6 +194,7 @@ __all__ = [
     "GlobalVerdict",
     "GradientAgreement",
     "Holder",
+    "InputDimension",
     "InputSpec",
     "Inspection",
     "Instant",
@@ -221,12 +232,14 @@ __all__ = [
     "Plan",
     "PlanChange",
     "PlanEstimates",
+    "PlanRange",
     "Precision",
     "PredictedStep",
     "Prediction",
     "Preference",
     "Profile",
     "ProfileRequest",
+    "RangeRow",
     "RankPrediction",
     "Rate",
     "RecordedSteps",

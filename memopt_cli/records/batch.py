@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
+from memopt_cli.records.device import DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.learning import StrategyName
@@ -95,6 +96,9 @@ class ReplicaAdvice:
 
 Objective = Literal["max", "throughput"]
 
+LONGEST_STEP_S: Final = 60.0
+"""How long a step may take that is run to find a batch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DimRange:
@@ -181,6 +185,8 @@ class BatchRequest:
     """Ways to learn sequences, to be compared over ``dim_range`` instead."""
     search: SearchOverrides | None = None
     """Look for the batch and the plan that train fastest together, with these limits of plans."""
+    card: DeviceProfile | None = None
+    """Estimate for a device that is not here; nothing is run at full size."""
     search_limit_s: float | None = None
     """No pair is tried any more when that search has taken this long: the best so far is taken."""
     output: str | None = None
@@ -188,7 +194,7 @@ class BatchRequest:
     force: bool = False
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""
-    longest_step_s: float = 60.0
+    longest_step_s: float = LONGEST_STEP_S
     """No step that is run is to take longer."""
 
 
@@ -221,3 +227,5 @@ class BatchRecommendation:
     spent_s: float
     interrupted: bool = False
     """Something was still to be run; what is recommended is the best of what had been."""
+    card: str = ""
+    """The device that is not here, for which it is an estimate; empty: the one here."""

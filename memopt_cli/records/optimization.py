@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memopt_cli.errors import MemoptError
+from memopt_cli.records.batch import DimRange
 from memopt_cli.records.device import Confirmation, DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
@@ -26,6 +27,10 @@ class OptimizeRequest:
     settings: StepSettings = StepSettings()
     search: SearchOverrides = field(default_factory=SearchOverrides)
     goal: SearchGoal = SearchGoal()
+    dim_range: DimRange | None = None
+    """The least and the largest size of a dimension: a plan for each of a few ranges, within the goal's budget."""
+    lengths_path: str | None = None
+    """A file of the sizes that it has in training; ``None``: all of its range alike."""
     output: str | None = None
     """Path of the optimized model; ``None``: beside the original."""
     dry_run: bool = False
@@ -77,7 +82,9 @@ class ApplyResult:
 
     files: tuple[str, ...]
     verification: Verification | None = None
-    """``None`` unless asked for."""
+    """``None`` unless asked for; of a plan by length at the largest."""
+    shorter: tuple[Verification, ...] = ()
+    """Of a plan by length, at the largest length of each other range."""
     confirmation: Confirmation | None = None
     """``None`` unless asked for."""
 

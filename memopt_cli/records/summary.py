@@ -62,6 +62,37 @@ class Outlook:
     """Step time over that of the original."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeRow:
+    """One range of lengths: its plan, measured at the largest of them."""
+
+    low: int
+    """The smallest length."""
+    up_to: int
+    """The largest length."""
+    share: float
+    """Of the steps, those whose length is in the range, 0 to 1; of the lengths where it is not said how many steps each
+    has."""
+    plan: Plan
+    original: Measurement | Failure | None
+    """The original at the largest length; ``None``: not run."""
+    outcome: Measurement
+    """The plan there."""
+    predicted_slowdown: float | None = None
+    """Step time over that of the original, by the cost model."""
+    verification: Verification | None = None
+    """``None`` where it is the original."""
+
+    @property
+    def slowdown(self) -> float | None:
+        """Step time over that of the original as measured, or as predicted where that does not run."""
+        if self.plan.is_empty:
+            return 1.0
+        if isinstance(self.original, Measurement):
+            return self.outcome.slowdown(self.original)
+        return self.predicted_slowdown
+
+
 @dataclass(slots=True)
 class MemOptSummary:
     """What one optimization did.
@@ -121,3 +152,5 @@ class MemOptSummary:
     """The next with a lower peak."""
     estimates: PlanEstimates | None = None
     """For a device that is not here; then nothing was measured."""
+    ranges: list[RangeRow] = field(default_factory=list)
+    """Of a plan by length, from the shortest on; all else here is of the longest."""

@@ -159,8 +159,36 @@ def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
     ]
 
 
+def ranges(summary: MemOptSummary) -> Table:
+    """A row for each range of lengths of a plan that has some; peak and times are those of the largest length."""
+    by = summary.plan.by if summary.plan is not None else None
+    assert by is not None, "it has ranges"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(f"{by.dim} from")
+    for heading in ("to", "share of\nsteps", "allocated\npeak", "tensor\npeak", "step", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("plan")
+    for row in summary.ranges:
+        ratio = "–" if row.slowdown is None else f"{row.slowdown:.2f}×"
+        if not isinstance(row.original, Measurement):
+            ratio = f"~{ratio}"
+        table.add_row(
+            str(row.low),
+            str(row.up_to),
+            f"{row.share:.0%}",
+            format_bytes(row.outcome.allocated_peak_bytes),
+            format_bytes(row.outcome.tensor_peak_bytes),
+            format_seconds(row.outcome.step_s),
+            ratio,
+            in_words(row.plan),
+        )
+    return table
+
+
 def in_words(plan: Plan) -> str:
     """``8 segments, 3 in chunks, 1 through its loss, saved packed, optimizer in backward``."""
+    if plan.by is not None:
+        return "; ".join(f"{plan.by.dim} up to {part.up_to}: {in_words(part.plan)}" for part in plan.ranges)
     count = len(plan.segments)
     parts = {
         f"segment{'s' * (count > 1)}": count,
@@ -190,6 +218,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
 def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     applied = f"level {summary.applied_level}" if _changes(summary) else "no plan"
     yield f"* {applied} is applied{_less_than(summary)}"
+    yield from _of_the_ranges(summary)
     if summary.budget_bytes is not None:
         yield f"within the budget of {format_bytes(summary.budget_bytes)}"
     for row in summary.levels:
@@ -209,6 +238,16 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     if summary.recommendation:
         yield summary.recommendation
     yield from _neighbours(summary)
+
+
+def _of_the_ranges(summary: MemOptSummary) -> Iterator[str]:
+    if summary.plan is None or summary.plan.by is None:
+        return
+    dim = summary.plan.by.dim
+    yield f"the table of levels is for {dim}={summary.ranges[-1].up_to}; the one of ranges has the plans of all lengths"
+    for row in summary.ranges[:-1]:
+        if row.verification is not None:
+            yield f"up to {dim}={row.up_to} {verification(row.verification)}"
 
 
 def _neighbours(summary: MemOptSummary) -> Iterator[str]:

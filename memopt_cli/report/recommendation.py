@@ -27,7 +27,9 @@ def headline(found: BatchRecommendation) -> Iterator[str]:
         where += ", without the plan"
     if main.replicas is not None:
         batch = f"{format_copies(main.replicas.fastest)} × {batch}"
-    if not found.verified:
+    if found.card:
+        yield f"{batch}{where} should fit on {found.card}: an estimate"
+    elif not found.verified:
         yield f"about {batch}{where} would fit: an estimate, it was not run"
     elif found.objective == "throughput":
         yield f"recommended: {batch}{where}, the fastest of those run within the limit"
@@ -101,7 +103,7 @@ def _cells(row: BatchRow) -> tuple[str, ...]:
             )
         case BatchEstimate() as estimate:
             peak = f"~{format_bytes(estimate.predicted_peak_bytes)}"
-            return (f"~{estimate.batch}", peak, "–", "–", "–", "an estimate: no run was left for it")
+            return (f"~{estimate.batch}", peak, "–", "–", "–", "an estimate: it was not run")
         case NoBatchFits() as nothing:
             return ("none", "–", "–", "–", "–", f"batch {nothing.batch}: {nothing.reason}")
 

@@ -114,6 +114,9 @@ class TextReport:
         _print(console)
         console.print(optimization.table(summary))
         _print(console)
+        if summary.ranges:
+            console.print(optimization.ranges(summary), markup=False)
+            _print(console)
         if summary.frontier:
             console.print(optimization.frontier(summary))
             _print(console)
@@ -129,6 +132,8 @@ class TextReport:
         ways = [recommendation.length_table(found)] if found.lengths else []
         copies = recommendation.replica_tables(found)
         for part in (*copies, recommendation.case_table(found), recommendation.run_table(found), *ways):
+            if not part.row_count:
+                continue
             _print(console)
             console.print(part, markup=False)
         for lines in (recommendation.settings(found), recommendation.remarks(found)):
@@ -166,6 +171,8 @@ class TextReport:
         console = _console(stream)
         for line in confirmation.lines(result.confirmation) if result.confirmation is not None else ():
             _print(console, line)
+        for found in result.shorter:
+            _print(console, optimization.verification(found))
         if result.verification is not None:
             _print(console, optimization.verification(result.verification))
         _written(console, result.files)

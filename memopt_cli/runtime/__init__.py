@@ -1,6 +1,6 @@
 """What an optimized model needs while it trains: torch and nothing else of memopt.
 
-Saved models refer to :func:`memopt_cli.runtime.container.restore_segment` and to
+Saved models refer to :func:`memopt_cli.runtime.container.restore_segment` and ``restore_by_length`` and to
 :func:`memopt_cli.runtime.lifted.module.restore_lifted` by their import paths; these and the arguments they take are a
 file format and stay.
 """
@@ -20,9 +20,10 @@ from memopt_cli.runtime.container import (
     TCGCContainer,
     install_segment,
     remove_segment,
-    segment_of,
+    settings_of,
 )
 from memopt_cli.runtime.functions import checkpoint, to_gc_function
+from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, segment_of
 from memopt_cli.runtime.module_state import reset_hidden_state, uninitialized
 from memopt_cli.runtime.refusals import refusal
 from memopt_cli.runtime.running import is_recomputing
@@ -32,7 +33,9 @@ from memopt_cli.runtime.segment_config import SegmentConfig
 __all__ = [
     "BitSpikeCompressor",
     "BooleanSpikeCompressor",
+    "ConfigsByLength",
     "GCContainer",
+    "LengthOf",
     "LossContainer",
     "NullSpikeCompressor",
     "PackingContainer",
@@ -54,6 +57,7 @@ __all__ = [
     "remove_segment",
     "reset_hidden_state",
     "segment_of",
+    "settings_of",
     "to_gc_function",
     "uninitialized",
 ]

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.lengths import segment_of
 from memopt_cli.runtime.lifted.module import operators_of
-from memopt_cli.runtime.module_state import SEGMENT_KEY, ModuleState, name_of
+from memopt_cli.runtime.module_state import ModuleState, name_of
 from memopt_cli.runtime.private_torch import BatchNorm, buffers_of, suggest_memory_format, version_counter
 from memopt_cli.runtime.runs import named_parts
 
@@ -247,8 +248,8 @@ class _Start:
 
 def _check_inner_segments(module: nn.Module) -> None:
     for name, inner in named_parts(module):
-        is_inner = inner is not module and SEGMENT_KEY in vars(inner) and vars(inner)[SEGMENT_KEY].recompute
-        if is_inner and batch_norms(inner):
+        config = None if inner is module else segment_of(inner)
+        if config is not None and config.recompute and batch_norms(inner):
             raise ValueError(
                 f"{name_of(module)} gathers batch statistics over its chunks, and its {name}, which holds a "
                 "batch norm, is a segment of its own; remove one of the two from the plan"

@@ -18,7 +18,9 @@ from memopt_cli.runtime.compressor import (
     is_dense,
 )
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
-from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of, uninitialized
+from memopt_cli.runtime.lengths import config_of
+from memopt_cli.runtime.lumps import LumpedCall, in_memory, lumped
+from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.objects import Objects
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
 from memopt_cli.runtime.refusals import norm_refusal
@@ -51,7 +53,7 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
 def _run_chunks_now(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     length = _length(config, sequences)
     chunks = min(config.chunks, length)
@@ -61,11 +63,14 @@ def _run_chunks_now(
         record_cut(module, config.chunks, length)
     if reason := norm_refusal(module, config, chunks):  # it became a segment in eval mode
         raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
-    pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
+    lengths = chunk_lengths(length, chunks)
+    lumps = None if _runs_every_chunk(module, config) else lumped(module, lengths, config.axis, sequences)
+    lengths = lengths if lumps is None else lumps.lengths(lengths)
+    pieces = list(zip(*(_pieces(s, lengths, config.axis) for s in sequences), strict=True))
     try:
         if config.batch_statistics:
             return _run_passes(module, forward, pieces, states, kwargs)
-        return _joined(config, *_one_by_one(module, forward, [forward] * chunks, pieces, states, kwargs))
+        return _joined(config, *_one_by_one(module, forward, [forward] * len(pieces), pieces, states, kwargs, lumps))
     except _NotInChunks as found:
         reason, undo, is_certain = str(found), found.undo, found.is_certain
     undo()
@@ -81,10 +86,15 @@ def _run_chunks_now(
     return output
 
 
+def _runs_every_chunk(module: nn.Module, config: SegmentConfig) -> bool:
+    """Whether none of its chunks may be left out in a dry run: they hand something on."""
+    return bool(config.batch_statistics or config.recompute_states or torch.compiler.is_compiling()) or _resumes(module)
+
+
 def _run_one_chunk(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     inputs = PackedInputs(codec_of(module, config), raw=args[config.seq_inputs :])
     return call_checkpointed(module, forward, args, kwargs, inputs, config.keep)
 
@@ -108,7 +118,7 @@ def _run_passes(
     kwargs: dict[str, Any],
 ) -> Any:
     """One pass over the chunks for the statistics of every norm, and one for the output."""
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     gathering = BatchStatistics(module, forward)
     while True:
         columns, output = _one_by_one(module, forward, gathering.forwards(len(pieces)), pieces, states, kwargs)
@@ -130,13 +140,15 @@ def _one_by_one(
     pieces: Sequence[tuple[Any, ...]],
     states: tuple[Any, ...],
     kwargs: dict[str, Any],
+    lumps: LumpedCall | None = None,
 ) -> tuple[list[tuple[Any, ...]], Any]:
     """Every output that is cut, as its chunks, and the last chunk's whole output.
 
-    ``own``: the module's forward; ``forwards``: what runs in its place on each chunk.  Raises
-    :class:`_NotInChunks` where chunks would give something else than the whole, or leave other state behind.
+    ``own``: the module's forward; ``forwards``: what runs in its place on each chunk; ``lumps``: pieces that are
+    several chunks of a dry run, in whose place nothing runs.  Raises :class:`_NotInChunks` where chunks would give
+    something else than the whole, or leave other state behind.
     """
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     codec = codec_of(module, config)
     remade = config.recompute_states and not is_nested() and not torch.compiler.is_compiling()
     starts = ChunkStarts(module) if remade else None
@@ -144,6 +156,10 @@ def _one_by_one(
     collected: list[tuple[Any, ...]] = []
     output: Any = None
     for index, (piece, forward) in enumerate(zip(pieces, forwards, strict=True)):
+        if lumps is not None and lumps.counts[index] > 1:
+            collected.append(lumps.lump(index, piece))
+            continue
+        piece = piece if lumps is None else lumps.watched(index, piece)
         if resumes:
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
             forward = functools.partial(within_chunk, chunk, forward)
@@ -162,6 +178,8 @@ def _one_by_one(
         inputs.started = ignore_start  # the graph must not hold it
         if first is not None and shows:
             first.check()
+        if lumps is not None:
+            lumps.ran(output, config.seq_outputs)
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
@@ -198,7 +216,7 @@ class _FirstChunk:
     ) -> None:
         self._module, self._forward, self._states, self._kwargs = module, forward, states, kwargs
         self._first, self._second = pieces[:2]
-        self._length = sum(piece[0].shape[vars(module)[SEGMENT_KEY].axis] for piece in pieces)
+        self._length = sum(piece[0].shape[config_of(module).axis] for piece in pieces)
         self._moves = Moves(module)
         self._arguments = [_Argument(name, value) for name, value in _named(len(pieces[0]), states, kwargs)]
         self._start: StartingState | None = None
@@ -210,7 +228,7 @@ class _FirstChunk:
 
     def check(self) -> None:
         """It has ended.  Raises :class:`_NotInChunks`."""
-        config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
+        config = config_of(self._module)
         moved, tells = self._moves.found(), not (config.batch_statistics or config.inexact)
         if self._start is None or runs_plainly(self._module):
             return
@@ -227,7 +245,7 @@ class _FirstChunk:
         """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
         kept for all rows, say, or a mask of all, does not fit a part of them.
         """
-        gathers = vars(self._module)[SEGMENT_KEY].batch_statistics  # a pass breaks off chunks, and tells why it cannot
+        gathers = config_of(self._module).batch_statistics  # a pass breaks off chunks, and tells why it cannot
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
         tells = not gathers or isinstance(error, Unrepeatable)
         if self._start is None or not tells or is_full or self._start.lost():
@@ -239,13 +257,13 @@ class _FirstChunk:
 
     def _uncut(self) -> Iterator[str]:
         """The keywords whose tensors have a length as if they were to be cut."""
-        axis = vars(self._module)[SEGMENT_KEY].axis
+        axis = config_of(self._module).axis
         for name, value in self._kwargs.items():
             if isinstance(value, Tensor) and -value.dim() <= axis < value.dim() and value.shape[axis] == self._length:
                 yield name
 
     def _piece(self, starting: chunk_rows.Starting) -> chunk_rows.Piece:
-        config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
+        config = config_of(self._module)
         return chunk_rows.Piece(
             module=self._module,
             starting=starting,
@@ -265,9 +283,9 @@ class _FirstChunk:
             return self._forward(*sequences, *self._states, **self._kwargs)
 
     def _run_halves(self) -> list[Any]:
-        config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
+        config = config_of(self._module)
         states, outputs = self._states, list[Any]()
-        for index, half in enumerate(zip(*(_pieces(s, 2, config.axis) for s in self._sequences()), strict=True)):
+        for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
             with recomputing(self._module), _saving_aside():
                 outputs.append(within_chunk(chunk, self._forward, *half, *states, **self._kwargs))
@@ -277,7 +295,7 @@ class _FirstChunk:
 
     def _sequences(self) -> list[Tensor]:
         """What the first chunk is of, and the second too if that is of length one."""
-        axis = vars(self._module)[SEGMENT_KEY].axis
+        axis = config_of(self._module).axis
         with torch.no_grad(), unseen():  # else a trace counts their bytes
             if self._first[0].shape[axis] > 1:
                 return [t.clone() for t in self._first]  # forward may write its input in place
@@ -332,19 +350,21 @@ def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) 
 def _concatenated(column: tuple[Any, ...], axis: int) -> Tensor:
     """In memory as each chunk is: what follows, dropout for one, may go through it in that order."""
     first = column[0]
-    # Of a chunk of one sample the stride along it still tells where it belongs.
-    order = sorted(range(first.dim()), key=lambda d: (-first.stride(d), first.shape[d] == 1, d))
+    order = in_memory(first)
     if order == [*range(first.dim())] or not is_dense(first):
         return torch.cat(column, dim=axis)
     joined = torch.cat([piece.permute(order) for piece in column], dim=order.index(axis % first.dim()))
     return joined.permute([order.index(d) for d in range(first.dim())])
 
 
-def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
+def _pieces(sequence: Tensor, lengths: Sequence[int], axis: int) -> tuple[Tensor, ...]:
     # ``tensor_split`` would cut alike, but its gradient is a sum of full-size tensors; this one's is a concatenation.
-    lengths = chunk_lengths(sequence.shape[axis], chunks)
     pieces: tuple[Tensor, ...] = sequence.split(lengths, dim=axis)  # type: ignore[no-untyped-call]
     return pieces
+
+
+def _halves(sequence: Tensor, axis: int) -> tuple[Tensor, ...]:
+    return _pieces(sequence, chunk_lengths(sequence.shape[axis], 2), axis)
 
 
 def _length(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:

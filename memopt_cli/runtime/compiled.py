@@ -8,13 +8,15 @@ by tracing them.  What may not be traced runs as it does without a compiler, bet
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from memopt_cli.runtime.module_state import SEGMENT_KEY, name_at
+from memopt_cli.runtime.lengths import config_of
+from memopt_cli.runtime.module_state import name_at
 from memopt_cli.runtime.private_torch import (
     WRITES_TWICE,
     asked_while_compiling,
@@ -23,7 +25,6 @@ from memopt_cli.runtime.private_torch import (
     wants_one_graph,
 )
 from memopt_cli.runtime.running import taking_turns
-from memopt_cli.runtime.segment_config import SegmentConfig
 
 Run = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -32,13 +33,20 @@ def run_compiled(
     run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a segment, whose forward is ``run`` otherwise, does where a compiler traces it."""
-    config: SegmentConfig = getattr(module, SEGMENT_KEY)  # PyTorch 2.8 does not trace ``vars``
+    config = config_of(module)
     if differentiates_ahead() and not WRITES_TWICE and config.chunks < 2:
         return run(module, forward, args, kwargs)
+    return run_plainly_or(functools.partial(uncompiled, run), config.path, module, forward, args, kwargs)
+
+
+def run_plainly_or(
+    run: Run, path: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a module at that path does where a compiler traces it, if it ``run`` between two graphs."""
     if wants_one_graph():
-        _tell_that_it_runs_plainly(name_at(module, config.path))
+        _tell_that_it_runs_plainly(name_at(module, path))
         return forward(*args, **kwargs)
-    return uncompiled(run, module, forward, args, kwargs)
+    return run(module, forward, args, kwargs)
 
 
 @not_compiled

@@ -24,17 +24,20 @@ from torch import nn
 
 from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.chunked import run_chunks
-from memopt_cli.runtime.compiled import run_compiled, uncompiled
+from memopt_cli.runtime.compiled import Run, run_compiled, run_plainly_or, uncompiled
 from memopt_cli.runtime.compressor import (
     COMPRESSORS,
     declared_compressor,
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
+from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, config_of, length_told, segment_of
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.private_torch import (
+    between_graphs,
     forbids_hooks,
+    not_compiled,
 )
 from memopt_cli.runtime.refusals import misfit, refusal
 from memopt_cli.runtime.running import (
@@ -105,16 +108,28 @@ class LossContainer(Installed):
     """Mixin of a linear layer that runs in chunks together with the cross-entropy of its output."""
 
 
-def install_segment(module: nn.Module, config: SegmentConfig) -> None:
+class ByLengthContainer(Installed):
+    """Mixin of a module that is a segment, or none, by the length of the model's input, and of the root of such a
+    model, which tells it.
+    """
+
+
+Settings = SegmentConfig | ConfigsByLength
+
+
+def install_segment(module: nn.Module, config: Settings) -> None:
     """Make ``module`` a segment, in place.  Raises :class:`ValueError` with the reason if it cannot be one."""
-    reason = refusal(module) or misfit(module, config)
+    configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
+    reason = refusal(module) or next(filter(None, (misfit(module, one) for one in configs if one is not None)), "")
     if reason:
         raise ValueError(reason)
     vars(module)[SEGMENT_KEY] = config
     module.__class__ = _segment_class(type(module), _mixin(config))  # type: ignore[arg-type]
 
 
-def _mixin(config: SegmentConfig) -> type[Installed]:
+def _mixin(config: Settings) -> type[Installed]:
+    if isinstance(config, ConfigsByLength):
+        return ByLengthContainer
     if not config.recompute:
         return PackingContainer
     if config.through_loss:
@@ -128,9 +143,9 @@ def remove_segment(module: nn.Module) -> None:
     module.__class__ = _without_segment(type(module))
 
 
-def segment_of(module: nn.Module) -> SegmentConfig | None:
-    """The configuration of a segment; ``None`` for a plain module."""
-    config: SegmentConfig | None = vars(module).get(SEGMENT_KEY)
+def settings_of(module: nn.Module) -> Settings | None:
+    """What was installed on a module; ``None`` for a plain one."""
+    config: Settings | None = vars(module).get(SEGMENT_KEY)
     return config
 
 
@@ -139,7 +154,17 @@ def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, 
 
     Saved models refer to this function: a file format.
     """
-    settings = SegmentConfig(**config)
+    return _restored(original, SegmentConfig(**config))
+
+
+def restore_by_length(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
+    """The same of a segment by length.  Saved models refer to this function: a file format."""
+    configs = tuple(None if one is None else SegmentConfig(**one) for one in config["configs"])
+    length = None if config["length"] is None else LengthOf(**config["length"])
+    return _restored(original, ConfigsByLength(**{**config, "configs": configs, "length": length}))
+
+
+def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> nn.Module:
     if isinstance(original, LiftedModule):
         install_segment(original, settings)
         return original
@@ -173,12 +198,13 @@ def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn
         return f"{_label(mixin, vars(self)[SEGMENT_KEY])} {original.__repr__(self)}"
 
     def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+        restore = restore_by_length if mixin is ByLengthContainer else restore_segment
         if issubclass(original, LiftedModule):  # its class cannot be found by name
-            return restore_segment, (_twin(self, original), asdict(vars(self)[SEGMENT_KEY]))
+            return restore, (_twin(self, original), asdict(vars(self)[SEGMENT_KEY]))
         reduced = object.__reduce_ex__(self, max(2, protocol))
         assert isinstance(reduced, tuple)
         state = {key: value for key, value in reduced[2].items() if key != SEGMENT_KEY}
-        return restore_segment, (original, asdict(vars(self)[SEGMENT_KEY])), state
+        return restore, (original, asdict(vars(self)[SEGMENT_KEY])), state
 
     body = {
         "__module__": original.__module__,
@@ -193,8 +219,11 @@ def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn
     return type(original.__name__, (mixin, original), body)
 
 
-def _label(mixin: type[Installed], config: SegmentConfig) -> str:
+def _label(mixin: type[Installed], config: Settings) -> str:
     """What people see before the module itself: the mixin, and what of the configuration is no default."""
+    if isinstance(config, ConfigsByLength):
+        kinds = ("plain" if one is None else _label(_mixin(one), one) for one in config.configs)
+        return f"{mixin.__name__}({', '.join(f'{n}: {kind}' for n, kind in zip(config.up_to, kinds, strict=True))})"
     chosen = [f for f in fields(config) if f.compare and getattr(config, f.name) != f.default]
     return f"{mixin.__name__}({', '.join(f'{f.name}={getattr(config, f.name)!r}' for f in chosen)})"
 
@@ -220,8 +249,45 @@ def _without_segment(kind: type) -> type:
 # ---------------------------------------------------------------------------------------------- running it
 
 
+def _run_by_length(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if torch.compiler.is_compiling():
+        path = getattr(module, SEGMENT_KEY).path  # PyTorch 2.8 does not trace ``vars``
+        return run_plainly_or(_run_between_graphs, path, module, forward, args, kwargs)
+    with length_told(module, args, kwargs):
+        run = _acting(module)
+        return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
+
+
+@between_graphs
+def _run_between_graphs(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The same where ``forward`` is compiled by itself, and what is asked here is not."""
+    with _length_told_uncompiled(module, args, kwargs):
+        run = _acting_uncompiled(module)
+        return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
+
+
+def _acting(module: nn.Module) -> Run | None:
+    """What runs its forward at the present length; ``None``: nothing but itself.
+
+    Segments run uncompiled: a graph of one would be taken for another length, too.
+    """
+    config = segment_of(module)
+    if config is None:
+        return None
+    mixin = _mixin(config)
+    recomputes = issubclass(mixin, GCContainer) and torch.is_grad_enabled()
+    return functools.partial(uncompiled, _RUNS[mixin]) if recomputes else _RUNS[mixin]
+
+
+_length_told_uncompiled, _acting_uncompiled = not_compiled(length_told), not_compiled(_acting)
+
+
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    config = config_of(module)
     codec = codec_of(module, config)
     if not config.spatial_split:
         return call_checkpointed(module, forward, args, kwargs, PackedInputs(codec), config.keep)
@@ -236,10 +302,10 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # What a segment or a checkpoint of the user's own saves is dropped; hooks within would keep it.
     if (
-        is_nested()
+        torch.compiler.is_compiling()  # which traces none of the others
+        or is_nested()
         or is_checkpointed()
         or not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
         or is_transformed()
     ):
         return forward(*args, **kwargs)
@@ -258,10 +324,9 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
 def _run_through_loss(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
     if not module.training or not may_defer():
         return forward(*args, **kwargs)
-    with Deferring(config.chunks):
+    with Deferring(config_of(module).chunks):
         return forward(*args, **kwargs)
 
 
@@ -274,9 +339,10 @@ def _stages(module: nn.Module) -> Sequence[nn.Module]:
     return stages
 
 
-_RUNS: dict[type[Installed], Callable[..., Any]] = {
+_RUNS: dict[type[Installed], Run] = {
     GCContainer: _run,
     TCGCContainer: run_chunks,
     PackingContainer: _run_packing,
     LossContainer: _run_through_loss,
+    ByLengthContainer: _run_by_length,
 }

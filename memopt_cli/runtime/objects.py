@@ -86,7 +86,8 @@ class Objects:
         """What forward did to them that nothing can undo, a sentence without its subject; empty if nothing."""
         if self._iterators.moved:
             return f"moves {self._iterators.moved} on"
-        written = next((noted for noted in self._tensors.values() if noted.is_lost()), None)
+        with with_data():
+            written = next((noted for noted in self._tensors.values() if noted.is_lost()), None)
         return f"writes in place to a tensor of shape {written.shape} in an object" if written else ""
 
     def has_moved(self) -> bool:

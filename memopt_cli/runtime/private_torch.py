@@ -13,6 +13,7 @@ Not here: the names that saved files hold (``torch._utils._rebuild_tensor_v2``),
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import io
@@ -178,6 +179,33 @@ UNKNOWN_WITHOUT_DATA: Final = (DataDependentOutputException, DynamicOutputShapeE
 def is_fake(value: Any) -> bool:
     """Whether it is a tensor of a dry run, which has a shape and a device and no data."""
     return isinstance(value, FakeTensor)
+
+
+@contextlib.contextmanager
+def fake_copies() -> Iterator[None]:
+    """Within, ``copy.deepcopy`` of a tensor of a dry run is one of its own.
+
+    PyTorch copies its storage instead, which has a size and no memory, and writes beyond it.
+    """
+    FakeTensor.__deepcopy__ = _copy_of_fake  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__
+
+
+def _copy_of_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) not in memo:
+        if not tensor.is_leaf:
+            raise RuntimeError("deepcopy of a tensor that has a history: detach it before")
+        copied = tensor.detach().clone(memory_format=torch.preserve_format)
+        if isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad)
+        else:
+            memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+            copied.grad = copy.deepcopy(tensor.grad, memo)
+    found: Tensor = memo[id(tensor)]
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- operators
@@ -520,6 +548,10 @@ def lane_axis(tensor: Tensor) -> int:
 
 not_compiled: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch._disable_dynamo  # type: ignore[attr-defined]
 """A function that ``torch.compile`` does not look into; ``torch.compiler.disable`` would import all of it at once."""
+
+
+between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+"""A function that ``torch.compile`` does not look into, but compiles what it calls."""
 
 
 _P = ParamSpec("_P")

@@ -20,7 +20,8 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.held import held_as_inputs
-from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of, uninitialized
+from memopt_cli.runtime.lengths import config_of
+from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.private_torch import (
     hooks_on_saving,
     not_compiled,
@@ -91,7 +92,7 @@ def _call_now(
     first = functools.partial(_as_written, forward, args, kwargs)
     run = SegmentRun(module, first, call, start, len(tensors), keep)
     run.hooks, run.is_checkpointed = hooks_on_saving(), is_checkpointed()
-    run.gathers = inputs.of_chunk and vars(module)[SEGMENT_KEY].batch_statistics
+    run.gathers = inputs.of_chunk and config_of(module).batch_statistics
     if module in overwrites_input:
         tensors = [t.clone() for t in tensors]
     lent: Sequence[Tensor] = ()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.found_statistics import FoundStatistics
 from memopt_cli.runtime.held import Held, note_nothing
 from memopt_cli.runtime.in_backward import updates_in_backward
+from memopt_cli.runtime.lengths import at_length, present_length
 from memopt_cli.runtime.noise import ends_in_noise, save_nothing
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
@@ -72,7 +73,7 @@ class SegmentRun:
         self._inputs = inputs
         self._kept = KeptOutputs(keep) if keep else NothingKept()
         self._statistics = FoundStatistics(module, keep)
-        self._began = this_moment()
+        self._began, self._length = this_moment(), present_length()
         self._outermost = outermost_turn() or module
         self._ends_in_noise = False
         self._samples: list[list[Any] | None] = []
@@ -152,7 +153,7 @@ class SegmentRun:
         """
         around = checkpoint_around()
         self._run_around()
-        with recomputing(self._module):
+        with at_length(self._length), recomputing(self._module):
             lent = given[self._inputs :] if self.lent is None else self.lent()
             if self._module not in overwrites_input:  # a leaf is not to be written
                 given = [t.detach().requires_grad_() if t.requires_grad else t for t in given]

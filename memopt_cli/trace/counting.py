@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from memopt_cli.records import Counted, ModuleShare, StepTrace, StorageTrace, break_down
+from memopt_cli.runtime.lumps import Lumps
 from memopt_cli.step import Step, reset_gradients
 from memopt_cli.trace.log import Codecs, Storage, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.workspace import Workspaces
@@ -21,15 +23,18 @@ def count(
     workspaces: Workspaces | None = None,
     codecs: Codecs | None = None,
     allocated: AllocatedPeak | None = None,
+    lumps: Lumps | None = None,
 ) -> Counted:
     """Run one step under the counter, from the gradients that it is to find; afterwards they are ``None``.
 
-    ``codecs``: what tensors without data are packed in.  ``allocated``: the allocator of another device.
+    ``codecs``: what tensors without data are packed in.  ``allocated``: the allocator of another device.  ``lumps``:
+    of equal chunks those in the middle do not run; of the holders, their module then has what its parts would.
     """
     reset_gradients(step)
     with module_stack(step.model) as running:
         log = StorageLog(running, workspaces)
-        with packed_as(log, codecs), active(log, step):
+        lumped = lumps.counting(lambda: log.live_bytes) if lumps is not None else contextlib.nullcontext()
+        with packed_as(log, codecs), active(log, step), lumped:
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt_cli.batch_size.length_strategies import BatchExtent, compare_length_strategies, read_lengths
-from memopt_cli.errors import UsageError
+from memopt_cli.batch_size.length_strategies import BatchExtent, compare_length_strategies, read_histogram, read_lengths
+from memopt_cli.errors import BatchShapeError, UsageError
 
 
 def test_the_models_see_every_batch() -> None:
@@ -83,3 +83,25 @@ def test_lengths_are_read_strictly(tmp_path: Path) -> None:
 def test_what_is_no_file_holds_no_lengths(path: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         read_lengths(path)
+
+
+def test_a_histogram_counts_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("64 3\n\n128: 2\n 64\n32,5\n256\t1\n512 :  4\n")
+    assert list(read_histogram(file).items()) == [(32, 5), (64, 4), (128, 2), (256, 1), (512, 4)]
+
+
+@pytest.mark.parametrize("line", ["64 0", "0 3", "64 3 1", "64 x", "-64", "64;3", "6.4", "64::3"])
+def test_a_line_that_counts_nothing_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text(f"64\n{line}\n")
+    with pytest.raises(UsageError, match="line 2") as error:
+        read_histogram(file)
+    assert "a length and how often it occurs" in error.value.hint
+
+
+def test_an_empty_histogram_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n\n")
+    with pytest.raises(BatchShapeError, match="holds no lengths"):
+        read_histogram(file)

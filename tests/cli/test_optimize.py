@@ -15,6 +15,7 @@ from memopt_cli.plan.policy import resolve
 from memopt_cli.records import (
     ApplyRequest,
     Budget,
+    DimRange,
     InputSpec,
     ModelSource,
     OptimizeRequest,
@@ -90,6 +91,16 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         longest_step_s=3.0,
         interruptible=True,
     )
+
+
+def test_a_range_of_lengths(optimize: Optimize) -> None:
+    request = optimize(
+        "--dim", "S=64:2048", "--dim", "B=4", "--lengths", "l.txt", "--budget", "1GiB", "-i", "BxS@int64"
+    )
+    assert request.dim_range == DimRange(symbol="S", low=64, high=2048)
+    assert request.lengths_path == "l.txt"
+    assert request.spec is not None
+    assert request.spec.dims == {"B": 4, "S": 2048}
 
 
 def test_a_slowdown_without_a_limit(optimize: Optimize) -> None:

@@ -340,6 +340,7 @@ def test_a_named_route_is_compared_and_not_timed(monkeypatch: pytest.MonkeyPatch
 
 def test_without_a_check_the_first_route_that_runs_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(selection, "_Reference")
+    monkeypatch.delattr(selection, "Step")  # nor a backward
     batched = BatchModule(small(), G, check=False, example_inputs=(images(),))
     assert [(t.name, t.used) for t in batched.trials] == [("fused", True), ("vmap", False), ("loop", False)]
     assert all(t.step_s != t.step_s and t.difference != t.difference for t in batched.trials)  # NaN

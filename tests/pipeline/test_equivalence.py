@@ -748,6 +748,9 @@ def test_models_that_are_not_one_are_refused() -> None:
         verified(lambda: Net(Block(), Block()), lambda: Net(Block()))
     with pytest.raises(StepError, match=r"the reference has no parameter blocks\.1"):
         verified(lambda: Net(Block()), lambda: Net(Block(), Block()))
+    with pytest.raises(StepError, match="the candidate has no parameter") as around:
+        verified(lambda: Net(Block()), lambda: nn.Sequential(Net(Block())))
+    assert "a model around it" in str(around.value.hint)
 
     def other() -> nn.Module:
         net = Net(Block())

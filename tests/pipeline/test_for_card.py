@@ -96,6 +96,60 @@ def test_what_would_be_measured_is_refused(flags: list[str], memopt: Memopt) -> 
     assert not done.changed
 
 
+BATCH = "-i Bx32 --dim B=512 --for slow.yaml".split()
+
+
+def test_the_largest_batch_on_a_card(memopt: Memopt) -> None:
+    done = memopt("recommend-batch", "net.pt", *BATCH, "--memory", "19MiB", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert (found["card"], found["verified"], found["probes"]) == ("slow", False, 0)
+
+    def peak(batch: int) -> int:
+        profiled = memopt("profile", "net.pt", *BATCH[:2], "--dim", f"B={batch}", *BATCH[4:], "--json")
+        allocated: int = json.loads(profiled.out)["estimate"]["allocated_peak_bytes"]
+        return allocated
+
+    predicted = found["rows"][0]["outcome"]["predicted_peak_bytes"]  # between dry runs, not of one
+    assert peak(found["batch"]) == pytest.approx(predicted, abs=4096)
+    assert peak(found["batch"]) <= 19 << 20
+    assert peak(int(1.03 * found["batch"])) > 19 << 20
+
+
+def test_the_largest_batch_on_a_card_under_a_plan(memopt: Memopt, net: nn.Module) -> None:
+    optimized(memopt)
+    done = memopt("recommend-batch", "net.pt", *BATCH, "--plan", "net.memopt.plan.yaml", "--global-batch", "9000")
+    assert done.code == 0, done.err
+    assert "under the plan should fit on slow: an estimate" in done.out
+    assert "memory limit: 18.0 MiB (90 % of the memory of slow)" in done.out
+    assert "The peaks are those of a step with the gradients of earlier ones in memory" in done.out
+    assert "batch run" not in done.out
+    in_python = memopt_cli.recommend_batch(net, "Bx32", dims={"B": 512}, for_device="slow.yaml", global_batch=9000)
+    assert in_python.result.card == "slow"
+    assert f"without ~{in_python.result.batch} " in " ".join(done.out.split())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--search"],
+        ["--objective", "throughput"],
+        ["--replicas", "1:4"],
+        ["--lengths", "lengths.txt"],
+        ["--strategy", "bptt"],
+        ["--longest-step", "3"],
+        ["--memory", "21MiB"],
+        ["--device", "cuda:0"],
+    ],
+)
+def test_a_batch_that_would_be_run_is_refused(flags: list[str], memopt: Memopt) -> None:
+    Path("lengths.txt").write_text("3")
+    done = memopt("recommend-batch", "net.pt", *BATCH, *flags)
+    assert done.code == 2
+    assert "slow" in done.err
+    assert not done.changed
+
+
 def test_in_python(net: nn.Module) -> None:
     card = DeviceProfile(
         name="slow", memory_bytes=2**24, bandwidth_bytes_per_s=1e7, flops_per_s={"fp32": 1e9}, library_bytes=2**20

@@ -133,7 +133,7 @@ def test_plans_sizes_and_what_was_not_run() -> None:
     assert [" ".join(line.split()) for line in lines[4:8]] == [
         "plan S batch peak batch samples/s per sample limited by",
         "without 128 40 99.0 MiB 20 200 2.5 MiB the time; about 55 would fit (an estimate)",
-        "without 256 ~9 ~3.0 MiB – – – an estimate: no run was left for it",
+        "without 256 ~9 ~3.0 MiB – – – an estimate: it was not run",
         "with 512 none – – – – batch 8: it took 9.0 GiB",
     ]
 

@@ -344,7 +344,12 @@ def test_files_of_apply(report: Report, expected: str | None) -> None:
     stream = io.StringIO()
     report.applied(ApplyResult(files=("a", "b")), stream)
     if expected is None:
-        assert json.loads(stream.getvalue()) == {"files": ["a", "b"], "verification": None, "confirmation": None}
+        assert json.loads(stream.getvalue()) == {
+            "files": ["a", "b"],
+            "verification": None,
+            "shorter": [],
+            "confirmation": None,
+        }
     else:
         assert stream.getvalue() == expected
 

@@ -152,6 +152,24 @@ def test_a_module_is_copied_into_a_dry_run() -> None:
     assert isinstance(twin.weight, nn.Parameter)
 
 
+def test_a_tensor_of_a_dry_run_is_copied_deeply() -> None:
+    with p.FakeTensorMode(), p.fake_copies():
+        layer, plain = nn.Linear(2, 2), torch.zeros(3).requires_grad_()
+        plain.sum().backward()
+        twin, (one, other) = copy.deepcopy(layer), copy.deepcopy([plain, plain])
+        with pytest.raises(RuntimeError, match="deepcopy"):
+            copy.deepcopy(plain + 1)
+    assert isinstance(twin.weight, nn.Parameter)
+    assert p.is_fake(twin.weight)
+    assert p.memory_of(twin.weight) != p.memory_of(layer.weight)
+    assert one is other
+    assert one is not plain
+    assert one.requires_grad
+    assert one.grad is not None
+    assert one.grad is not plain.grad
+    assert "__deepcopy__" not in vars(type(one))
+
+
 class Seen(p.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -543,6 +561,21 @@ def test_a_function_stays_out_of_a_compiled_one() -> None:
         return x + 1
 
     assert torch.compile(lambda x: inner(x * 2), backend="eager")(torch.ones(1)).tolist() == [3]
+    assert compiled == [False]
+
+
+def test_a_function_between_graphs_has_what_it_calls_compiled() -> None:
+    compiled: list[bool] = []
+
+    def inner(x: Tensor) -> Tensor:
+        return x + 1 if torch.compiler.is_compiling() else x + 2
+
+    @p.between_graphs
+    def outer(x: Tensor) -> Tensor:
+        compiled.append(torch.compiler.is_compiling())
+        return inner(x)
+
+    assert torch.compile(lambda x: outer(x * 2), backend="eager")(torch.ones(1)).tolist() == [3]
     assert compiled == [False]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.records import StepSettings
+import memopt_cli
+from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, count, record
 
@@ -33,3 +36,44 @@ def test_a_dry_run_leaves_a_global_tensor_as_it_is() -> None:
     assert dry.count() == counted
     assert TABLE is before
     assert torch.equal(TABLE, values)
+
+
+class Counting(nn.Module):
+    """Reads a small tensor that an object of its module holds, and writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        HELD["count"].add_(1)
+        output: Tensor = self.inner(x).sin() * HELD["count"]
+        return output
+
+
+HELD = {"count": torch.zeros(())}
+
+
+def test_a_segment_that_reads_a_small_tensor_has_a_dry_run() -> None:
+    model = nn.Sequential(Counting(), nn.Linear(12, 12)).train()
+    memopt_cli.apply_plan(model, Plan(segments=(SegmentPlan(path="0"),)))
+    step = Step(model=model, args=(torch.rand(3, 12),), kwargs={}, settings=StepSettings())
+    assert FakeStep(step).count() == count(step)
+
+
+class Copying(nn.Module):
+    """Runs a copy of its layer that it makes in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = copy.deepcopy(self.inner)(x).detach() + self.inner(x * torch.as_tensor(2.0))
+        return output
+
+
+def test_a_dry_run_of_a_model_that_copies_a_layer_leaves_memory_alone() -> None:
+    step = Step(model=Copying().train(), args=(torch.rand(3, 12),), kwargs={}, settings=StepSettings())
+    dry = FakeStep(step)
+    assert {dry.count().tensor_peak_bytes for _ in range(20)} == {count(step).tensor_peak_bytes}

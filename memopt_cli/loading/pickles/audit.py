@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from memopt_cli.loading.pickles.kinds.interface import Denied, Kind, Missing, Recipe, Role, Use, plain_entries
 from memopt_cli.loading.pickles.kinds.modules import REGISTERS
-from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENT
+from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS
 from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Tuple, Walk, depth_of, held_in, reachable
 
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
@@ -129,7 +129,7 @@ class Audit:
     def _misplaced(self) -> Iterator[tuple[Global, str]]:
         """Classes of whole models that are held for anything else than their segments."""
         built = (node for node in self._nodes if isinstance(node, Built))
-        segments = {id(node.arguments) for node in built if node.callee == RESTORE_SEGMENT}
+        segments = {id(node.arguments) for node in built if node.callee in RESTORE_SEGMENTS}
         for node in self._nodes:
             if id(node) not in segments:
                 for part in held_in(node):
@@ -155,7 +155,7 @@ class Audit:
     def _children_of_module(self, value: Any) -> Iterator[Any]:
         if not isinstance(value, Built) or self._fixed_role(value) != "module":
             return
-        if value.callee == RESTORE_SEGMENT:
+        if value.callee in RESTORE_SEGMENTS:
             yield from (part for part in value.given()[:1] if isinstance(part, Built))
         for attributes in _states_of(value):
             for name, part in plain_entries(attributes) or ():

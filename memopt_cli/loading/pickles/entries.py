@@ -10,7 +10,7 @@ from memopt_cli.errors import FileFormatError
 from memopt_cli.loading.interface import no_model
 from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.kinds.interface import plain_entries
-from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENT, RUNTIME
+from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME
 from memopt_cli.loading.pickles.nodes import Built, Tuple, entries_of
 
 _WRAPPERS: Final = {
@@ -30,7 +30,7 @@ def is_module(value: Any) -> bool:
     """Whether a stand-in is that of a module, as its state tells."""
     if not isinstance(value, Built):
         return False
-    if value.callee in (RESTORE_SEGMENT, RESTORE_LIFTED) or str(value.name) == _SCRIPT_LEAF:
+    if value.callee in (*RESTORE_SEGMENTS, RESTORE_LIFTED) or str(value.name) == _SCRIPT_LEAF:
         return True
     return any(name == "_modules" for name, _ in plain_entries(value.state) or ())
 

@@ -103,7 +103,7 @@ def _original(bench: Bench) -> Traced:
 
 def _record(bench: Bench, plan: Plan) -> Traced:
     workspaces = workspaces_for(bench, plan)
-    packs = plan.packed or any(segment.compressor != "null" for segment in plan.segments)
+    packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
     try:
         codecs = bench.known(_codecs) if packs else None
         with _planned(bench, plan) as fake:

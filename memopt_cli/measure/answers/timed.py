@@ -141,7 +141,8 @@ def device_of(limit_bytes: int | None, device: str) -> Iterator[None]:
 def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
     """Apply a plan and take the first step, with every segment seen to run: how long it took, and what it left."""
     apply_plan(bench.model, plan, bench.optimizer)
-    idle = {find_part(bench.model, segment.path): segment.path for segment in plan.segments}
+    segments = plan.at(bench.subject.spec.dims).segments
+    idle = {find_part(bench.model, segment.path): segment.path for segment in segments}
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
         idle.pop(module, None)

@@ -27,7 +27,7 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
     """By forwards under the plan."""
     spec = bench.subject.spec
     asked = {**({} if spec.data_file else spec.dims), BATCH: bench.batch}
-    chunked = sum(segment.chunks > 1 for segment in job.plan.segments)
+    chunked = sum(segment.chunks > 1 for segment in job.plan.everywhere)
 
     def observe(sizes: Mapping[str, int]) -> Mapping[int, Cut]:
         step = bench.resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})

@@ -22,7 +22,15 @@ from memopt_cli.model_batching.kernels.modules import kernels_of, run_custom, ru
 from memopt_cli.model_batching.mapping import refuse_segments
 from memopt_cli.model_batching.routes.interface import Refused
 from memopt_cli.model_batching.stacked import slots_of
-from memopt_cli.runtime import find_part, install_segment, named_parts, remove_segment, segment_of
+from memopt_cli.runtime import (
+    ConfigsByLength,
+    SegmentConfig,
+    find_part,
+    install_segment,
+    named_parts,
+    remove_segment,
+    settings_of,
+)
 from memopt_cli.runtime.private_torch import has_hooks, tree_flatten, tree_leaves
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
@@ -115,7 +123,7 @@ class _Tracer(fx.Tracer):
         return self._paths[mod]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, AbstractBatchModule) or segment_of(m) is not None:
+        if isinstance(m, AbstractBatchModule) or settings_of(m) is not None:
             return True
         return type(m) not in TRACEABLE and super().is_leaf_module(m, module_qualified_name)
 
@@ -238,7 +246,9 @@ class _Fusion:
         return True, self._emit(node, operation_of(call, self._convolutions), args, kwargs)
 
     def _module_operation(self, module: nn.Module, path: str) -> Callable[..., Any]:
-        config = segment_of(module)
+        config = settings_of(module)
+        if isinstance(config, ConfigsByLength):
+            raise Refused(f"what module '{path or '(root)'}' does depends on the length of the model's input")
         if config is not None and not config.through_loss:
             return _fused_segment(module, self._models, self._convolutions)
         if isinstance(module, AbstractBatchModule):
@@ -276,8 +286,8 @@ _RANDOM = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoull
 
 def _fused_segment(module: nn.Module, models: int, convolutions: Convolutions) -> nn.Module:
     """A segment of the stacked model as a segment of fused kernels; its chunks are cut one dimension further in."""
-    config = segment_of(module)
-    assert config is not None
+    config = settings_of(module)
+    assert isinstance(config, SegmentConfig)
     plain = copy.copy(module)
     remove_segment(plain)
     fused = FusedModule(plain, models, convolutions)

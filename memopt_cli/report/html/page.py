@@ -47,7 +47,7 @@ def profile_page(found: StepProfile) -> str:
     page = _Page(found.header)
     page.tiles(_profile_tiles(found))
     page.steps({"": found.trace})
-    page.modules({"": found.trace}, found.plan)
+    page.modules({"": found.trace}, found.plan.longest)
     page.saved(found.saved[:_SAVED])
     page.remarks(found.notes)
     return page.html()

@@ -22,13 +22,16 @@ from memopt_cli.loading.pickles.kinds.modules import check_attributes, fill, mod
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 from memopt_cli.loading.script_archive import check_script_archive
 from memopt_cli.runtime.compressor import COMPRESSORS
-from memopt_cli.runtime.container import restore_segment
+from memopt_cli.runtime.container import restore_by_length, restore_segment
+from memopt_cli.runtime.lengths import LengthOf
 from memopt_cli.runtime.lifted.module import LiftedModule, restore_lifted
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.segment_config import SegmentConfig
 
 RUNTIME: Final = "memopt_cli.runtime"
 RESTORE_SEGMENT: Final = Global(f"{RUNTIME}.container", "restore_segment")
+RESTORE_BY_LENGTH: Final = Global(f"{RUNTIME}.container", "restore_by_length")
+RESTORE_SEGMENTS: Final = (RESTORE_SEGMENT, RESTORE_BY_LENGTH)
 RESTORE_LIFTED: Final = Global(f"{RUNTIME}.lifted.module", "restore_lifted")
 
 _MODULES: Final = frozenset(
@@ -36,6 +39,7 @@ _MODULES: Final = frozenset(
     for name in ("runs.Chain", "runs.Run", "runs.GroupedSequential", "script.ScriptLeaf", "script.ScriptPart")
 )
 _SETTINGS: Final = {f.name for f in fields(SegmentConfig)}
+_OF_LENGTH: Final = {f.name for f in fields(LengthOf)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class Own:
 
     def claims(self, use: Use) -> bool:
         """Whether it is one; any other name of the runtime is nobody's."""
-        if use.name in (RESTORE_SEGMENT, RESTORE_LIFTED):
+        if use.name in (*RESTORE_SEGMENTS, RESTORE_LIFTED):
             return use.how == "called"
         if str(use.name) in _MODULES:
             return use.how in ("created", "held")
@@ -52,8 +56,9 @@ class Own:
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """What it makes."""
-        if use.name == RESTORE_SEGMENT:
-            return Recipe(make=restore_segment, role="module", kind=_original, fill=fill, check=_check_segment)
+        if use.name in RESTORE_SEGMENTS:
+            make = restore_by_length if use.name == RESTORE_BY_LENGTH else restore_segment
+            return Recipe(make=make, role="module", kind=_original, fill=fill, check=_check_segment)
         if use.name == RESTORE_LIFTED:
             return Recipe(make=restore_lifted, role="module", kind=LiftedModule, check=_check_lifted)
         found = resolve(use.name)
@@ -88,8 +93,9 @@ def _original(node: Built, graph: Graph) -> type | None:
 def _check_segment(node: Built | None, graph: Graph) -> str:
     """A segment of a class, whose state follows; or of a lifted module, which has its own."""
     assert node is not None
+    is_plain = _is_by_length if node.callee == RESTORE_BY_LENGTH else _is_plain
     match node.given():
-        case (original, Built() as settings) if _is_plain(settings):
+        case (original, Built() as settings) if is_plain(settings):
             kind, entries = graph.class_of(original), plain_entries(node.state)
             if isinstance(original, Built) and original.callee == RESTORE_LIFTED and not node.has_state:
                 return ""
@@ -103,6 +109,27 @@ def _is_plain(settings: Built) -> bool:
     """The fields of a segment's configuration; their values are looked at where it is installed."""
     entries = plain_entries(settings)
     return entries is not None and all(name in _SETTINGS and _is_setting(value) for name, value in entries)
+
+
+def _is_by_length(settings: Built) -> bool:
+    """The same of one by length: a configuration, or none, for each bound, and for the root where the length stands."""
+    match dict(plain_entries(settings) or ()):
+        case {"up_to": Tuple() as up_to, "configs": Tuple() as configs, "length": length, "path": str(), **others}:
+            are_configs = all(one is None or (isinstance(one, Built) and _is_plain(one)) for one in configs.items)
+            ascend = all(type(bound) is int for bound in up_to.items) and list(up_to.items) == sorted(set(up_to.items))
+            return not others and are_configs and ascend and _is_length(length) and _are_as_many(up_to, configs)
+    return False
+
+
+def _are_as_many(up_to: Tuple, configs: Tuple) -> bool:
+    return 0 < len(up_to.items) == len(configs.items)
+
+
+def _is_length(value: Any) -> bool:
+    if value is None:
+        return True
+    found = dict(plain_entries(value) or ()) if isinstance(value, Built) else {}
+    return found.keys() == _OF_LENGTH and type(found["axis"]) is int and type(found["argument"]) in (int, str)
 
 
 def _is_setting(value: Any) -> bool:

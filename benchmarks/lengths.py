@@ -1,0 +1,190 @@
+"""A plan by length beside the plan of the longest inputs alone, over an epoch of skewed lengths, on gpt.
+
+    python benchmarks/lengths.py [--budget 50%] [--batch 4] [--steps 60]
+
+``memopt optimize --dim S=32:256 --lengths FILE --budget BUDGET`` finds the plan.  Then both plans train a copy of the
+model, step by step in turns on the same inputs, whose lengths differ from step to step.  The allocated peak is measured
+at every length that occurs, on the model that switches.
+
+Wanted: no peak above the budget, the epoch at least 10 % shorter, and at most 1 % of a step of the shortest inputs
+spent on switching, which is what the modules by length do before their forwards.  Times want a machine that does
+nothing else; peaks repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.results import table, this_command, write_section
+from memopt_cli.apply import apply_plan
+from memopt_cli.measure import processes
+from memopt_cli.measure.allocated import measure_allocated
+from memopt_cli.pipeline import optimize
+from memopt_cli.progress import Progress
+from memopt_cli.records import (
+    Budget,
+    DimRange,
+    InputSpec,
+    MemOptSummary,
+    ModelSource,
+    OptimizeRequest,
+    Plan,
+    RangeRow,
+    SearchGoal,
+    StepSettings,
+)
+from memopt_cli.report.optimization import in_words
+from memopt_cli.runtime import ConfigsByLength, settings_of
+from memopt_cli.runtime.container import _run_by_length
+from memopt_cli.runtime.lengths import at_length
+from memopt_cli.spec_text import parse_tensor
+from memopt_cli.step import Step, reset_gradients
+from memopt_cli.step import take as run_step
+from memopt_cli.trace import resident_bytes
+from memopt_cli.units import format_bytes, format_seconds, parse_bytes
+from sample_models import gpt
+
+LOW, HIGH, UNIT = 32, 256, 16
+WANTED_SHARE, WANTED_SWITCHING = 0.9, 0.01
+
+
+def skewed(steps: int) -> list[int]:
+    """Lengths whose logarithms are normal: most are short, a few as long as they may be."""
+    drawn = random.Random(0)
+    rounded = (UNIT * round(drawn.lognormvariate(4.3, 0.6) / UNIT) for _ in range(steps - 1))
+    return [*(min(HIGH, max(LOW, length)) for length in rounded), HIGH]
+
+
+def find(lengths: list[int], budget: str, batch: int) -> MemOptSummary:
+    """What ``memopt optimize`` finds."""
+    share = float(budget.removesuffix("%")) / 100 if budget.endswith("%") else parse_bytes(budget)
+    tensors = tuple(parse_tensor(f"{name}:BxS@int64=0..8000") for name in ("input_ids", "targets"))
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file, processes.kept():
+        file.write("\n".join(map(str, lengths)))
+        file.flush()
+        request = OptimizeRequest(
+            source=ModelSource(location="sample_models.gpt:build"),
+            spec=InputSpec(tensors=tensors, dims={"B": batch, "S": HIGH}, source="this benchmark"),
+            settings=StepSettings(device="cpu"),
+            goal=SearchGoal(budget=Budget.of(share)),
+            dim_range=DimRange(symbol="S", low=LOW, high=HIGH),
+            lengths_path=file.name,
+            dry_run=True,
+            recommend_batch=False,
+        )
+        return optimize(request, progress=Progress(), ask=None).summary
+
+
+def inputs_of(length: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Token ids and targets, the same for the same length."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, 8000, (2, batch, length), generator=generator).unbind()  # type: ignore[return-value]
+
+
+def take(model: nn.Module, length: int, batch: int) -> None:
+    """Forward, backward and an update."""
+    model(*inputs_of(length, batch)).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 1e-3 * parameter.grad  # type: ignore[operator]
+    model.zero_grad()
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def epochs(lengths: list[int], plans: list[Plan], batch: int) -> list[float]:
+    """Seconds of an epoch with each plan; which one goes first changes from step to step."""
+    models = [apply_plan(gpt.build(), plan) for plan in plans]
+    order = list(enumerate(models))
+    spent = [0.0] * len(models)
+    for _, model in order:
+        take(model, HIGH, batch)  # for the first time
+    for length in random.Random(1).sample(lengths, len(lengths)):
+        order.reverse()
+        for index, model in order:
+            spent[index] += timed(lambda model=model, length=length: take(model, length, batch))  # type: ignore[misc]
+    return spent
+
+
+def peak_bytes(model: nn.Module, length: int, batch: int) -> int:
+    """The allocated peak of a step that adds to gradients, as memopt measures it."""
+    step = Step(model=model, args=inputs_of(length, batch), kwargs={}, settings=StepSettings(device="cpu"))
+    reset_gradients(step)
+    return measure_allocated(functools.partial(run_step, step), "cpu", resident_bytes(step)).peak_bytes
+
+
+def switching_share(plan: Plan, batch: int, rounds: int = 200) -> float:
+    """What its modules by length do before their forwards, as a share of a step of the shortest inputs."""
+    model, inputs = apply_plan(gpt.build(), plan), inputs_of(LOW, batch)
+    asked = [module for module in model.modules() if isinstance(settings_of(module), ConfigsByLength)]
+
+    def ask() -> None:
+        with at_length(LOW), torch.no_grad():  # in which nothing is a segment
+            for module in asked:
+                _run_by_length(module, lambda *_: None, inputs, {})
+
+    step_s = min(timed(lambda: take(model, LOW, batch)) for _ in range(5))
+    return min(timed(ask) for _ in range(rounds)) / step_s
+
+
+def _row(row: RangeRow) -> list[str]:
+    ratio = "–" if row.slowdown is None else f"{row.slowdown:.2f}×"
+    peak, step = format_bytes(row.outcome.allocated_peak_bytes), format_seconds(row.outcome.step_s)
+    return [f"{row.low} to {row.up_to}", f"{row.share:.0%}", peak, step, ratio, in_words(row.plan)]
+
+
+def main() -> int:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", default="50%")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    lengths = skewed(options.steps)
+    summary = find(lengths, options.budget, options.batch)
+    plan, budget = summary.plan, summary.budget_bytes
+    assert plan is not None
+    assert budget is not None
+    if not plan.ranges:
+        print("the search found no ranges")
+        return 1
+    model = apply_plan(gpt.build(), plan)
+    peaks = {length: peak_bytes(model, length, options.batch) for length in sorted(Counter(lengths))}
+    by_length_s, longest_s = epochs(lengths, [plan, plan.longest], options.batch)
+    switching = switching_share(plan, options.batch)
+    within, share = max(peaks.values()) <= budget, by_length_s / longest_s
+    worst = max(peaks, key=lambda length: peaks[length])
+    median = sorted(lengths)[len(lengths) // 2]
+    lines = [
+        f"{len(lengths)} steps of batch {options.batch}, S from {LOW} to {HIGH}, median {median}.",
+        f"Highest allocated peak of the {len(peaks)} lengths: {format_bytes(peaks[worst])}, at S={worst}; "
+        f"the budget is {format_bytes(budget)}. Within it: {'yes' if within else 'no'}.",
+        f"Epoch: {format_seconds(by_length_s)}, with the plan of the longest alone {format_seconds(longest_s)}: "
+        f"{share:.2f} of it. At least 10 % shorter: {'yes' if share <= WANTED_SHARE else 'no'}.",
+        f"Switching: {switching:.3%} of a step at S={LOW}. "
+        f"At most 1 %: {'yes' if switching <= WANTED_SWITCHING else 'no'}.",
+    ]
+    header = ["S", "share of steps", "allocated peak", "step", "ratio", "plan"]
+    text = "\n".join(f"- {line}" for line in lines) + "\n\n" + table(header, [_row(row) for row in summary.ranges])
+    write_section("Plans by length: gpt", this_command(), text)
+    print(text)
+    return 0 if within and share <= WANTED_SHARE and switching <= WANTED_SWITCHING else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,374 @@
+"""``memopt optimize --dim S=64:2048 --budget …``: a plan for each of a few ranges of lengths.
+
+The longest comes first, for it must fit.  Then the largest length at which the original fits, and where lengths lie
+between the two, bounds there: each range has the fastest plan that meets the budget at its largest length, found,
+measured and verified as by :func:`~memopt_cli.pipeline.optimization.find_plan`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from memopt_cli.batch_axis import BATCH
+from memopt_cli.batch_size.length_strategies import read_histogram
+from memopt_cli.errors import MemoptError, Terminated, UsageError
+from memopt_cli.measure.jobs import ORIGINAL, CountJob
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.summary import Findings
+from memopt_cli.plan.bounds import Work, inner_bounds
+from memopt_cli.plan.policy import Resolved
+from memopt_cli.progress import Progress
+from memopt_cli.records import (
+    STEP,
+    Budget,
+    Counted,
+    DimRange,
+    InputDimension,
+    InputSpec,
+    LevelRow,
+    Measurement,
+    OptimizeRequest,
+    OutOfMemory,
+    Plan,
+    PlanRange,
+    RangeRow,
+    SearchGoal,
+)
+from memopt_cli.spec_text import format_tensor
+from memopt_cli.units import format_bytes
+
+_EVEN = 64
+"""Lengths of a range of which it is not said how often each comes."""
+_RUNS = 3
+"""Lengths at which the original is run to see whether it fits, at most."""
+
+
+def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
+    """How often each length occurs; without a file of them, lengths that lie evenly in the range.
+
+    Raises :class:`UsageError` for a length outside of the range.
+    """
+    if request.lengths_path is None:
+        low, high = varied.low, varied.high
+        unit = low if high % low == 0 else 1  # who goes from 64 to 2048 may run at multiples of 64 alone
+        step = unit * max(1, -(-(high - low) // (unit * _EVEN)))
+        return dict.fromkeys((*range(low, high, step), high), 1.0)
+    counts = read_histogram(request.lengths_path)
+    outside = next((length for length in counts if not varied.low <= length <= varied.high), None)
+    if outside is not None:
+        raise UsageError(
+            f"{request.lengths_path} has the length {outside}, outside of --dim "
+            f"{varied.symbol}={varied.low}:{varied.high}",
+            hint=f"Widen the range to {min(*counts, varied.low)}:{max(*counts, varied.high)}, or leave the length out.",
+        )
+    return {length: float(count) for length, count in counts.items()}
+
+
+def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
+    """Which argument of forward has the dimension, the first if several do.
+
+    Raises :class:`UsageError` where that is not known, or it is the batch.
+    """
+    position = 0
+    for tensor in spec.tensors:
+        if symbol in tensor.shape:
+            argument = position if tensor.name is None else tensor.name
+            return InputDimension(dim=symbol, argument=argument, axis=tensor.shape.index(symbol))
+        position += tensor.name is None
+    shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
+    raise UsageError(
+        f"--dim {symbol}: which dimension of which input that is must be known, and no shape names it ({shapes})",
+        hint=f"Write it into a shape, as in -i Bx{symbol}@int64=0..32000.",
+    )
+
+
+FindPlan = Callable[[OptimizeRequest, Resolved, Prepared, Progress], Findings]
+
+
+def find_by_length(
+    request: OptimizeRequest,
+    varied: DimRange,
+    resolved: Resolved,
+    prepared: Prepared,
+    progress: Progress,
+    *,
+    find_plan: FindPlan,
+) -> tuple[Prepared, Findings]:
+    """The model at its longest input, and what was found: the plan has ranges, all else is of the longest.
+
+    ``find_plan`` finds one for inputs of one length.  Raises :class:`MemoptError` as that does.
+    """
+    if prepared.facts.format == STEP:
+        raise UsageError(
+            "a plan by length looks at an input of a model's forward, and a step of one's own has none",
+            hint="Give the dimension one size.",
+        )
+    if varied.symbol == BATCH:
+        raise UsageError(
+            f"--dim {BATCH}: a plan by length is for another dimension than the batch", hint="Give the batch one size."
+        )
+    by = dimension_of(prepared.subject.spec, varied.symbol)
+    counts = lengths_of(request, varied)
+    search = _ByLength(request, resolved, prepared, progress, varied, counts, find_plan)
+    search.check_sizes(by)
+    longest = search.find(varied.high)
+    found = longest.found
+    assert found is not None
+    if not longest.row_passes:
+        return search.at(varied.high), found
+    parts = search.all_ranges(longest)
+    plan = Plan(by=by, ranges=tuple(_range_of(part) for part in parts))
+    if all(part.found is None or part.found.plan.is_empty for part in parts):
+        plan = Plan()
+        found.notes.append(f"The original fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
+    elif len(parts) == 1 and not search.interrupted:
+        found.notes.append(f"One plan does at every {varied.symbol}: none that is faster at shorter inputs was found.")
+    rows = list(search.rows(parts)) if plan.ranges else []
+    if len(rows) > 1:
+        found.notes.append(search.estimate(parts))
+    if request.lengths_path is None and plan.ranges:
+        found.notes.append("All lengths are taken to be as frequent; --lengths FILE says how frequent each is.")
+    found = replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
+    return search.at(varied.high), found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A range that ends at a length, and what was found there."""
+
+    up_to: int
+    found: Findings | None
+    """``None``: the original fits."""
+    original: Measurement | None = None
+    """Where it does."""
+
+    @property
+    def row(self) -> LevelRow:
+        """Of the plan that is applied."""
+        assert self.found is not None, "it has a plan"
+        return next(row for row in self.found.rows[::-1] if row.level == self.found.applied_level)
+
+    @property
+    def row_passes(self) -> bool:
+        """Whether the plan computes what the original does."""
+        assert self.found is not None, "it has a plan"
+        return self.found.verification is not None and self.found.verification.passed
+
+    @property
+    def plan(self) -> Plan:
+        """What is done in the range."""
+        return Plan() if self.found is None else self.found.plan
+
+    @property
+    def slowdowns(self) -> tuple[float, float]:
+        """Step time over that of the original, as measured and as predicted; the one where the other is not known."""
+        if self.found is None or self.plan.is_empty:
+            return 1.0, 1.0
+        before, after, predicted = self.found.rows[0].outcome, self.row.outcome, self.row.predicted_slowdown
+        if isinstance(before, Measurement) and isinstance(after, Measurement):
+            measured = after.slowdown(before)
+            return measured, predicted or measured
+        return predicted or 1.0, predicted or 1.0
+
+    def may_be_faster(self, longer: _Part) -> bool:
+        """Whether either account says so: measured times vary, and predicted ones rest on them."""
+        return any(mine < its for mine, its in zip(self.slowdowns, longer.slowdowns, strict=True))
+
+
+def _range_of(part: _Part) -> PlanRange:
+    return PlanRange(up_to=part.up_to, segments=part.plan.segments, packed=part.plan.packed)
+
+
+_ORIGINAL = _Part(up_to=0, found=None)
+
+
+class _ByLength:
+    """One search: the parts of it that share what was asked for."""
+
+    def __init__(
+        self,
+        request: OptimizeRequest,
+        resolved: Resolved,
+        prepared: Prepared,
+        progress: Progress,
+        varied: DimRange,
+        counts: Mapping[int, float],
+        find_plan: FindPlan,
+    ) -> None:
+        self._request, self._resolved, self._prepared, self._progress = request, resolved, prepared, progress
+        self._varied, self._counts, self._find_plan = varied, counts, find_plan
+        self._work = Work.of(counts)
+        self.interrupted = False
+        self.notes: list[str] = []
+
+    def at(self, length: int) -> Prepared:
+        """The model with inputs of a length."""
+        return self._prepared.sized(self._varied.symbol, length)
+
+    def check_sizes(self, by: InputDimension) -> None:
+        """Raises :class:`MemoptError` for a model that cannot look at its input, or does not run at both lengths."""
+        symbol, looking = self._varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self._varied.high),))
+        with self._prepared.session(self._request.timeout_s) as session:
+            for length in dict.fromkeys((self._varied.low, self._varied.high)):
+                found = session.ask(CountJob(plan=looking, fake=True, dims={symbol: length}))
+                if not isinstance(found, Counted | OutOfMemory):
+                    raise_failure(found, f"the model does not run at {symbol}={length}: ")
+                if session.ended:
+                    break
+
+    def find(self, length: int) -> _Part:
+        """The fastest plan that meets the budget at a length, proven."""
+        self._progress.stage(f"{self._varied.symbol} up to {length}")
+        found = self._find_plan(self._request, self._resolved, self.at(length), self._progress)
+        self.interrupted |= found.interrupted
+        if found.budget_bytes is not None:  # a share is one of the original's peak at the longest
+            goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
+            self._request = replace(self._request, goal=goal)
+        return _Part(up_to=length, found=found)
+
+    def all_ranges(self, longest: _Part) -> list[_Part]:
+        """From the shortest on.  Ctrl-C ends the search for more of them."""
+        parts = [longest]
+        try:
+            if self.interrupted or not _ORIGINAL.may_be_faster(longest):
+                return parts
+            plain = self._plain(longest)
+            parts[:0] = [] if plain is None else [plain]
+            bound = 0 if plain is None else plain.up_to
+            inner = inner_bounds(self._work, plain=bound, longest=longest.up_to, slowdown=max(longest.slowdowns))
+            for length in reversed(inner):
+                part = self._faster_than(parts[-1] if plain is None else parts[1], length)
+                if part is not None:
+                    parts.insert(0 if plain is None else 1, part)
+                if self.interrupted:
+                    break
+        except KeyboardInterrupt as err:
+            if isinstance(err, Terminated) or not self._request.interruptible:
+                raise
+            self.interrupted = True
+            self._progress.note("The search is interrupted: the ranges that it has found are kept.")
+        return parts
+
+    def _faster_than(self, longer: _Part, length: int) -> _Part | None:
+        """A plan for inputs up to a length; ``None`` if that is no faster than the one for longer ones."""
+        try:
+            part = self.find(length)
+        except MemoptError as err:
+            self.notes.append(f"No range ends at {self._varied.symbol}={length}: {err.message}.")
+            return None
+        if not part.row_passes:
+            assert part.found is not None
+            difference = part.found.verification.difference if part.found.verification else "it is not verified"
+            self.notes.append(f"No range ends at {self._varied.symbol}={length}: with its plan {difference}.")
+            return None
+        return part if part.plan != longer.plan and part.may_be_faster(longer) else None
+
+    # ------------------------------------------------------------------------------------------ without a plan
+
+    def _plain(self, longest: _Part) -> _Part | None:
+        """The largest length at which the original was run within the budget; ``None`` if there is none.
+
+        Dry runs say where to try; their peaks are without the workspaces of kernels, which are taken to grow alike.
+        """
+        assert longest.found is not None
+        budget = longest.found.budget_bytes
+        assert budget is not None, "it was asked for"
+        self._progress.stage("the original within the budget")
+        candidates = [length for length in self._work.lengths if length < longest.up_to]
+        original = longest.found.rows[0]
+        share, is_fake = _allocated_share(original), original.predicted_tensor_peak_bytes is not None
+        open_session = functools.partial(self._prepared.session, self._request.timeout_s)
+        with Sessions(open_session, lambda: None, "full size") as sessions:
+            peaks = _Peaks(sessions, self._varied.symbol, fake=is_fake)
+            for _ in range(_RUNS):
+                fitting = _largest(candidates, peaks.of, budget / share)
+                if fitting is None:
+                    return None
+                measured = self._measured(fitting)
+                if measured is not None and measured.allocated_peak_bytes <= budget:
+                    self._progress.note(
+                        f"Up to {self._varied.symbol}={fitting} the original fits: it takes "
+                        f"{format_bytes(measured.allocated_peak_bytes)} there."
+                    )
+                    return _Part(up_to=fitting, found=None, original=measured)
+                candidates = [length for length in candidates if length < fitting]
+                share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peaks.of(fitting))
+        return None
+
+    def _measured(self, length: int) -> Measurement | None:
+        measurements = PlanMeasurements(
+            prepared=self.at(length),
+            timeout_s=self._request.timeout_s,
+            progress=self._progress,
+            warm_up=self._resolved.options.warmup_in_profile_workers,
+        )
+        self._progress.update(0, None, f"the original at {self._varied.symbol}={length}")
+        found = measurements.measure(ORIGINAL)
+        return found if isinstance(found, Measurement) else None
+
+    # ------------------------------------------------------------------------------------------ what is told
+
+    def estimate(self, parts: Sequence[_Part]) -> str:
+        """How much shorter an epoch is than with the plan of the longest alone."""
+        longest = self._work.epoch({parts[-1].up_to: parts[-1].slowdowns[0]})
+        share = self._work.epoch({part.up_to: part.slowdowns[0] for part in parts}) / longest
+        return (
+            f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the longest "
+            "alone (an estimate: a step of the original is taken to be as long as its input)."
+        )
+
+    def rows(self, parts: Sequence[_Part]) -> Iterator[RangeRow]:
+        """A line for each range."""
+        low, steps = self._varied.low, sum(self._counts.values())
+        for part in parts:
+            inside = sum(count for length, count in self._counts.items() if low <= length <= part.up_to)
+            outcome = part.original if part.found is None else part.row.outcome
+            assert isinstance(outcome, Measurement), "it was proven"
+            yield RangeRow(
+                low=low,
+                up_to=part.up_to,
+                share=inside / steps,
+                plan=part.plan,
+                original=part.original if part.found is None else part.found.rows[0].outcome,
+                outcome=outcome,
+                predicted_slowdown=None if part.found is None else part.row.predicted_slowdown,
+                verification=None if part.found is None else part.found.verification,
+            )
+            low = part.up_to + 1
+
+
+class _Peaks:
+    """Tensor peaks of the original's step at lengths, each counted once."""
+
+    def __init__(self, sessions: Sessions, symbol: str, *, fake: bool) -> None:
+        self._sessions, self._symbol, self._fake = sessions, symbol, fake
+        self._known: dict[int, float] = {}
+
+    def of(self, length: int) -> float:
+        """In bytes; infinite where the step does not run."""
+        if length not in self._known:
+            found = self._sessions().ask(CountJob(plan=ORIGINAL, fake=self._fake, dims={self._symbol: length}))
+            self._known[length] = found.tensor_peak_bytes if isinstance(found, Counted) else float("inf")
+        return self._known[length]
+
+
+def _allocated_share(original: LevelRow) -> float:
+    """The allocated peak over the tensor peak."""
+    if isinstance(original.outcome, Measurement):
+        return original.outcome.allocated_peak_bytes / original.outcome.tensor_peak_bytes
+    tensors, allocated = original.predicted_tensor_peak_bytes, original.predicted_allocated_peak_bytes
+    return allocated / tensors if tensors and allocated else 1.0
+
+
+def _largest(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
+    """The largest of ascending lengths whose peak, which grows with them, is no larger; ``None`` if none is."""
+    low, high = 0, len(lengths)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if peak_of(lengths[middle]) <= most_bytes else (low, middle)
+    return lengths[low - 1] if low else None

@@ -1,0 +1,159 @@
+"""Segments by length: what a module does depends on how long the input of the model is.
+
+The root of the model looks at its input, and whatever runs within asks for the length.  Backward runs a forward again
+as it was: a segment remembers the length at which it ran, and so does a checkpoint of the user's own that holds one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import inspect
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.runtime.module_state import SEGMENT_KEY
+from memopt_cli.runtime.private_torch import CheckpointCall, checkpoint_around
+from memopt_cli.runtime.segment_config import SegmentConfig
+
+_thread = threading.local()
+_checkpoints: MutableMapping[CheckpointCall, float] = WeakKeyDictionary()
+"""A call of a checkpoint of the user's own -> the length at which a segment by length ran in it."""
+_warned: WeakSet[nn.Module] = WeakSet()
+"""Roots that have said that an input is beyond the last range, or has no such dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthOf:
+    """Where the length stands: in the shape of an argument of the model's forward."""
+
+    name: str
+    """What people call it: ``S``."""
+    argument: int | str
+    """Position from 0, or name."""
+    axis: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigsByLength:
+    """How a module runs in each of several ranges of lengths.
+
+    Raises :class:`ValueError` unless the ranges ascend and each says what is done in it.
+    """
+
+    up_to: tuple[int, ...]
+    """The largest length of each range; beyond the last one, the last one acts."""
+    configs: tuple[SegmentConfig | None, ...]
+    """Of each range; ``None``: plain."""
+    length: LengthOf | None = None
+    """Of the root, which alone sees the input of the model."""
+    path: str = ""
+    """Where it is in the plan: messages name it so."""
+
+    def __post_init__(self) -> None:
+        if not self.up_to or list(self.up_to) != sorted(set(self.up_to)):
+            raise ValueError(f"ranges of lengths must ascend, not {self.up_to}")
+        if len(self.configs) != len(self.up_to):
+            raise ValueError(f"there are {len(self.up_to)} ranges of lengths, and settings for {len(self.configs)}")
+
+    def at(self, length: float) -> SegmentConfig | None:
+        """What acts at a length."""
+        return self.configs[min(bisect.bisect_left(self.up_to, length), len(self.up_to) - 1)]
+
+
+def present_length() -> float:
+    """The length of the input that is run now; infinite where nobody has said it, as in a module called by itself."""
+    length: float | None = getattr(_thread, "length", None)
+    around = None if length is None and not _checkpoints else checkpoint_around()
+    if length is None:
+        return math.inf if around is None else _checkpoints.get(around, math.inf)
+    if around is not None:
+        _checkpoints.setdefault(around, length)
+    return length
+
+
+@contextlib.contextmanager
+def at_length(length: float) -> Iterator[None]:
+    """Within, an input of that length is run."""
+    outer, _thread.length = getattr(_thread, "length", None), length
+    try:
+        yield
+    finally:
+        _thread.length = outer
+
+
+def segment_of(module: nn.Module) -> SegmentConfig | None:
+    """The configuration by which a module runs as a segment; ``None`` for a plain one.
+
+    Of one by length that of the length that runs now, and outside of a step that of the longest.
+    """
+    config: SegmentConfig | ConfigsByLength | None = getattr(module, SEGMENT_KEY, None)  # PyTorch 2.8: not by ``vars``
+    return config.at(present_length()) if isinstance(config, ConfigsByLength) else config
+
+
+def config_of(module: nn.Module) -> SegmentConfig:
+    """The same of a module that runs as one."""
+    config = segment_of(module)
+    assert config is not None, "it runs as a segment"
+    return config
+
+
+def length_told(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
+    """Within, what is run is as long as these arguments of ``module``, if it is a root; of another, as around it."""
+    ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
+    return _NOTHING if ranges.length is None else at_length(_length_in(module, ranges, ranges.length, args, kwargs))
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _length_in(
+    module: nn.Module, ranges: ConfigsByLength, length: LengthOf, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> float:
+    """The length of the input; infinite, with one warning, where it has none."""
+    given = _given(type(module).forward, length.argument, args, kwargs)
+    if not isinstance(given, Tensor) or not -given.dim() <= length.axis < given.dim():
+        what = f"a tensor of {given.dim()} dimensions" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        _warn(module, f"{length.name} is dimension {length.axis} of the argument {length.argument!r}, which is {what}")
+        return math.inf
+    size = given.shape[length.axis]
+    if size > ranges.up_to[-1]:
+        _warn(module, f"{length.name} is {size}, beyond the {ranges.up_to[-1]} for which the plan was made")
+    return size
+
+
+def _warn(module: nn.Module, reason: str) -> None:
+    if module in _warned or not torch.is_grad_enabled():
+        return
+    _warned.add(module)
+    warnings.warn(
+        f"{reason}: what the plan has for its longest inputs is used, and a step may take more than its budget",
+        stacklevel=2,
+    )
+
+
+def _given(forward: Callable[..., Any], argument: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    position, name = _place(forward, argument)
+    if position is not None and position < len(args):
+        return args[position]
+    return kwargs.get(name) if name is not None else None
+
+
+@functools.cache
+def _place(forward: Callable[..., Any], argument: int | str) -> tuple[int | None, str | None]:
+    """Position among the arguments after ``self``, and name, of an argument."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if isinstance(argument, int):
+        return argument, names[argument] if argument < len(names) else None
+    return names.index(argument) if argument in names else None, argument

@@ -1,0 +1,248 @@
+"""Chunks that a dry run does without: of many equal ones, those in the middle.
+
+A step on tensors without data takes as long as its operators are many, and 256 chunks are many.  Equal chunks that
+move no state do the same, each on top of what those before it have left, which grows, or shrinks, by the same bytes
+from one to the next.  So what there is at an instant of one in the middle lies between the same instant of a chunk
+before and of one behind, and the peak is at either end.  The middle is one *lump*, which runs nothing: in forward it
+makes what its chunks would leave, and in backward the gradients of their inputs::
+
+    chunks    0  1  2  3  4  5  6  7  8  9 10 11     of length 5
+    run       0  1  2  [3 4  5  6  7  8] 9 10 11     the lump is of length 30
+
+Longer chunks, of which the last may be shorter by one, and the shorter ones have a lump each.  What a lump leaves is
+learned from the two chunks before it, and its gradients from the chunk behind it, which backward comes to first.  Where
+these say that chunks are not alike, or leave nothing that can be made in one piece, the step ends there: it is to be
+run again, then with all chunks of that module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.runtime.chunk_state import Moves
+from memopt_cli.runtime.compressor import is_dense
+from memopt_cli.runtime.private_torch import is_fake
+from memopt_cli.runtime.running import is_nested, is_recomputing
+
+_EDGE: Final = 3
+"""Equal chunks that run on either side of a lump: the first that adds to a gradient makes another tensor than the
+second, and that than all that follow."""
+_LEAST: Final = 2
+"""Chunks of a lump, at least."""
+
+
+class ChunksDiffer(BaseException):
+    """Chunks are not alike; no error, which a model might catch."""
+
+
+class Lumps:
+    """Of the modules of a model that nobody else runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._live_bytes: Callable[[], int] | None = None
+        self._unlike: WeakSet[nn.Module] = WeakSet()
+        """Modules whose chunks are not alike."""
+        for module in model.modules():
+            _known[module] = self
+
+    @contextlib.contextmanager
+    def counting(self, live_bytes: Callable[[], int]) -> Iterator[None]:
+        """Within, chunks are lumped; ``live_bytes``: how many there are now.
+
+        Raises :class:`ChunksDiffer`, which another try from the start may do of other modules alone.
+        """
+        self._live_bytes = live_bytes
+        try:
+            yield
+        finally:
+            self._live_bytes = None
+
+    def of(self, module: nn.Module) -> Callable[[], int] | None:
+        """How many bytes there are now, if the module's chunks may be lumped."""
+        return None if module in self._unlike else self._live_bytes
+
+    def refuse(self, module: nn.Module) -> NoReturn:
+        """Its chunks are not alike."""
+        self._unlike.add(module)
+        raise ChunksDiffer
+
+
+_known: MutableMapping[nn.Module, Lumps] = WeakKeyDictionary()
+
+
+def lumped(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> LumpedCall | None:
+    """A call of a module in chunks of these lengths, some of them in lumps; ``None``: all of them are to run.
+
+    ``pieces``: tensors that are cut.
+    """
+    lumps = _known.get(module)
+    live_bytes = lumps.of(module) if lumps is not None else None
+    if lumps is None or live_bytes is None or not all(map(is_fake, pieces)):
+        return None
+    counts = [count for _, group in itertools.groupby(lengths) for count in _in_lumps(len([*group]))]
+    if len(counts) == len(lengths):
+        return None
+    return LumpedCall(module, lumps, live_bytes, counts, axis)
+
+
+def _in_lumps(count: int) -> list[int]:
+    """Of equal chunks, how many each one of what runs stands for."""
+    if count < 2 * _EDGE + _LEAST:
+        return [1] * count
+    return [*[1] * _EDGE, count - 2 * _EDGE, *[1] * _EDGE]
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """A tensor that a chunk makes, without the tensor."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    """Its dimensions as they lie in memory, the outermost first."""
+    dtype: torch.dtype
+    device: torch.device
+    is_differentiable: bool
+
+    def times(self, count: int, axis: int) -> Tensor:
+        """What so many chunks make, in one piece."""
+        shape = [*self.shape]
+        shape[axis] *= count
+        laid_out = torch.empty([shape[d] for d in self.order], dtype=self.dtype, device=self.device)
+        return laid_out.permute([self.order.index(d) for d in range(len(shape))])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def in_memory(tensor: Tensor) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the outermost first.
+
+    Of a chunk of one sample the stride along it still tells where it belongs.
+    """
+    return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], tensor.shape[d] == 1, d))
+
+
+def _like(tensor: Any, axis: int) -> _Like | None:
+    """``None``: it cannot be made in one piece with others."""
+    if not isinstance(tensor, Tensor) or not -tensor.dim() <= axis < tensor.dim() or not is_dense(tensor):
+        return None
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return None
+    order = tuple(in_memory(tensor))
+    return _Like(tuple(tensor.shape), order, tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+class LumpedCall:
+    """One call of a module in chunks: what its lumps are learned from."""
+
+    def __init__(
+        self, module: nn.Module, lumps: Lumps, live_bytes: Callable[[], int], counts: Sequence[int], axis: int
+    ) -> None:
+        self.counts = counts
+        """How many chunks each piece of the input stands for."""
+        self.axis = axis
+        self._module, self._lumps, self._live_bytes = module, lumps, live_bytes
+        self._moves = Moves(module)
+        self._live = live_bytes()
+        self._left: list[int] = []
+        """By how many bytes there were more after each chunk of the present length."""
+        self._outputs: list[_Like] = []
+        self._gradients: dict[int, list[_Like | None]] = {}
+        """Of the lump at a place, those of the inputs of the chunk behind it."""
+
+    def lengths(self, lengths: Sequence[int]) -> list[int]:
+        """Of the pieces, given those of all chunks."""
+        starts = itertools.accumulate(self.counts, initial=0)
+        return [sum(lengths[start : start + count]) for start, count in zip(starts, self.counts, strict=False)]
+
+    def watched(self, index: int, piece: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The piece of a chunk; behind a lump it tells of its gradients."""
+        if not index or self.counts[index - 1] == 1:
+            return piece
+        found = self._gradients[index - 1] = [None] * len(piece)
+        return tuple(self._noting(tensor, found, place) for place, tensor in enumerate(piece))
+
+    def ran(self, output: Any, outputs: int) -> None:
+        """A chunk has run; ``outputs``: how many of what it returns are cut."""
+        live, before = self._live_bytes(), self._live
+        parts = output if isinstance(output, tuple) else (output,)
+        if len(parts) > outputs or self._moves.now():
+            self._lumps.refuse(self._module)
+        self._live = live
+        self._left.append(live - before)
+        self._outputs = [self._liked(part) for part in parts]
+
+    def lump(self, index: int, pieces: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """What the chunks of a lump leave."""
+        held_bytes = self._held_bytes()
+        count = self.counts[index]
+        moves = any(like.is_differentiable for like in self._outputs)
+        anchor = torch.empty(0, device=pieces[0].device, requires_grad=moves)
+        made: tuple[Any, ...] = _Lump.apply(self, index, count * held_bytes, anchor, *pieces)  # type: ignore[no-untyped-call]
+        self._live = self._live_bytes()
+        return made
+
+    def made(self, index: int) -> list[Tensor]:
+        """The outputs of a lump."""
+        return [like.times(self.counts[index], self.axis) for like in self._outputs]
+
+    def given(self, index: int) -> list[Tensor | None]:
+        """The gradients of its inputs."""
+        count, likes = self.counts[index], self._gradients[index]
+        return [None if like is None else like.times(count, self.axis) for like in likes]
+
+    def differentiable(self) -> list[bool]:
+        """Whether each output is."""
+        return [like.is_differentiable for like in self._outputs]
+
+    def _held_bytes(self) -> int:
+        """What each chunk leaves beside its outputs until its backward."""
+        *_, last, left = self._left
+        held_bytes = left - sum(like.nbytes for like in self._outputs)
+        # What a segment around makes again would not be held by the lump, which is made again as well.
+        is_within = is_nested() or is_recomputing()
+        if last != left or held_bytes < 0 or (held_bytes and is_within):
+            self._lumps.refuse(self._module)
+        return held_bytes
+
+    def _liked(self, tensor: Any) -> _Like:
+        return _like(tensor, self.axis) or self._lumps.refuse(self._module)
+
+    def _noting(self, tensor: Tensor, found: list[_Like | None], place: int) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+
+        def note(gradient: Tensor) -> None:
+            found[place] = self._liked(gradient)
+
+        watched = tensor.view_as(tensor)
+        watched.register_hook(note)  # type: ignore[no-untyped-call]
+        return watched
+
+
+class _Lump(torch.autograd.Function):
+    """Chunks that do not run."""
+
+    @staticmethod
+    def forward(ctx: Any, call: LumpedCall, index: int, held_bytes: int, anchor: Tensor, *pieces: Tensor) -> Any:
+        ctx.call, ctx.index = call, index
+        outputs = call.made(index)
+        ctx.held = torch.empty(held_bytes, dtype=torch.uint8, device=anchor.device) if held_bytes else None
+        fixed = [t for t, moves in zip(outputs, call.differentiable(), strict=True) if not moves]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.held = None
+        return None, None, None, None, *ctx.call.given(ctx.index)
