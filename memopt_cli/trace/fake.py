@@ -92,7 +92,7 @@ class FakeStep:
 
     def _settle(self) -> None:
         """The first step of a ``DTensor`` finds out by more tensors how its operators are sharded."""
-        with self._mode:
+        with self._mode, fake_copies():
             reset_gradients(self.step)
             take(self.step)
         self.step.model.zero_grad(set_to_none=True)
