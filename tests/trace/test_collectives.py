@@ -118,7 +118,7 @@ def test_collectives_are_told_by_kind(mesh: DeviceMesh) -> None:
         def forward(self, x: Tensor) -> Tensor:
             whole, part = torch.empty(8, 8), torch.empty(4)
             dist.all_gather_into_tensor(whole, x.detach())
-            dist.reduce_scatter_tensor(part, x.detach())
+            dist.reduce_scatter_tensor(part, x.detach().flatten())
             dist.all_reduce(part)
             dist.all_reduce(whole)
             dist.broadcast(part, 0)
