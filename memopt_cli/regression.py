@@ -15,6 +15,7 @@ from memopt_cli.records import (
     Comparison,
     Difference,
     InputSpec,
+    Layout,
     Limit,
     Metric,
     ModuleBytes,
@@ -28,7 +29,7 @@ from memopt_cli.records import (
     Verdict,
     to_data,
 )
-from memopt_cli.spec_text import format_tensor
+from memopt_cli.spec_text import format_layout, format_tensor
 
 KEPT = 20
 """How many of the largest saved tensors a baseline names."""
@@ -61,6 +62,7 @@ def terms(measured: Baseline) -> dict[str, str]:
         "micro-batches": str(conditions.settings.micro_batches),
         "clipping": "none" if conditions.settings.clip_norm is None else f"{conditions.settings.clip_norm:g}",
         "loss": conditions.settings.loss or "default",
+        "ranks": _spread(conditions.layout),
     }
 
 
@@ -85,6 +87,10 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Di
         for name, text in before.items()
         if name in after and text != after[name]
     )
+
+
+def _spread(layout: Layout | None) -> str:
+    return "one device" if layout is None else f"{layout.ranks}, {format_layout(layout)}"
 
 
 def _inputs(spec: InputSpec) -> str:
@@ -120,6 +126,7 @@ def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> 
         peak_moved=_peak_moved(old.peak, new.peak, moves),
         unlike=differences(terms(before), terms(after)),
         surroundings=differences(surroundings(before), surroundings(after)),
+        layout=None if after.conditions is None else after.conditions.layout,
     )
 
 

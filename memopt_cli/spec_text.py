@@ -14,7 +14,7 @@ from pathlib import Path
 
 from memopt_cli.errors import UsageError, shortened
 from memopt_cli.optimizer_text import is_function
-from memopt_cli.records import METRICS, InputSpec, Limit, TensorSpec
+from memopt_cli.records import BUILT_IN, METRICS, InputSpec, Layout, Limit, TensorSpec
 from memopt_cli.units import parse_bytes
 
 _INTEGER_RANGES = {
@@ -284,3 +284,66 @@ def _check_bounds(low: int, high: int, dtype: str) -> None:
         raise UsageError(
             f"{dtype} cannot hold {low}..{high}", hint=f"It holds {limits.start}..{limits.stop} (high not included)."
         )
+
+
+# ---------------------------------------------------------------------------------------------- many ranks
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``"dp=32,tp=2"`` -> the axes of a mesh of ranks, the outermost first.
+
+    Raises :class:`UsageError` for what is no list of them, an axis twice, and a length below 1.
+    """
+    axes: dict[str, int] = {}
+    for part in text.replace(" ", "").split(","):
+        name, _, length = part.partition("=")
+        if not name.isidentifier() or not _SIZE.fullmatch(length):
+            raise UsageError(f"{shortened(text, 200)} is no mesh: {shortened(part)} is no NAME=SIZE", hint=_MESH)
+        if name in axes:
+            raise UsageError(f"{shortened(text, 200)} is no mesh: it has the axis {name} twice", hint=_MESH)
+        axes[name] = int(length)
+    return axes
+
+
+_MESH = "Write its axes and their lengths, the outermost first: dp=32,tp=2."
+
+
+def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) -> Layout:
+    """How a model is spread; without a mesh, all ranks lie on one axis, ``dp``.
+
+    Raises :class:`UsageError` for a mesh of another number of ranks, or with more axes than a built-in way has.
+    """
+    axes = {"dp": ranks} if mesh is None else dict(mesh)
+    product = math.prod(axes.values())
+    if product != ranks:
+        told = " × ".join(map(str, axes.values()))
+        raise UsageError(f"the mesh has {told} = {product} ranks, not {ranks}", hint=f"Let its lengths give {ranks}.")
+    most = {"ddp": 1, "fsdp": 2}.get(parallel, len(axes))
+    if len(axes) > most:
+        raise UsageError(
+            f"{parallel} takes a mesh of {most} {'axis' if most == 1 else 'axes at most'}, not of {len(axes)}",
+            hint="Give a function of yours that spreads the model over it: --parallel FILE.py:NAME.",
+        )
+    return Layout(ranks=ranks, parallel=parallel, mesh=axes)
+
+
+def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:
+    """The ranks to be predicted: the one that is named, else the first and the last.
+
+    Raises :class:`UsageError` for one that there is not.
+    """
+    if rank is None:
+        return tuple(sorted({0, layout.ranks - 1}))
+    if not 0 <= rank < layout.ranks:
+        raise UsageError(f"there is no rank {rank} of {layout.ranks}", hint=f"Name one from 0 to {layout.ranks - 1}.")
+    return (rank,)
+
+
+def format_layout(layout: Layout) -> str:
+    """``"train.py:shard over dp 32 × tp 2"``."""
+    return f"{layout.parallel} over {' × '.join(f'{name} {length}' for name, length in layout.mesh.items())}"
+
+
+def is_built_in(parallel: str) -> bool:
+    """Whether a way to spread a model needs no function of the user's."""
+    return parallel in BUILT_IN

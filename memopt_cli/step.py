@@ -44,6 +44,8 @@ class Step:
     """Makes one as ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss, and skips updates whose gradients are not finite."""
+    buckets: tuple[Tensor, ...] = ()
+    """In which gradients are reduced over ranks: there all the time, and nothing of the model leads to them."""
 
     def forward(self) -> Any:
         """The model's output, under the precision's autocast."""

@@ -21,7 +21,7 @@ BELOW_STAGES = (
 )
 STAGES = {
     *("loading", "trace", "chunking", "measure", "plan", "apply", "verification", "write", "contents"),
-    *("batch_size", "estimation", "model_batching", "online", "regression"),
+    *("batch_size", "estimation", "model_batching", "online", "regression", "sharded"),
 }
 PARTS: dict[str, set[str]] = {
     "errors": set(),
@@ -74,6 +74,7 @@ PARTS: dict[str, set[str]] = {
     | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "shown", "write"},
     "oom": BELOW_STAGES | {"arguments", "write"},
     "verified": BELOW_STAGES | {"arguments", "apply", "measure.processes", "pipeline", "report", "shown"},
+    "predicted": BELOW_STAGES | {"arguments", "measure", "measure.local", "measure.processes", "pipeline", "report"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
     "cli": BASE | {"cards", "progress", "pipeline", "report", "write", "measure.processes"},

@@ -10,7 +10,7 @@ import typer
 from memopt_cli.cli import options
 from memopt_cli.cli.help import OUTPUT
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
+from memopt_cli.cli.parts import LoadingOptions, SpreadOptions, StepOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
 from memopt_cli.records import BaselineRequest
@@ -30,6 +30,7 @@ def baseline(
     input_script: options.InputScript = None,
     plan: options.RunUnder = None,
     step: StepOptions,
+    spread: SpreadOptions,
     timeout: options.Timeout = 600.0,
     loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
@@ -50,6 +51,7 @@ def baseline(
         spec=input_spec(context, inputs, input_data, input_script, dims),
         settings=step.settings(),
         plan_path=plan,
+        layout=spread.layout(),
         output=output,
         force=force,
         timeout_s=timeout,

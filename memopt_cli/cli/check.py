@@ -11,7 +11,7 @@ from memopt_cli.cli import options
 from memopt_cli.cli.formats import Format, report_in
 from memopt_cli.cli.help import GATE
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, with_parts
+from memopt_cli.cli.parts import LoadingOptions, SpreadOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import MemoptError
 from memopt_cli.measure import processes
@@ -53,6 +53,7 @@ def check(
     loss: options.Loss = None,
     optimizer: options.Optimizer = None,
     seed: Annotated[int | None, options.SEED] = None,
+    spread: SpreadOptions,
     timeout: options.Timeout = 600.0,
     loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
@@ -76,6 +77,7 @@ def check(
         optimizer=optimizer,
         seed=seed,
         plan_path=plan,
+        layout=spread.layout(),
         timeout_s=timeout,
     )
     report = report_in("json" if json else format)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, Final
 
 from typer.core import TyperCommand
+
+from memopt_cli.errors import UsageError
 
 ARGUMENTS: Final = "Arguments"
 ANSWER: Final = "What fits"
@@ -15,10 +18,11 @@ SEARCH: Final = "The search"
 OUTPUT: Final = "Output"
 LOADING: Final = "Loading the model"
 STEP: Final = "The training step"
+RANKS: Final = "Many ranks"
 OTHERS: Final = "Other options"
 FINE: Final = "Finer limits of the search"
 
-ORDER: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP, OTHERS, FINE)
+ORDER: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP, RANKS, OTHERS, FINE)
 """Of the groups, by how often they are needed."""
 
 _NAMES_WIDTH: Final = 26
@@ -26,7 +30,17 @@ _NAMES_WIDTH: Final = 26
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options in groups."""
+    """A command whose help lists its options in groups, and which is one process."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Raises :class:`UsageError` where ``torchrun`` started several, all of which would do the same."""
+        rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
+        if rank is not None and ranks != "1":
+            raise UsageError(
+                f"memopt {ctx.info_name} is one process, and this one is number {rank} of {ranks} (RANK, WORLD_SIZE)",
+                hint="Run it by itself, without torchrun.",
+            )
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """One section a group; an option that is hidden is in none."""

@@ -8,15 +8,17 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli.config import read_config
-from memopt_cli.cli.help import ANSWER, INPUTS, LOADING, OUTPUT, STEP
+from memopt_cli.cli.help import ANSWER, INPUTS, LOADING, OUTPUT, RANKS, STEP
 from memopt_cli.cli.values import (
     card,
     check_code,
     check_device,
     check_file,
     check_function,
+    check_mesh,
     check_model,
     check_optimizer,
+    check_parallel,
     positive,
     seconds,
     whole,
@@ -182,6 +184,49 @@ RunUnder = Annotated[
 Timeout = Annotated[
     float,
     typer.Option(metavar="SECONDS", parser=seconds(0.1), rich_help_panel=STEP, help="Time limit for one measurement."),
+]
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        parser=whole(1, 2**20),
+        rich_help_panel=RANKS,
+        show_default=False,
+        help="Predict one rank of so many, in one process: needs --parallel.",
+    ),
+]
+Parallel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fsdp|ddp|FILE.py:NAME",
+        callback=check_parallel,
+        rich_help_panel=RANKS,
+        show_default=False,
+        help="How the model is spread: fsdp (fully_shard of repeated blocks and of the rest), ddp, or a function of "
+        "your training script that takes the model and a DeviceMesh and returns the model.",
+    ),
+]
+MeshAxes = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="NAME=SIZE,...",
+        callback=check_mesh,
+        rich_help_panel=RANKS,
+        show_default="dp=N",
+        help="Axes of the mesh of ranks, the outermost first: dp=32,tp=2.",
+    ),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        parser=whole(0),
+        rich_help_panel=RANKS,
+        show_default="the first and the last, and the larger of them in full",
+        help="Which rank, from 0.",
+    ),
 ]
 
 RecommendBatch = Annotated[

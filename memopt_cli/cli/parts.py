@@ -14,7 +14,8 @@ import typer
 from memopt_cli.cli import batch_options, options, search_options
 from memopt_cli.cli.config import Config
 from memopt_cli.errors import UsageError
-from memopt_cli.records import ModelSource, SearchOverrides, StepSettings, Trust
+from memopt_cli.records import Layout, ModelSource, SearchOverrides, StepSettings, Trust
+from memopt_cli.spec_text import layout_of, parse_mesh, ranks_asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,44 @@ class StepOptions:
             clip_norm=self.clip_norm,
             seed=self.seed,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadOptions:
+    """Of how many ranks one is predicted, and how the model is spread over them."""
+
+    ranks: options.Ranks = None
+    parallel: options.Parallel = None
+    mesh: options.MeshAxes = None
+
+    def layout(self) -> Layout | None:
+        """``None``: of one device.  Raises :class:`UsageError` for flags that do not go together."""
+        if self.ranks is not None and self.parallel is not None:
+            return layout_of(self.ranks, self.parallel, None if self.mesh is None else parse_mesh(self.mesh))
+        given = next((f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None), None)
+        if given is not None:
+            missing = "--ranks N" if self.ranks is None else "--parallel fsdp, ddp or FILE.py:NAME"
+            raise UsageError(
+                f"{given} says something of one rank of many, and {missing} is missing",
+                hint="For example: --ranks 8 --parallel train.py:shard",
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions(SpreadOptions):
+    """The same, and which rank."""
+
+    rank: options.Rank = None
+
+    def predicted(self, *, without_data: bool) -> Layout | None:
+        """The same.  Raises :class:`UsageError` also for a rank that there is not, and a step that runs on data."""
+        layout = self.layout()
+        if layout is not None:
+            ranks_asked(layout, self.rank)
+            if not without_data:
+                raise UsageError("one rank of many is predicted on tensors without data", hint="Add --fake.")
+        return layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

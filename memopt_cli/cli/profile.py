@@ -10,7 +10,7 @@ import typer
 from memopt_cli.cli import options
 from memopt_cli.cli.help import STEP
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
+from memopt_cli.cli.parts import LoadingOptions, RankOptions, StepOptions, with_parts
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.cli.values import check_file
@@ -50,6 +50,7 @@ def profile(
     ] = False,
     card: options.Card = None,
     step: StepOptions,
+    spread: RankOptions,
     timeout: options.Timeout = 600.0,
     loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
@@ -71,6 +72,8 @@ def profile(
         plan_path=plan,
         fake=fake,
         card=card,
+        layout=spread.predicted(without_data=fake or card is not None),
+        rank=spread.rank,
         timeout_s=timeout,
     )
     files = ReportFiles(html=html, snapshot=snapshot, force=force)

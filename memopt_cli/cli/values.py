@@ -11,8 +11,8 @@ import typer
 from memopt_cli.cards import device_profile
 from memopt_cli.errors import UsageError
 from memopt_cli.optimizer_text import MadeOptimizer, is_function, parse_optimizer
-from memopt_cli.records import DeviceProfile
-from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_device, parse_factory
+from memopt_cli.records import BUILT_IN, DeviceProfile
+from memopt_cli.spec_text import MODEL_SETTINGS, is_built_in, is_pretrained, parse_device, parse_factory, parse_mesh
 from memopt_cli.units import parse_amount
 
 
@@ -111,6 +111,25 @@ def check_function(text: str | None) -> str | None:
         raise typer.BadParameter(f"'{text}' is not of the form file.py:function")
     if text is not None:
         check_file(text.rpartition(":")[0])
+    return text
+
+
+def check_parallel(text: str | None) -> str | None:
+    """A built-in way to spread a model, or ``file.py:function``, not yet opened."""
+    if text is None or is_built_in(text):
+        return text
+    if not is_function(text):
+        raise typer.BadParameter(f"'{text}' is neither {' nor '.join(BUILT_IN)} nor of the form file.py:function")
+    return check_function(text)
+
+
+def check_mesh(text: str | None) -> str | None:
+    """Axes and their lengths."""
+    try:
+        if text is not None:
+            parse_mesh(text)
+    except UsageError as err:
+        raise typer.BadParameter(f"{err.message}. {err.hint}") from err
     return text
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from memopt_cli.errors import UsageError, first_line
@@ -25,16 +25,46 @@ def user_function(
     path, _, name = reference.rpartition(":")
     if not Path(path).is_file():
         raise UsageError(f"{flag} {reference}: there is no file '{path}'", hint="Write file.py:function.")
-    spec = importlib.util.spec_from_file_location(f"memopt_user_{Path(path).stem}", path)
+    function = getattr(_module_of(path, flag, reference), name, None)
+    if not callable(function):
+        raise UsageError(f"{flag} {reference}: {path} has no function {name}", hint="Write file.py:function.")
+    return function  # type: ignore[no-any-return]
+
+
+def _module_of(path: str, flag: str, reference: str) -> ModuleType:
+    """What running a file leaves: once for all its functions, whose classes are the same, unless it has changed.
+
+    One that was imported by another name is that module.
+    """
+    name, stamp = f"memopt_user_{Path(path).stem}", _stamp(path)
+    there = sys.modules.get(name)
+    if there is not None and vars(there).get(_STAMP) == stamp:
+        return there
+    imported = (m for key, m in [*sys.modules.items()] if key not in (name, "__main__") and _is_at(m, path))
+    if (module := next(imported, None)) is not None:
+        return module
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{flag} {reference}: '{path}' is not a Python file", hint="Write file.py:function.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look theirs up
+    sys.modules[name] = module  # dataclasses look theirs up
     try:
         spec.loader.exec_module(module)
     except Exception as err:  # the user's code may raise anything
         raise UsageError(f"{flag} {reference}: running {path} failed: {first_line(err)}") from err
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UsageError(f"{flag} {reference}: {path} has no function {name}", hint="Write file.py:function.")
-    return function  # type: ignore[no-any-return]
+    vars(module)[_STAMP] = stamp
+    return module
+
+
+def _is_at(module: ModuleType, path: str) -> bool:
+    file = vars(module).get("__file__") or ""
+    return Path(file).name == Path(path).name and Path(file).resolve() == Path(path).resolve()
+
+
+def _stamp(path: str) -> tuple[str, int, int]:
+    found = Path(path).resolve().stat()
+    return str(Path(path).resolve()), found.st_mtime_ns, found.st_size
+
+
+_STAMP = "_memopt_stamp"
+"""Where a module says which file it is, and since when."""

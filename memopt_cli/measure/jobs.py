@@ -20,6 +20,7 @@ from memopt_cli.records import (
     Followed,
     InputSpec,
     Inspection,
+    Layout,
     Measurement,
     ModelFacts,
     ModelSource,
@@ -58,6 +59,10 @@ class Subject:
     """A device that is not here, whose allocator and times steps on tensors without data are to have."""
     layer_runs: bool = False
     """Flat Sequentials are divided into runs of layers, each of which can be a segment."""
+    layout: Layout | None = None
+    """How the model is spread over ranks, of which the subprocess is one; only steps without data are run then."""
+    rank: int = 0
+    """Which one."""
 
 
 class Job(Generic[Answer]):

@@ -56,6 +56,8 @@ class LocalSession(Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._worker is not None:
+            self._worker.close()
         self._worker = None
 
     @property

@@ -62,6 +62,11 @@ class Worker:
         with self.bench.cleared():
             return answer(self.bench, job)
 
+    def close(self) -> None:
+        """There are no more jobs."""
+        if "bench" in vars(self):
+            self.bench.close()
+
     def save(self, job: SaveJob, file: BinaryIO) -> None:
         """Write the model into ``file``.  Raises :class:`MemoptError`."""
         model_file.save(self._subject, job, file)

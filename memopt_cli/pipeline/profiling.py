@@ -13,12 +13,14 @@ from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob, Traced
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.on_card import recorded_here
+from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     DeviceProfile,
     Failure,
     Instant,
+    Layout,
     Measurement,
     ModuleUse,
     OutOfMemory,
@@ -46,6 +48,8 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     Raises :class:`MemoptError`; a step that does not fit is estimated, as with ``fake``, and so is one for a card.
     """
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
+    if request.layout is not None:
+        return _profile_ranks(request, request.layout, plan, progress=progress, ask=ask)
     fake = request.fake or request.card is not None
     without_parameters = fake and is_factory(request.source.location)
     data: Data = "none" if without_parameters else "small batch" if fake else "full size"
@@ -54,6 +58,21 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     return profile_prepared(
         prepared, plan, data=data, timeout_s=request.timeout_s, progress=progress, card=request.card
     )
+
+
+def _profile_ranks(
+    request: ProfileRequest, layout: Layout, plan: Plan, *, progress: Progress, ask: Ask | None
+) -> StepProfile:
+    """The same of one rank of many: of those that are asked for, the first that is largest."""
+    opening = without_data(opening_of(request, request.settings), layout)
+    prepared = prepare(opening, progress=progress, ask=ask)
+    asked = Ranks(layout=layout, rank=request.rank, plan=plan, card=request.card)
+    notes = list(prepared.notes)
+    with predicted_ranks(prepared, asked, request.timeout_s, progress) as (session, ranks):
+        progress.stage("recording a step")
+        traced = record_step(session, plan, None, notes)
+    found = replace(_profile(prepared, plan, None, traced, notes), ranks=ranks)
+    return found if request.card is None else replace(found, estimate=estimate(traced.trace, request.card))
 
 
 def profile_prepared(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -11,48 +13,59 @@ from memopt_cli.contents import baseline_json, read_measured, read_plan
 from memopt_cli.devices import resolve_device
 from memopt_cli.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.errors import BaselineError, UnsafeFileError
-from memopt_cli.measure.jobs import ConditionsJob, Measured, MeasureJob, RecordJob
+from memopt_cli.measure.jobs import ConditionsJob, Measured, MeasureJob, RecordJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
+from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
+from memopt_cli.pipeline.prepare import Opening, Prepared, StepRequest, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.profiling import is_alive, live_bytes, saved_tensors
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Baseline,
     BaselineRequest,
     BaselineResult,
+    Breakdown,
     CheckRequest,
     Comparison,
     Conditions,
     InputSpec,
+    Layout,
     Measurement,
     ModuleBytes,
     PeakPlace,
     Plan,
+    RankPrediction,
     StepMemory,
     StepSettings,
     StepTrace,
 )
 from memopt_cli.regression import KEPT, compare, differences, terms
+from memopt_cli.spec_text import is_built_in
 from memopt_cli.write import check_targets, content, write_all
 
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
     """Measure a training step and write what it needs.  Raises :class:`MemoptError`."""
     check_targets([Path(request.output)], force=request.force)
-    prepared = prepare_with_plan(opening_of(request, request.settings), progress=progress, ask=ask)
+    opening = _opening(request, request.settings, request.layout)
+    prepared = prepare_with_plan(opening, progress=progress, ask=ask)
     return record_prepared(request, prepared, progress)
+
+
+def _opening(request: StepRequest, settings: StepSettings, layout: Layout | None) -> Opening:
+    opening = opening_of(request, settings)
+    return opening if layout is None else without_data(opening, layout)
 
 
 def record_prepared(request: BaselineRequest, prepared: Prepared, progress: Progress) -> BaselineResult:
     """The same of a model that is ready, and a target that was looked at."""
     target, plan = Path(request.output), _plan(request.plan_path, prepared)
-    with prepared.session(request.timeout_s, _DATA) as session:
+    with _session(prepared, request.layout, plan, request.timeout_s, progress) as (session, rank):
         measured = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
-            conditions=_conditions(session),
-            memory=_measure(session, plan, progress),
+            conditions=replace(_conditions(session), layout=request.layout),
+            memory=_measure(session, plan, progress) if rank is None else _predicted(session, rank, progress),
         )
     (file,) = write_all({target: content(baseline_json(measured))}, force=request.force)
     return BaselineResult(baseline=measured, file=file)
@@ -65,7 +78,8 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
     conditions, and :class:`MemoptError` if the step cannot be measured.
     """
     before, settings = step_of_baseline(request)
-    opening = replace(opening_of(request, settings), spec=_spec(request.spec, before.header.spec))
+    layout = _layout(request, before)
+    opening = replace(_opening(request, settings, layout), spec=_spec(request.spec, before.header.spec))
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
     return check_prepared(request, before, prepared, progress)
 
@@ -84,10 +98,13 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
 def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared, progress: Progress) -> Comparison:
     """The same as :func:`check`, of a model that is ready."""
     _require_same_model(request, before, prepared)
-    with prepared.session(request.timeout_s, _DATA) as session:
-        now = replace(before, header=file_header(prepared), conditions=_conditions(session))
-        _require_alike(request, before, now)
-        memory = _measure(session, _plan(request.plan_path, prepared), progress)
+    plan, layout = _plan(request.plan_path, prepared), _layout(request, before)
+    now = replace(before, header=file_header(prepared))
+    with prepared.session(request.timeout_s, _DATA if layout is None else "none") as session:
+        now = replace(now, conditions=replace(_conditions(session), layout=layout))
+    _require_alike(request, before, now)
+    with _session(prepared, layout, plan, request.timeout_s, progress) as (session, rank):
+        memory = _measure(session, plan, progress) if rank is None else _predicted(session, rank, progress)
     return compare(before, replace(now, memory=memory), request.limits)
 
 
@@ -115,6 +132,10 @@ def _refuse_reach(request: CheckRequest, before: Baseline) -> None:
         missing["--optimizer"] = optimizer.reference
     if spec.script and not described:
         missing["--input-script"] = spec.script
+    layout = before.conditions.layout if before.conditions else None
+    if layout is not None and request.layout is None and not is_built_in(layout.parallel):
+        mesh = ",".join(f"{name}={length}" for name, length in layout.mesh.items())
+        missing |= {"--parallel": layout.parallel, "--ranks": str(layout.ranks), "--mesh": mesh}
     if missing:
         raise _unsafe(request, "code", missing)
     if spec.data_file and not described and not kept_below(spec.data_file, Path(request.baseline_path).parent):
@@ -148,6 +169,11 @@ def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
         clip_norm=before.clip_norm,
         seed=before.seed if request.seed is None else request.seed,
     )
+
+
+def _layout(request: CheckRequest, before: Baseline) -> Layout | None:
+    """That of the baseline, unless another is given; one that is code was refused."""
+    return request.layout or (before.conditions.layout if before.conditions else None)
 
 
 def _same_device(device: str) -> str:
@@ -209,6 +235,19 @@ _DATA: Final = "small batch"
 """The original may not fit where the plan does."""
 
 
+@contextlib.contextmanager
+def _session(
+    prepared: Prepared, layout: Layout | None, plan: Plan, timeout_s: float, progress: Progress
+) -> Iterator[tuple[Session, RankPrediction | None]]:
+    """One in which the step is measured; or that of the rank which needs most, and what that needs."""
+    if layout is None:
+        with prepared.session(timeout_s, _DATA) as session:
+            yield session, None
+        return
+    with predicted_ranks(prepared, Ranks(layout=layout, plan=plan), timeout_s, progress) as (session, ranks):
+        yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
+
+
 def _conditions(session: Session) -> Conditions:
     """Where the step will be run, and how."""
     found = session.ask(ConditionsJob())
@@ -227,15 +266,31 @@ def _measure(session: Session, plan: Plan, progress: Progress) -> StepMemory:
     return _step_memory(plan, measured.measurement, recorded)
 
 
+def _predicted(session: Session, rank: RankPrediction, progress: Progress) -> StepMemory:
+    progress.stage("recording a step")
+    traced = session.ask(TraceJob(plan=rank.plan, fake=True))
+    if not isinstance(traced, Traced):
+        raise_failure(traced, "a step of the rank could not be recorded: ")
+    trace = traced.trace
+    return _memory_of(rank.plan, trace, trace.tensor_peak_bytes, trace.allocated_peak_bytes, 0.0, rank.breakdown)
+
+
 def _step_memory(plan: Plan, measured: Measurement, trace: StepTrace) -> StepMemory:
+    peaks = measured.tensor_peak_bytes, measured.allocated_peak_bytes
+    return _memory_of(plan, trace, *peaks, measured.step_s, measured.breakdown)
+
+
+def _memory_of(
+    plan: Plan, trace: StepTrace, tensor_bytes: int, allocated_bytes: int, step_s: float, breakdown: Breakdown
+) -> StepMemory:
     live = live_bytes(trace)
     peak = live.index(max(live)) - 1
     return StepMemory(
         plan=plan,
-        tensor_peak_bytes=measured.tensor_peak_bytes,
-        allocated_peak_bytes=measured.allocated_peak_bytes,
-        step_s=measured.step_s,
-        breakdown=measured.breakdown,
+        tensor_peak_bytes=tensor_bytes,
+        allocated_peak_bytes=allocated_bytes,
+        step_s=step_s,
+        breakdown=breakdown,
         peak=_place(trace, peak),
         modules=_modules(trace, peak),
         saved=saved_tensors(trace)[:KEPT],

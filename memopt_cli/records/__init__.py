@@ -73,6 +73,7 @@ from memopt_cli.records.fastest import FastestTraining, PairRun
 from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
 from memopt_cli.records.inputs import InputSpec, TensorSpec
 from memopt_cli.records.inspection import GlobalVerdict, Inspection, StoredModule, StoredTensor, TensorKind
+from memopt_cli.records.layout import BUILT_IN, Collective, Layout
 from memopt_cli.records.learning import (
     ONLINE_RULES,
     STRATEGIES,
@@ -110,6 +111,7 @@ from memopt_cli.records.plan import (
     SegmentPlan,
 )
 from memopt_cli.records.profile import Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
+from memopt_cli.records.rank import RankPrediction, predicted
 from memopt_cli.records.search import (
     Budget,
     Preference,
@@ -134,6 +136,7 @@ from memopt_cli.records.verification import (
 from memopt_cli.records.wire import from_data, refuse_unknown, to_data
 
 __all__ = [
+    "BUILT_IN",
     "LONGEST_NAME",
     "LONGEST_STEP_S",
     "METRICS",
@@ -166,6 +169,7 @@ __all__ = [
     "CheckRequest",
     "ChoicePrint",
     "ChunkRule",
+    "Collective",
     "Comparison",
     "CompressorName",
     "Conditions",
@@ -194,6 +198,7 @@ __all__ = [
     "InputSpec",
     "Inspection",
     "Instant",
+    "Layout",
     "LengthBatching",
     "LevelRow",
     "Likeness",
@@ -235,6 +240,7 @@ __all__ = [
     "Profile",
     "ProfileRequest",
     "RangeRow",
+    "RankPrediction",
     "Rate",
     "RecordedSteps",
     "Refused",
@@ -276,6 +282,7 @@ __all__ = [
     "break_down",
     "describe",
     "from_data",
+    "predicted",
     "refuse_unknown",
     "to_data",
 ]

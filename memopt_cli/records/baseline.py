@@ -8,6 +8,7 @@ from typing import Literal
 
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
+from memopt_cli.records.layout import Layout
 from memopt_cli.records.measurement import Breakdown
 from memopt_cli.records.model import ModelSource
 from memopt_cli.records.plan import Plan
@@ -20,8 +21,10 @@ Metric = Literal[
     "allocated",
     "step",
     "parameters",
+    "gathered",
     "buffers",
     "gradients",
+    "reduction",
     "optimizer",
     "inputs",
     "activations",
@@ -54,6 +57,8 @@ class Conditions:
     device_name: str
     python: str
     threads: int
+    layout: Layout | None = None
+    """How the model was spread; the step is that of one rank, predicted.  ``None``: it was measured on one device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +207,8 @@ class Comparison:
     """What the two would have to agree in to tell of the model alone; never any in a check."""
     surroundings: tuple[Difference, ...]
     """Versions and machines that differ; most of them leave the tensor peak alone."""
+    layout: Layout | None = None
+    """How the model is spread now; both peaks are predicted, of one rank.  ``None``: over one device."""
 
     @property
     def exceeded(self) -> tuple[Verdict, ...]:
@@ -219,6 +226,8 @@ class BaselineRequest:
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
     """A plan to run the step under; ``None``: the one that the file carries, if it does."""
+    layout: Layout | None = None
+    """Predict the step of one rank of many, without data."""
     output: str = "memopt-baseline.json"
     force: bool = False
     """An existing file may be replaced."""
@@ -241,5 +250,6 @@ class CheckRequest:
     seed: int | None = None
     plan_path: str | None = None
     """A plan to run the step under; ``None``: the one that the file carries, if it does."""
+    layout: Layout | None = None
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""

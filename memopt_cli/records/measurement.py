@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+from memopt_cli.records.layout import Collective
 from memopt_cli.records.model import WantedGlobal
 from memopt_cli.records.trace import Phase
 
@@ -27,8 +28,12 @@ class Breakdown:
     """Bytes alive at the instant of the tensor peak, by category."""
 
     parameters_bytes: int
+    gathered_bytes: int = 0
+    """Parameters that are whole for a while, gathered from other ranks, and the buffers in which they arrive."""
     buffers_bytes: int
     gradients_bytes: int
+    reduction_bytes: int = 0
+    """Buffers in which gradients are reduced over ranks."""
     optimizer_bytes: int
     inputs_bytes: int
     activations_bytes: int
@@ -87,6 +92,8 @@ class Counted:
     """Modules that hold most at the instant of the allocated peak, largest first."""
     phases: tuple[PhasePeak, ...] = ()
     """In turn, those that the step has."""
+    collectives: tuple[Collective, ...] = ()
+    """By kind, those first that exchange most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

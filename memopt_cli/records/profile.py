@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from memopt_cli.records.device import DeviceEstimate, DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
+from memopt_cli.records.layout import Layout
 from memopt_cli.records.measurement import Breakdown, Measurement, OutOfMemory, PhasePeak
 from memopt_cli.records.model import ModelSource
 from memopt_cli.records.plan import CompressorName, Plan
+from memopt_cli.records.rank import RankPrediction
 from memopt_cli.records.settings import StepSettings
 from memopt_cli.records.trace import Phase, StepTrace
 
@@ -28,6 +30,10 @@ class ProfileRequest:
     """Estimate on tensors without data; run no step at full size."""
     card: DeviceProfile | None = None
     """A device that is not here, for which the step is estimated without being run."""
+    layout: Layout | None = None
+    """Predict the step of one rank of many, without data."""
+    rank: int | None = None
+    """Which one; ``None``: the first and the last, and the larger of them in full."""
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""
 
@@ -109,3 +115,11 @@ class StepProfile:
     trace: StepTrace
     estimate: DeviceEstimate | None = None
     """On a device that is not here, whose times the recorded operators then have; ``None``: none was asked for."""
+    ranks: tuple[RankPrediction, ...] = ()
+    """Of a step that is spread over many ranks: those that were asked for.  The rest is of the first that is largest.
+    """
+
+    @property
+    def rank(self) -> RankPrediction | None:
+        """The rank whose step this is; ``None`` of a step on one device."""
+        return max(self.ranks, key=lambda rank: rank.tensor_peak_bytes, default=None)

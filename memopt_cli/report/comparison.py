@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memopt_cli.records import Change, Comparison, Difference, ModuleChange, PeakPlace, SavedTensor, Verdict
+from memopt_cli.report.rank import TENSOR_PEAK
+from memopt_cli.spec_text import format_layout
 from memopt_cli.units import counted, format_bytes, format_seconds
 
 _NAMES = {"peak": "tensor peak", "allocated": "allocated peak"}
@@ -35,6 +37,8 @@ def judged(verdict: Verdict) -> str:
 
 def reasons(found: Comparison) -> Iterator[str]:
     """Sentences on what explains the change, and on what does not."""
+    if found.layout is not None:
+        yield f"{TENSOR_PEAK}: {found.layout.ranks} ranks, {format_layout(found.layout)}"
     if found.unlike:
         yield f"not like for like: {_listed(found.unlike)}"
     plan = {"dropped": found.plan.dropped, "added": found.plan.added, "changed": found.plan.changed}

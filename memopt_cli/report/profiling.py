@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from memopt_cli.records import DeviceEstimate, Measurement, ModuleUse, Phase, SavedTensor, StepProfile, to_data
+from memopt_cli.report import rank
 from memopt_cli.units import format_bytes, format_seconds
 
 _ROWS = 6
@@ -19,6 +20,7 @@ _SAVED = 10
 
 def headline(found: StepProfile) -> Iterator[str]:
     """The peaks, the time of a step, and what runs when memory peaks."""
+    yield from rank.headline(found)
     match found.measurement:
         case _ if found.estimate is not None:
             yield estimated(found.estimate)
@@ -26,6 +28,8 @@ def headline(found: StepProfile) -> Iterator[str]:
             allocated = f"allocated peak {format_bytes(measured.allocated_peak_bytes)}"
             tensor = f"tensor peak {format_bytes(measured.tensor_peak_bytes)}"
             yield f"{allocated}, {tensor}, step {format_seconds(measured.step_s)}"
+        case _ if found.rank is not None:
+            pass
         case _:
             allocated = f"allocated peak {format_bytes(found.peak.allocated_bytes)}"
             yield f"{allocated}, tensor peak {format_bytes(found.tensor_peak_bytes)}: estimated, the step was not run"
@@ -194,6 +198,8 @@ def remarks(found: StepProfile) -> Iterator[str]:
         yield f"{found.flops / 1e9:,.1f} GFLOP in products, convolutions and attention"
     if isinstance(found.measurement, Measurement):
         yield f"recorded: allocated peak {format_bytes(found.peak.allocated_bytes)}, " + _recorded_on(found)
+    if found.rank is not None:
+        yield rank.NOTE
     if found.estimate is not None:
         yield _ESTIMATE
     yield from found.notes

@@ -33,6 +33,7 @@ from memopt_cli.report import (
     inspection,
     optimization,
     profiling,
+    rank,
     recommendation,
     strategies,
 )
@@ -64,7 +65,9 @@ class TextReport:
         console = _console(stream)
         for number, line in enumerate(profiling.headline(found)):
             _print(console, line, style=None if number else "bold")
+        exchanged = [rank.collective_table(found.rank)] if found.rank is not None else []
         tables = (
+            *exchanged,
             profiling.phase_table(found),
             profiling.category_table(found),
             profiling.module_table(found),
@@ -81,6 +84,8 @@ class TextReport:
         memory = result.baseline.memory
         peaks = f"tensor peak {format_bytes(memory.tensor_peak_bytes)}, allocated peak "
         line = f"{peaks}{format_bytes(memory.allocated_peak_bytes)}, step {format_seconds(memory.step_s)}"
+        if result.baseline.conditions is not None and result.baseline.conditions.layout is not None:
+            line = f"{rank.TENSOR_PEAK}: {format_bytes(memory.tensor_peak_bytes)}"
         _print(_console(stream), line, style="bold")
         _written(_console(stream), [result.file])
 

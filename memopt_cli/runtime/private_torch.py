@@ -120,6 +120,23 @@ def memory_of(tensor: Tensor) -> int:
     return storage_key(tensor.untyped_storage())
 
 
+@functools.cache
+def is_made_of_others(kind: type) -> bool:
+    """Whether tensors of a class are made of others, as a ``DTensor`` is of its rank's part, and hold nothing."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold what a tensor says: itself, or all that it is made of."""
+    if not is_made_of_others(type(tensor)):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, Tensor):  # there may be meshes, too
+            yield from parts_of(part)
+
+
 stands_for_zeros: Final[Callable[[Tensor], bool]] = Tensor._is_zerotensor
 """Whether a tensor says that it is zero and has no memory, as tangents do."""
 
@@ -643,6 +660,16 @@ def compiled_anew() -> Iterator[None]:
 def original_of(module: Any) -> Any:
     """The module within a compiled one; any other object as it is."""
     return getattr(module, "_orig_mod", module)
+
+
+# ---------------------------------------------------------------------------------------------- many ranks
+
+
+def start_fake_group(rank: int, ranks: int) -> None:
+    """Make this process one rank of a default group that sends nothing, with no other process and no network."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
 # ---------------------------------------------------------------------------------------------- settings

@@ -45,6 +45,7 @@ def count(
         breakdown=break_down((s.kind, s.nbytes) for s in log.alive_at(log.peaks.tensor_tick)),
         holders=_holders(log.alive_at(log.peaks.allocated_tick)),
         phases=tuple(log.peaks.phases.values()),
+        collectives=log.exchanged.records(),
     )
 
 

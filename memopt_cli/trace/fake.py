@@ -23,7 +23,7 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.step import Step, dtype_in, input_dtype
+from memopt_cli.step import Step, dtype_in, input_dtype, reset_gradients, take
 from memopt_cli.trace.counting import AllocatedPeak, count
 from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
@@ -70,13 +70,14 @@ def _generators_of(model: nn.Module) -> Iterator[torch.Generator]:
 class FakeStep:
     """A step on fake tensors: no data, no memory, the same storages.
 
-    ``mode``: of the tensors in ``step`` that are fake already.  Raises whatever the model raises when it wants data
-    that fake tensors do not have.
+    ``mode``: of the tensors in ``step`` that are fake already.  ``sharded``: a model of its own without data, in place
+    of a copy of the step's.  Raises whatever the model raises when it wants data that fake tensors do not have.
     """
 
-    def __init__(self, step: Step, mode: FakeTensorMode | None = None) -> None:
+    def __init__(self, step: Step, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None) -> None:
         self._mode = mode or fake_mode()
-        model = _without_data(step.model, self._mode)
+        self._frees = sharded is None  # a forward without its backward leaves parameters gathered
+        model = _without_data(step.model, self._mode) if sharded is None else sharded
         with self._mode:
             args, kwargs = map_leaves(self._fake, (step.args, step.kwargs))
             self.step = replace(
@@ -84,8 +85,17 @@ class FakeStep:
             )
         self._start = StartingState(model)
         self._lumps = Lumps(model)
-        if self.step.optimizer is not None:
+        if sharded is not None:
+            self._settle()
+        elif self.step.optimizer is not None:
             self.count()  # makes the optimizer's state, which a first step does not have yet
+
+    def _settle(self) -> None:
+        """The first step of a ``DTensor`` finds out by more tensors how its operators are sharded."""
+        with self._mode, fake_copies():
+            reset_gradients(self.step)
+            take(self.step)
+        self.step.model.zero_grad(set_to_none=True)
 
     def count(
         self,
@@ -104,7 +114,7 @@ class FakeStep:
         """As :func:`~memopt_cli.trace.record`, without contents and times."""
         self._start.enter()
         with self._mode, fake_copies():
-            return record(self.step, batch, contents=False, workspaces=workspaces, codecs=codecs)
+            return record(self.step, batch, contents=False, frees=self._frees, workspaces=workspaces, codecs=codecs)
 
     def _fake(self, leaf: Any) -> Any:
         is_real = isinstance(leaf, Tensor) and not is_fake(leaf)

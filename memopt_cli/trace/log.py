@@ -6,6 +6,8 @@ every run: the *tensor peak*.  What kernels allocate for themselves it does not 
 Where a tensor has several gradients, autograd adds each to the first in place if nobody else holds that; but not while
 somebody watches the dispatcher, or on fake tensors.  Such a sum is counted in place of the first.  So is what a
 derivative formula would write to (:mod:`memopt_cli.trace.formulas`).
+
+A tensor that is made of others, a ``DTensor``, has their bytes: what it does is seen where they do it.
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ from memopt_cli.runtime.private_torch import (
     caller_beyond,
     is_engine,
     is_fake,
+    is_made_of_others,
     is_view,
     memory_of,
+    parts_of,
     storage_key,
     tree_leaves,
 )
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, seed_everything, take
+from memopt_cli.trace.collectives import Exchanged, labelled, resizes_seen, staging_unseen
 from memopt_cli.trace.formulas import Formula, formula_at
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.trace.real_storages import as_on_real_tensors
@@ -118,8 +123,11 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._with_first_bytes = 0
         self._written: Storage | None = None
         """What the last operator made, if it would have written to the first whoever holds that."""
+        self.exchanged = Exchanged()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_made_of_others, types)):
+            return NotImplemented
         self.settle()
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
@@ -136,6 +144,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self.see(leaf, share=share)
+        self._label(func, args, kwargs or {}, output)
         workspace = self._workspace_bytes(func, args) if share else 0
         if in_formulas and (self._is_written(func, args) or self._is_sum(func, args)):
             self._first, self._with_first_bytes = self.known(args[0]), self.live_bytes
@@ -164,16 +173,46 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = self.known(tensor)
         return made is not None and made.born > formula.began
 
+    def _label(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """What ranks exchange is called by its purpose."""
+        self.exchanged.note(func, args, kwargs, output)
+        for tensor, kind in labelled(func, args, kwargs):
+            made = self.known(tensor)
+            if made is not None and made.kind in _MADE:
+                made.kind = kind
+
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         """An operator ran; a subclass may take notes."""
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size by no operator: FSDP frees parameters so, and makes room for them again."""
+        self.settle()
+        key, nbytes = storage_key(storage), storage.nbytes()
+        known = self._alive.get(key)
+        if known is not None and known[2] == nbytes:
+            return
+        if known is not None:
+            self._end(key, self._tick)
+        if nbytes:
+            self._tick += 1
+            self._begin(storage, None, None, 1.0)
+            self.peaks.rise(self._tick, self.live_bytes, 0)
+            self.grew(nbytes)
+
+    def grew(self, nbytes: int) -> None:
+        """A storage without bytes has some now, which counts as an operator; a subclass may take notes."""
 
     def see(
         self, tensor: Tensor, kind: str | None = None, path: str | None = None, *, share: float = 1.0
     ) -> Storage | None:
         """The record of a tensor's storage, made now if it is new; ``None`` for tensors without one.
 
-        ``share``: of its bytes, what a plain step has.
+        ``share``: of its bytes, what a plain step has.  All parts of a tensor are seen, and that of the first is told.
         """
+        found = [self._see(part, kind, path, share) for part in parts_of(tensor)]
+        return next(iter(found), None)
+
+    def _see(self, tensor: Tensor, kind: str | None, path: str | None, share: float) -> Storage | None:
         if not _has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -183,6 +222,10 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return known[1]
         if known is not None:  # resized in place
             self._end(key, self._tick - 1)
+        return self._begin(storage, kind, path, share)
+
+    def _begin(self, storage: torch.UntypedStorage, kind: str | None, path: str | None, share: float) -> Storage:
+        key, nbytes = storage_key(storage), storage.nbytes()
         if path is None:
             path = self.module_running()
         record = Storage(len(self.storages), int(nbytes * share), self._tick, path, kind or self._kind())
@@ -219,7 +262,8 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def known(self, tensor: Tensor) -> Storage | None:
         """The record of a tensor's storage, if it has been seen."""
-        found = self._alive.get(memory_of(tensor)) if _has_storage(tensor) else None
+        part = next(parts_of(tensor), tensor)
+        found = self._alive.get(memory_of(part)) if _has_storage(part) else None
         return found[1] if found else None
 
     def alive_at(self, tick: int) -> Iterator[Storage]:
@@ -303,7 +347,9 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
         log.see(tensor, "inputs", "")
     for tensor in optimizer_tensors(step):
         log.see(tensor, "optimizer", "")
-    with log:
+    for tensor in step.buckets:
+        log.see(tensor, "reduction", "")
+    with log, resizes_seen(log.resized), staging_unseen():
         yield
 
 
@@ -342,14 +388,14 @@ def optimizer_tensors(step: Step) -> list[Tensor]:
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes that holding ``tensors`` takes: a slice counts as a slice, views that overlap as their storage."""
-    return min(unique_bytes(tensors), sum(t.nbytes for t in tensors))
+    return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in parts_of(t)))
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the storages of ``tensors``, each once."""
     sizes = {}
-    for t in tensors:
-        if t is not None and _has_storage(t):
+    for t in (part for tensor in tensors if tensor is not None for part in parts_of(tensor)):
+        if _has_storage(t):
             storage = t.untyped_storage()
             sizes[storage_key(storage)] = storage.nbytes()
     return sum(sizes.values())
@@ -383,6 +429,9 @@ def _adds_gradients(func: Any, args: Any) -> bool:
     caller = caller_beyond(_AROUND)
     return caller is not None and is_engine(caller)
 
+
+_MADE = frozenset(("activations", "temporaries"))
+"""Kinds of storages of which nothing is known but when they were made."""
 
 _DEVICE = torch.ops.prim.device.default
 _ZEROS = torch.ops.aten._efficientzerotensor.default

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.module_calls import module_hooks
 from memopt_cli.records import CompressorName, Phase
-from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, running_node, tree_leaves
+from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, parts_of, running_node, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents, aside
@@ -25,6 +25,8 @@ from memopt_cli.trace.operators import draws, dtype_of, flops_of, modified, name
 from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.workspace import Workspaces
 
+GREW: Final = "storage::resize_"
+"""What stands for an operator where a storage got bytes by none."""
 _RECURRENT: Final = torch.ops.aten.mkldnn_rnn_layer.default
 
 
@@ -108,6 +110,26 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
             )
         )
 
+    def grew(self, nbytes: int) -> None:
+        phase, call = self._whence()
+        self.ops.append(
+            RanOp(
+                name=GREW,
+                phase=phase,
+                module=self.module_running(),
+                call=call,
+                reads=(),
+                mutates=(),
+                random=False,
+                flops=0,
+                dtype="",
+                moved_bytes=0,
+                workspace_bytes=0,
+                fixed_workspace_bytes=0,
+                line="",
+            )
+        )
+
     def _fixed_bytes(self, func: Any, args: Any) -> int:
         return self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces else 0
 
@@ -173,10 +195,9 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         if storage is not None and storage.kind != "parameters":
             self.savers[storage.index][next_node() - 1] = None
             if self._contents is not None and storage.index not in self.packed:
+                held = next(parts_of(alias))
                 with aside():
-                    whole = (
-                        alias if alias.nbytes == storage.nbytes else alias.new_empty(0).set_(alias.untyped_storage())
-                    )
+                    whole = held if held.nbytes == storage.nbytes else held.new_empty(0).set_(held.untyped_storage())
                 self.packed[storage.index] = self._contents.codec_of_saved(whole)
         return alias
 

@@ -13,7 +13,7 @@ import pytest
 from memopt_cli.cards import CARDS
 from memopt_cli.cli.app import main
 from memopt_cli.errors import StepError
-from memopt_cli.records import InputSpec, ModelSource, ProfileRequest, StepSettings, TensorSpec, Trust
+from memopt_cli.records import InputSpec, Layout, ModelSource, ProfileRequest, StepSettings, TensorSpec, Trust
 
 
 @pytest.fixture
@@ -190,3 +190,57 @@ def test_a_card_and_a_device_exclude_each_other(memopt: Callable[..., Any], net:
     done = memopt("profile", net, "-i", "512x64", "--for", "t4-16gb", "--device", "cuda:0")
     assert done.code == 2
     assert "--device cuda:0 runs the step, and --for t4-16gb" in done.err
+
+
+def test_one_rank_of_many(requests: list[ProfileRequest]) -> None:
+    flags = "--fake --ranks 64 --parallel train.py:shard --mesh dp=32,tp=2 --rank 3"
+    Path("train.py").touch()
+    assert main(["profile", "net:build", *flags.split()]) == 3
+    (request,) = requests
+    assert request.layout == Layout(ranks=64, parallel="train.py:shard", mesh={"dp": 32, "tp": 2})
+    assert request.rank == 3
+
+
+def test_the_first_and_the_last_rank_are_asked_for(requests: list[ProfileRequest]) -> None:
+    assert main(["profile", "net:build", *"--fake --ranks 8 --parallel fsdp".split()]) == 3
+    (request,) = requests
+    assert request.layout == Layout(ranks=8, parallel="fsdp", mesh={"dp": 8})
+    assert request.rank is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--fake --ranks 64 --parallel fsdp --mesh dp=32,tp=3", "the mesh has 32 × 3 = 96 ranks, not 64"),
+        ("--fake --ranks 64 --parallel fsdp --mesh dp=32,dp=2", "the axis dp twice"),
+        ("--fake --ranks 64 --parallel fsdp --mesh 64", "'64' is no NAME=SIZE"),
+        ("--fake --ranks 64 --parallel fsdp --mesh dp=0", "'dp=0' is no NAME=SIZE"),
+        ("--fake --ranks 8 --parallel fsdp --mesh a=2,b=2,c=2", "fsdp takes a mesh of 2 axes at most, not of 3"),
+        ("--fake --ranks 64 --parallel fsdp --rank 64", "there is no rank 64 of 64"),
+        ("--fake --ranks 0 --parallel fsdp", "it must be at least 1"),
+        ("--fake --ranks 2 --parallel missing.py:shard", "there is no file 'missing.py'"),
+        ("--fake --ranks 2 --parallel zero3", "'zero3' is neither fsdp nor ddp nor of the form"),
+        ("--fake --ranks 2", "--parallel fsdp, ddp or FILE.py:NAME is missing"),
+        ("--fake --parallel fsdp", "--ranks N is missing"),
+        ("--fake --mesh dp=2", "--ranks N is missing"),
+        ("--ranks 2 --parallel fsdp", "one rank of many is predicted on tensors without data"),
+    ],
+)
+def test_ranks_that_make_no_sense(
+    flags: str, reason: str, requests: list[ProfileRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Said before PyTorch is imported."""
+    assert main(["profile", "net:build", *flags.split()]) == 2
+    assert reason in capsys.readouterr().err
+    assert not requests
+
+
+def test_one_of_several_processes_is_refused(
+    requests: list[ProfileRequest], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["profile", "model.pt"]) == 2
+    assert "memopt profile is one process, and this one is number 1 of 2" in capsys.readouterr().err
+    assert not requests
+    assert main(["profile", "--help"]) == 0

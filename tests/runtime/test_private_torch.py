@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.overrides import BaseTorchFunctionMode
@@ -846,3 +848,35 @@ def test_hooks_on_gradients_are_found() -> None:
     parameter.register_hook(hooks[0])
     parameter.register_post_accumulate_grad_hook(hooks[1])
     assert p.hooks_on_gradient(parameter) == hooks
+
+
+# ---------------------------------------------------------------------------------------------- many ranks
+
+
+def test_a_tensor_made_of_others_is_taken_apart() -> None:
+    p.start_fake_group(0, 4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        sharded = distribute_tensor(torch.zeros(10), mesh, [Shard(0)])
+        assert p.is_made_of_others(type(sharded))
+        (part,) = p.parts_of(sharded)
+        assert part.shape == (3,)
+        assert torch.distributed.get_world_size() == 4
+    finally:
+        torch.distributed.destroy_process_group()
+    whole = torch.zeros(10)
+    assert list(p.parts_of(whole)) == [whole]
+    assert not p.is_made_of_others(nn.Parameter)
+    with p.FakeTensorMode():
+        assert not p.is_made_of_others(type(torch.zeros(1)))
+
+
+def test_a_group_that_sends_nothing_needs_no_other_rank() -> None:
+    p.start_fake_group(2, 3)
+    try:
+        given = torch.ones(2)
+        torch.distributed.all_reduce(given)
+        assert given.tolist() == [1, 1]
+        assert torch.distributed.get_rank() == 2
+    finally:
+        torch.distributed.destroy_process_group()

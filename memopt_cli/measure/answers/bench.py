@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan, in_backward_error, remove_plan, remove_segments
 from memopt_cli.batch_axis import with_batch
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import StepError, UsageError
 from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import batch_of, make_inputs
 from memopt_cli.loading.user_function import user_function
@@ -21,14 +21,18 @@ from memopt_cli.measure.jobs import Subject
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.own_step import OwnStep
-from memopt_cli.records import Plan, StepSettings
+from memopt_cli.records import Layout, Plan
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
+from memopt_cli.spec_text import is_built_in
 from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, place, take
 from memopt_cli.user_step import StepModels
 from memopt_cli.verification import first_samples
+
+if TYPE_CHECKING:
+    from memopt_cli.sharded import Spread
 
 Found = TypeVar("Found")
 Knowledge = TypeVar("Knowledge")
@@ -50,11 +54,12 @@ class Bench:
         self.subject = subject
         self.settings = subject.settings
         self.mode = trace.fake_mode()
-        without_data = subject.data == "none"
-        with self.mode if without_data else contextlib.nullcontext():
-            model = remove_plan(build() if build else load_model(subject.source).module)
+        self._build = build
+        self._functions = functions
+        with self._within():
+            model = self._built()
             came_in_eval = [path for path, module in model.named_modules() if not module.training]
-            self.model = _placed(model, self.settings, without_data=without_data)
+            self.model = self._placed(model)
         self.evaluating = tuple(path for path in came_in_eval if self.model.get_submodule(path).training)
         """Paths of modules that came in eval mode, and were put into training mode as all are."""
         if subject.layer_runs:
@@ -66,6 +71,42 @@ class Bench:
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
         self._known: dict[Callable[[Bench], Any], Any] = {}
+        self._held: tuple[Any, Any] = None, None
+        self._open = contextlib.ExitStack()
+
+    def _within(self) -> contextlib.AbstractContextManager[Any]:
+        """Where parameters have no data, if they are to have none."""
+        return self.mode if self.subject.data == "none" else contextlib.nullcontext()
+
+    def _built(self) -> nn.Module:
+        return remove_plan(self._build() if self._build else load_model(self.subject.source).module)
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, StepModels):  # in the modes that their function puts them in
+            return model.on(self.settings.device)
+        return (trace.place_fake if self.subject.data == "none" else place)(model, self.settings)
+
+    @contextlib.contextmanager
+    def rank(self, layout: Layout, plan: Plan) -> Iterator[Spread]:
+        """Within, this process is one rank of many; gives the model as that has it, built anew, the plan put on before.
+
+        Raises :class:`StepError` for what cannot be predicted, and :class:`UsageError` for a way to spread that is
+        none.
+        """
+        from memopt_cli.sharded import fake_group, spread  # takes seconds to import
+
+        if isinstance(self.model, StepModels):
+            raise StepError("a step of one's own is not predicted for many ranks", hint="Give what builds the model.")
+        if plan.in_backward:
+            raise StepError(
+                "the optimizer in backward is not predicted for many ranks", hint="Take in_backward out of the plan."
+            )
+        named = None if is_built_in(layout.parallel) else layout.parallel
+        function = named and user_function(named, "--parallel", self._functions)
+        with self._within():
+            model = apply_plan(self._placed(self._built()), plan)
+        with fake_group(layout, self.subject.rank) as mesh:
+            yield spread(model, mesh, layout, function or None)
 
     def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
         """What ``find_out(bench)`` says of the original, which stays true: asked once for all jobs."""
@@ -77,6 +118,21 @@ class Bench:
     def tell(self, find_out: Callable[[Bench], object], found: object) -> None:
         """The same was seen in steps that were run for another reason."""
         self._known.setdefault(find_out, found)
+
+    def held(self, key: Any, make: Callable[[contextlib.ExitStack], Found]) -> Found:
+        """What ``make`` makes, and what it enters, until another key is asked for: one at a time."""
+        if self._held[0] != key:
+            self.close()
+            with contextlib.ExitStack() as entered:
+                made = make(entered)
+                self._open, self._held = entered.pop_all(), (key, made)
+        found: Found = self._held[1]
+        return found
+
+    def close(self) -> None:
+        """Leave what is held."""
+        self._held = None, None
+        self._open.close()
 
     # ------------------------------------------------------------------------------------------ its state
 
@@ -181,12 +237,6 @@ def _checked_alone(bench: Bench) -> None:
             check_steps_alone(bench.optimizer)
         except ValueError as reason:
             raise in_backward_error(bench.optimizer, reason) from reason
-
-
-def _placed(model: nn.Module, settings: StepSettings, *, without_data: bool) -> nn.Module:
-    if isinstance(model, StepModels):  # in the modes that their function puts them in
-        return model.on(settings.device)
-    return (trace.place_fake if without_data else place)(model, settings)
 
 
 def _optimizer_maker(text: str, functions: Mapping[str, Callable[..., Any]]) -> OptimizerMaker:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NoReturn
 
 from memopt_cli import trace
@@ -15,8 +16,8 @@ from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
-from memopt_cli.records import Counted, DeviceProfile, Plan, StepTrace
-from memopt_cli.step import is_out_of_memory, run_checked
+from memopt_cli.records import Counted, DeviceProfile, Layout, Plan, StepTrace
+from memopt_cli.step import Step, is_out_of_memory, run_checked
 from memopt_cli.workspace import Workspaces
 
 
@@ -64,9 +65,8 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     card = bench.subject.card
     workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
     allocated = None if card is None else _allocator_of(bench, card)
-    fake = bench.known(_described) if described else _fake(bench, job.batch, job.dims)
     codecs = bench.known(_codecs) if job.plan != ORIGINAL else None
-    with bench.planned(job.plan, fake.step):
+    with _planned(bench, job.plan, job.batch, job.dims) as fake:
         return fake.count(workspaces, codecs, allocated)
 
 
@@ -105,8 +105,8 @@ def _record(bench: Bench, plan: Plan) -> Traced:
     workspaces = workspaces_for(bench, plan)
     packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
     try:
-        fake, codecs = bench.known(_described), bench.known(_codecs) if packs else None
-        with bench.planned(plan, fake.step):
+        codecs = bench.known(_codecs) if packs else None
+        with _planned(bench, plan) as fake:
             recorded = fake.record(bench.batch, workspaces, codecs)
     except Exception as error:  # the model's own code may raise anything on tensors without data
         if isinstance(error, MemoptError) or is_out_of_memory(error):
@@ -147,6 +147,8 @@ def _require_data(bench: Bench, reason: str) -> NoReturn:
 
 def _codecs(bench: Bench) -> trace.Codecs:
     """What the original's step with data holds in less, for steps without."""
+    if bench.subject.data == "none":
+        return trace.Codecs()
     dry_run = bench.known(_original)
     if _wants_data(bench, dry_run):
         with contextlib.suppress(Exception):  # as of a step that is recorded
@@ -183,14 +185,51 @@ def _packing_bytes_per_s(bench: Bench) -> float:
 # ---------------------------------------------------------------------------------------------- without data
 
 
+@contextlib.contextmanager
+def _planned(
+    bench: Bench, plan: Plan, batch: int | None = None, dims: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[trace.FakeStep]:
+    """Within, the step has the plan; of one rank of many, if the subject is one."""
+    if bench.subject.layout is not None:
+        with _of_rank(bench, bench.subject.layout, plan, batch, dims) as fake:
+            yield fake
+        return
+    described = batch is None and not dims
+    fake = bench.known(_described) if described else trace.FakeStep(_sized(bench, batch, dims), bench.mode)
+    with bench.planned(plan, fake.step):
+        yield fake
+
+
 def _described(bench: Bench) -> trace.FakeStep:
     """The step as the inputs are described."""
-    return _fake(bench, None, {})
+    return trace.FakeStep(_sized(bench, None, {}), bench.mode)
 
 
-def _fake(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> trace.FakeStep:
+def _sized(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
     # A file or a script of inputs may want data; sizes alone do not.
     without_data = bench.subject.data != "full size" and bool(bench.subject.spec.tensors)
     with bench.mode if without_data else contextlib.nullcontext():
-        step = bench.step(batch, dims)
-    return trace.FakeStep(step, bench.mode)
+        return bench.step(batch, dims)
+
+
+@contextlib.contextmanager
+def _of_rank(
+    bench: Bench, layout: Layout, plan: Plan, batch: int | None, dims: Mapping[str, int]
+) -> Iterator[trace.FakeStep]:
+    """Raises :class:`StepError` for a step that depends on data."""
+
+    def make(entered: contextlib.ExitStack) -> trace.FakeStep:
+        has = entered.enter_context(bench.rank(layout, plan))
+        step = replace(_sized(bench, batch, dims), buckets=has.buckets)
+        return trace.FakeStep(step, bench.mode, has.model)
+
+    try:
+        yield bench.held((plan, batch, dims), make)
+    except Exception as error:  # the model's own code may raise anything on tensors without data
+        if isinstance(error, MemoptError) or is_out_of_memory(error):
+            raise
+        raise StepError(
+            f"the step of a rank cannot be predicted: on tensors without data it fails ({first_line(error)})",
+            hint="What depends on values cannot run without data; memopt profile --fake without --ranks says whether "
+            "it is the model.",
+        ) from error

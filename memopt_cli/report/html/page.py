@@ -24,6 +24,7 @@ from memopt_cli.records import (
     StepTrace,
     Verification,
 )
+from memopt_cli.report import rank
 from memopt_cli.report.html.figure import Figure
 from memopt_cli.report.html.frontier import FrontierPoint, frontier_figure, points_of
 from memopt_cli.report.html.module_tree import module_tree
@@ -82,6 +83,10 @@ Tile = tuple[str, str, str]
 def _profile_tiles(found: StepProfile) -> Iterable[Tile]:
     if found.estimate is not None:
         yield from _estimate_tiles(found.estimate)
+        return
+    if found.rank is not None:
+        where = f"rank {found.rank.rank} of {found.rank.layout.ranks}, {found.rank.layout.parallel}"
+        yield rank.TENSOR_PEAK, format_bytes(found.rank.tensor_peak_bytes), where
         return
     measured = found.measurement if isinstance(found.measurement, Measurement) else None
     allocated = measured.allocated_peak_bytes if measured else found.peak.allocated_bytes

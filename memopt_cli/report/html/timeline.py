@@ -14,10 +14,12 @@ WORKSPACE = "kernel workspace"
 
 CATEGORIES: dict[str, str] = {
     "parameters": "#7587a8",
+    "gathered": "#4f9d69",
     "buffers": "#a79bd8",
     "optimizer": "#b565a7",
     "inputs": "#3fa7a0",
     "gradients": "#dba13a",
+    "reduction": "#8a6d3b",
     "activations": "#3f83dd",
     "temporaries": "#d8604f",
     WORKSPACE: "#9a9a9a",

@@ -1,0 +1,72 @@
+"""One rank of many, predicted, beside what real ranks count: ``python benchmarks/ranks.py``.
+
+Every layout of ``tests/sharded/cases.py`` is predicted in a process of its own, and counted in as many processes as it
+has ranks, joined by gloo.  Then one prediction is made twenty times over, and a model of 6.6 billion parameters is
+predicted at 8, 64 and 1024 ranks.  The section of ``benchmarks/RESULTS.md`` is written.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.results import table, this_command, write_section
+from memopt_cli.units import format_bytes
+from tests.sharded.cases import FOUR, FULLY_SHARDED, REPLICATED, THREE, TWO, counted_really
+
+HEADER = ["ranks", "layout", "predicted", "counted", "difference"]
+LARGE = ("8", "64", "1024")
+_TIMES = 20
+
+
+def beside_real_ranks() -> tuple[list[list[str]], int]:
+    """Rows under :data:`HEADER`, and the largest difference in bytes but for DDP."""
+    rows, worst = [], 0
+    for cases in ((*TWO, *REPLICATED), THREE, FOUR):
+        with tempfile.TemporaryDirectory() as folder:
+            found = counted_really(cases, Path(folder))
+        for case in cases:
+            counted = sorted(each.tensor_peak_bytes for each in found[case.name][0])[1]
+            predicted = case.predicted().tensor_peak_bytes
+            rows.append([str(case.ranks), case.name, f"{predicted:,}", f"{counted:,}", f"{predicted - counted:+,} B"])
+            print(" | ".join(rows[-1]), flush=True)
+            worst = worst if case in REPLICATED else max(worst, abs(predicted - counted))
+    return rows, worst
+
+
+def of_large_model(ranks: str) -> list[str]:
+    """What the command line takes for it: peak, seconds, and memory of its largest process."""
+    flags = ["--fake", "--ranks", ranks, "--parallel", "fsdp", "-i", "1x2048@int64=0..32000", "--json", "-q"]
+    command = [sys.executable, "-m", "memopt_cli", "profile", "benchmarks/large.py:build", *flags]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds = time.monotonic() - started
+    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    import json
+
+    peaks = {each["rank"]: each["tensor_peak_bytes"] for each in json.loads(done.stdout)["ranks"]}
+    told = ", ".join(f"rank {rank}: {format_bytes(peak)}" for rank, peak in peaks.items())
+    return [ranks, told, f"{seconds:.0f} s", format_bytes(memory)]
+
+
+def main() -> int:
+    """Write the section; 1 if a prediction is not what was counted, or not the same every time."""
+    rows, worst = beside_real_ranks()
+    peaks = {FULLY_SHARDED.predicted().tensor_peak_bytes for _ in range(_TIMES)}
+    large = [of_large_model(ranks) for ranks in LARGE]
+    text = (
+        f"{table(HEADER, rows)}\n\nThe counted are those of rank 0, the median of three.\n\n"
+        f"{_TIMES} predictions of `fsdp` at 2 ranks, in as many processes: {len(peaks)} number.\n\n"
+        f"A model of 6.6 billion parameters, `benchmarks/large.py`, all of it in float32:\n\n"
+        f"{table(['ranks', 'tensor peak, predicted', 'time', 'largest process'], large)}"
+    )
+    write_section("One rank of many", this_command(), text)
+    return int(worst > 0 or len(peaks) > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What one rank of many needs, predicted in a process of its own: process groups are global."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from memopt_cli.errors import UsageError
+from memopt_cli.measure.jobs import CountJob
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prepare import Opening, Prepared
+from memopt_cli.progress import Progress
+from memopt_cli.records import Counted, DeviceProfile, Layout, Plan, RankPrediction, predicted
+from memopt_cli.spec_text import is_factory, ranks_asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """What is to be predicted."""
+
+    layout: Layout
+    rank: int | None = None
+    """``None``: the first and the last."""
+    plan: Plan
+    card: DeviceProfile | None = None
+
+
+def without_data(opening: Opening, layout: Layout) -> Opening:
+    """The same model and step as they are predicted: on the CPU, the parameters never allocated.
+
+    Raises :class:`UsageError` for another device, and for a model that has parameters already.
+    """
+    location, device = opening.source.location, opening.settings.device
+    if not is_factory(location):
+        raise UsageError(
+            f"{location} has parameters, and one of {layout.ranks} ranks is predicted without any",
+            hint="Name what builds the model: package.module:callable, or file.py:function.",
+        )
+    if device.startswith("cuda"):
+        raise UsageError(
+            f"--device {device} runs the step, and one of {layout.ranks} ranks is predicted on the CPU",
+            hint="Leave --device out: tensors have the same bytes there.",
+        )
+    return replace(opening, settings=replace(opening.settings, device="cpu"), data="none")
+
+
+@contextlib.contextmanager
+def predicted_ranks(
+    prepared: Prepared, asked: Ranks, timeout_s: float, progress: Progress
+) -> Iterator[tuple[Session, tuple[RankPrediction, ...]]]:
+    """Predictions, and a session of the first rank that is largest.  Raises :class:`MemoptError`."""
+    found: dict[int, RankPrediction] = {}
+    with contextlib.ExitStack() as sessions:
+        opened = {}
+        for rank in ranks_asked(asked.layout, asked.rank):
+            progress.stage(f"predicting rank {rank} of {asked.layout.ranks}")
+            subject = replace(prepared.subject, layout=asked.layout, rank=rank, card=asked.card)
+            session = replace(prepared, subject=subject).session(timeout_s, "none")
+            opened[rank] = sessions.enter_context(session)
+            found[rank] = predict(opened[rank], asked.layout, rank, asked.plan)
+        largest = max(found, key=lambda rank: found[rank].tensor_peak_bytes)
+        yield opened[largest], tuple(found.values())
+
+
+def predict(session: Session, layout: Layout, rank: int, plan: Plan) -> RankPrediction:
+    """The step of the rank that a session is.  Raises :class:`MemoptError`."""
+    counted = session.ask(CountJob(plan=plan, fake=True))
+    if not isinstance(counted, Counted):
+        raise_failure(counted)
+    return predicted(counted, layout, rank, plan)

@@ -1,0 +1,30 @@
+"""How a training step is spread over many ranks, and what they tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BUILT_IN = ("fsdp", "ddp")
+"""Ways to spread a model that need no function of the user's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a model is spread over ranks, each of which is a process with a device."""
+
+    ranks: int
+    parallel: str
+    """One of :data:`BUILT_IN`, or ``file.py:function``, which is given the model and a mesh and returns the model."""
+    mesh: dict[str, int]
+    """Name of each axis -> its length, the outermost first; their product is the number of ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """The calls of one kind by which ranks exchange tensors in a step."""
+
+    kind: str
+    """``all-gather``, ``reduce-scatter``, ``all-reduce``, ``broadcast``, ``all-to-all`` …"""
+    calls: int
+    whole_bytes: int
+    """Of the tensors as a whole: what is gathered, or what each rank gives to be reduced."""

@@ -1,0 +1,150 @@
+"""A model without data as one rank of many has it: spread by the user's function, or in one of the usual ways."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
+from memopt_cli.records import Layout
+from memopt_cli.sharded.replicated import Replicated, without_reducer
+
+Shard = Callable[[nn.Module, DeviceMesh], Any]
+"""The user's function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """What a rank has."""
+
+    model: nn.Module
+    buckets: tuple[Tensor, ...]
+    """Of ``DistributedDataParallel``."""
+
+
+def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> Spread:
+    """``model`` spread over the mesh, in place where PyTorch does it so; ``function``: ``None`` for a built-in way.
+
+    Raises :class:`UsageError` for a function that fails, gives no module, spreads nothing or changes the default
+    group, and :class:`StepError` for what cannot be predicted.
+    """
+    with without_reducer() as buckets, _without_older():
+        made = _called(function or _BUILT_IN[layout.parallel], model, mesh, layout)
+    _refuse(made)
+    if not isinstance(made, nn.Module):
+        raise UsageError(
+            f"{layout.parallel} returned {_kind(made)}, no nn.Module", hint="Let it return the model that trains."
+        )
+    if not _is_spread(made):
+        raise UsageError(
+            f"{layout.parallel} left every parameter of {type(made).__name__} whole: it spreads nothing",
+            hint="Call fully_shard, parallelize_module or DistributedDataParallel in it.",
+        )
+    return Spread(model=made, buckets=tuple(buckets))
+
+
+def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Any:
+    group = dist.group.WORLD
+    try:
+        made = function(model, mesh)
+    except MemoptError:
+        raise
+    except (Exception, SystemExit) as err:  # the user's code may raise anything
+        raise UsageError(
+            f"{layout.parallel} failed: {first_line(err)}", hint=f"{_GIVEN.format(layout.mesh)} {_NO_GROUP}"
+        ) from err
+    if not dist.is_initialized() or dist.group.WORLD is not group:
+        raise UsageError(f"{layout.parallel} made a process group of its own", hint=_NO_GROUP)
+    return made
+
+
+_GIVEN = "It is called with the model and a DeviceMesh of the CPU with the axes {}."
+_NO_GROUP = "The group and the mesh are there: let it make none."
+
+
+def _refuse(made: Any) -> None:
+    """Raises :class:`StepError` for what no step without data can be taken of."""
+    parts = made.modules() if isinstance(made, nn.Module) else [made]
+    kinds = [base for part in parts for base in type(part).__mro__]
+    for base in kinds:
+        for package, why in _UNPREDICTED.items():
+            if f"{base.__module__}.".startswith(f"{package}."):
+                raise StepError(f"{base.__name__} cannot be predicted: {why}", hint=_OTHERS)
+
+
+@contextlib.contextmanager
+def _without_older() -> Iterator[None]:
+    """Within, making a module of FSDP1 raises :class:`StepError`."""
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise StepError(f"FullyShardedDataParallel (FSDP1) cannot be predicted: {_NOT_WATCHED}", hint=_OTHERS)
+
+    original = FullyShardedDataParallel.__init__
+    FullyShardedDataParallel.__init__ = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FullyShardedDataParallel.__init__ = original  # type: ignore[method-assign]
+
+
+_NOT_WATCHED = "it handles memory in ways that are not counted here"
+_UNPREDICTED = {
+    "deepspeed": _NOT_WATCHED,
+    "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
+}
+"""Package -> why."""
+_OTHERS = "fully_shard, parallelize_module and DistributedDataParallel can."
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _is_spread(model: nn.Module) -> bool:
+    parts = any(isinstance(module, FSDPModule | Replicated) for module in model.modules())
+    return parts or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------- the usual ways
+
+
+def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2 of every repeated block, and of the rest; over two axes it replicates along the first (HSDP)."""
+    for block in repeated_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+_BUILT_IN: dict[str, Shard] = {"fsdp": _fully_sharded, "ddp": _replicated}
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules with parameters that a list or a sequence has several of, of one class; none within another."""
+    if isinstance(model, nn.ModuleList | nn.Sequential):
+        children = [child for child in model.children() if next(child.parameters(), None) is not None]
+        alike = {kind for kind in map(type, children) if sum(type(child) is kind for child in children) > 1}
+        alike = {kind for kind in alike if isinstance(model, nn.ModuleList) or any(_is_composite(kind, children))}
+        inner = [child for child in children if type(child) not in alike]
+        return [child for child in children if type(child) in alike] + [
+            block for child in inner for block in repeated_blocks(child)
+        ]
+    return [block for child in model.children() for block in repeated_blocks(child)]
+
+
+def _is_composite(kind: type, children: list[nn.Module]) -> list[bool]:
+    """Of the children of a class, whether each has modules below: a sequence of plain layers has no blocks."""
+    return [any(True for _ in child.children()) for child in children if type(child) is kind]

@@ -1,0 +1,189 @@
+"""Layouts whose ranks are predicted, and counted in real processes that gloo joins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from memopt_cli.apply import apply_plan
+from memopt_cli.optimizer_text import parse_optimizer
+from memopt_cli.optimizers import optimizer_maker
+from memopt_cli.records import Counted, Plan, RankPrediction, SegmentPlan, StepSettings, from_data, to_data
+from memopt_cli.step import Step, take
+from memopt_cli.trace import count
+from tests.sharded import models
+
+TIMES = 3
+"""How often a step is counted: gloo may let go of a buffer late."""
+SEGMENTS = Plan(segments=tuple(SegmentPlan(path=f"blocks.{i}") for i in range(3)))
+CONVOLUTIONS = Plan(segments=tuple(SegmentPlan(path=f"3.{i}") for i in range(3)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    shard: Callable[[nn.Module, DeviceMesh], nn.Module]
+    mesh: dict[str, int]
+    build: Callable[[], nn.Module] = models.transformer
+    inputs: str = f"4x{models.LENGTH}@int64=0..{models.WORDS}"
+    plan: Plan = field(default_factory=Plan)
+    optimizer: str = "none"
+    clip_norm: float | None = None
+    accumulate: int = 1
+
+    @property
+    def ranks(self) -> int:
+        product = 1
+        for length in self.mesh.values():
+            product *= length
+        return product
+
+    def predicted(self, rank: int = 0, **changes: Any) -> RankPrediction:
+        from memopt_cli import predict_rank
+
+        return predict_rank(
+            self.build,
+            self.inputs,
+            ranks=self.ranks,
+            mesh=self.mesh,
+            parallelize=self.shard,
+            plan=self.plan,
+            rank=rank,
+            optimizer=self.optimizer,
+            clip_norm=self.clip_norm,
+            accumulate=self.accumulate,
+            **changes,
+        )
+
+
+def _of_images(case: Case) -> Case:
+    return replace(case, name=f"{case.name}, convolutional", build=models.convolutional, inputs="4x3x12x12")
+
+
+def _axis(ranks: int) -> dict[str, int]:
+    return {"dp": ranks}
+
+
+FULLY_SHARDED = Case(name="fsdp", shard=models.shard, mesh=_axis(2))
+TENSOR_PARALLEL = Case(name="tensor parallel", shard=models.split, mesh={"tp": 2})
+BOTH = Case(name="fsdp × tp", mesh={"dp": 2, "tp": 2}, shard=models.split_and_shard)
+TWO = (
+    FULLY_SHARDED,
+    replace(FULLY_SHARDED, name="fsdp, segments", plan=SEGMENTS),
+    replace(FULLY_SHARDED, name="fsdp, adamw, clipped", optimizer="adamw", clip_norm=1.0),
+    replace(FULLY_SHARDED, name="fsdp, accumulating", accumulate=2),
+    replace(FULLY_SHARDED, name="fsdp, bf16", shard=models.shard_in_bf16),
+    replace(FULLY_SHARDED, name="fsdp, bf16, segments", shard=models.shard_in_bf16, plan=SEGMENTS),
+    replace(FULLY_SHARDED, name="fsdp, kept", shard=models.shard_and_keep),
+    replace(FULLY_SHARDED, name="fsdp, no mesh", shard=models.shard_without_mesh),
+    _of_images(FULLY_SHARDED),
+    replace(_of_images(FULLY_SHARDED), name="fsdp, convolutional, segments", plan=CONVOLUTIONS),
+    TENSOR_PARALLEL,
+    replace(TENSOR_PARALLEL, name="tensor parallel, segments", plan=SEGMENTS),
+    replace(TENSOR_PARALLEL, name="tensor parallel, adamw", optimizer="adamw"),
+)
+THREE = (
+    replace(FULLY_SHARDED, name="fsdp, uneven", mesh=_axis(3)),
+    replace(FULLY_SHARDED, name="fsdp, uneven, segments", mesh=_axis(3), plan=SEGMENTS),
+    replace(_of_images(FULLY_SHARDED), mesh=_axis(3)),
+)
+FOUR = (
+    replace(FULLY_SHARDED, mesh=_axis(4)),
+    replace(FULLY_SHARDED, name="fsdp, kept, bf16", mesh=_axis(4), shard=models.shard_in_bf16),
+    replace(FULLY_SHARDED, name="fsdp × tp", mesh={"dp": 2, "tp": 2}, shard=models.split_and_shard),
+    replace(
+        FULLY_SHARDED, name="fsdp × tp, segments", mesh={"dp": 2, "tp": 2}, shard=models.split_and_shard, plan=SEGMENTS
+    ),
+    replace(FULLY_SHARDED, name="hsdp", mesh={"replicate": 2, "shard": 2}),
+    replace(FULLY_SHARDED, name="hsdp, segments", mesh={"replicate": 2, "shard": 2}, plan=SEGMENTS),
+    replace(_of_images(FULLY_SHARDED), name="hsdp, convolutional", mesh={"replicate": 2, "shard": 2}),
+)
+REPLICATED = (
+    Case(name="ddp", shard=models.replicate, mesh=_axis(2)),
+    Case(name="ddp, views", shard=models.replicate_in_views, mesh=_axis(2)),
+    Case(name="ddp, segments", shard=models.replicate, mesh=_axis(2), plan=SEGMENTS),
+    Case(name="ddp, adamw", shard=models.replicate, mesh=_axis(2), optimizer="adamw"),
+    Case(name="ddp, views, adamw", shard=models.replicate_in_views, mesh=_axis(2), optimizer="adamw"),
+    _of_images(Case(name="ddp", shard=models.replicate, mesh=_axis(2))),
+    _of_images(Case(name="ddp, views", shard=models.replicate_in_views, mesh=_axis(2))),
+)
+
+
+# ---------------------------------------------------------------------------------------------- in real processes
+
+
+def counted_really(cases: tuple[Case, ...], folder: Path) -> dict[str, list[list[Counted]]]:
+    """Name -> of each rank what was counted, ``TIMES`` over; all cases are of as many ranks."""
+    (ranks,) = {case.ranks for case in cases}
+    torch.multiprocessing.spawn(_process, (ranks, cases, str(folder)), nprocs=ranks)
+    found = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
+    return {
+        case.name: [[from_data(Counted, data) for data in of_rank[case.name]] for of_rank in found] for case in cases
+    }
+
+
+def _process(rank: int, ranks: int, cases: tuple[Case, ...], folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2))
+    found = {}
+    for case in cases:
+        torch.manual_seed(0)
+        found[case.name] = [to_data(counted) for counted in _counts(case)]
+        dist.barrier()
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _counts(case: Case) -> list[Counted]:
+    step = real_step(case)
+    take(step)
+    take(step)  # DDP makes its buckets anew
+    return [count(replace(step, buckets=_buckets(step))) for _ in range(TIMES)]
+
+
+def real_step(case: Case) -> Step:
+    """One rank's, in a process that has a group."""
+    mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
+    model = case.shard(apply_plan(case.build().train(), case.plan), mesh)
+    make = optimizer_maker(parse_optimizer(case.optimizer))
+    settings = StepSettings(optimizer=case.optimizer, clip_norm=case.clip_norm, micro_batches=case.accumulate)
+    given = (
+        torch.randint(0, models.WORDS, (4, models.LENGTH))
+        if case.build is models.transformer
+        else torch.randn(4, 3, 12, 12)
+    )
+    return Step(model=model, args=(given,), kwargs={}, settings=settings, optimizer=make(model), make_optimizer=make)
+
+
+def _buckets(step: Step) -> tuple[Tensor, ...]:
+    """Those of DDP's reducer, which nothing else tells of: what its hook is given."""
+    if not isinstance(step.model, DistributedDataParallel):
+        return ()
+    found: list[Tensor] = []
+
+    def hook(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        if all(bucket.buffer() is not known for known in found):
+            found.append(bucket.buffer())
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    if step.model in _HOOKED:
+        return tuple(_HOOKED[step.model])
+    hook.__annotations__.clear()  # PyTorch compares them with classes
+    step.model.register_comm_hook(None, hook)
+    take(step)
+    _HOOKED[step.model] = found
+    return tuple(found)
+
+
+_HOOKED: dict[nn.Module, list[Tensor]] = {}

@@ -1,0 +1,166 @@
+"""One rank of many, predicted in one process, beside real processes joined by gloo: the same bytes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from memopt_cli import predict_rank
+from memopt_cli.errors import MemoptError, StepError, UsageError
+from memopt_cli.records import Counted, Plan
+from memopt_cli.runtime.private_torch import start_fake_group
+from memopt_cli.sharded.spread import repeated_blocks
+from tests.sharded import models, wrong
+from tests.sharded.cases import FOUR, FULLY_SHARDED, REPLICATED, SEGMENTS, THREE, TWO, Case, counted_really
+
+pytestmark = pytest.mark.process
+Found = dict[str, list[list[Counted]]]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
+    """Ranks -> what they counted; started once for all tests."""
+    several = {2: (*TWO, *REPLICATED), 3: THREE, 4: FOUR}
+    return {ranks: counted_really(cases, tmp_path_factory.mktemp("ranks")) for ranks, cases in several.items()}
+
+
+def of_first_rank(case: Case, real: dict[int, Found]) -> Counted:
+    """The median of those that were counted."""
+    return sorted(real[case.ranks][case.name][0], key=lambda counted: counted.tensor_peak_bytes)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*TWO, *THREE, *FOUR], ids=lambda case: f"{case.ranks}: {case.name}")
+def test_the_first_rank_is_predicted_to_the_byte(case: Case, real: dict[int, Found]) -> None:
+    counted, predicted = of_first_rank(case, real), case.predicted()
+    assert predicted.tensor_peak_bytes == counted.tensor_peak_bytes
+    assert predicted.resident_bytes == counted.resident_bytes
+    assert predicted.breakdown == counted.breakdown
+    assert predicted.collectives == counted.collectives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REPLICATED, ids=lambda case: case.name)
+def test_replicas_are_predicted_within_a_thousandth(case: Case, real: dict[int, Found]) -> None:
+    counted, predicted = of_first_rank(case, real), case.predicted()
+    assert predicted.tensor_peak_bytes == pytest.approx(counted.tensor_peak_bytes, rel=1e-3)
+    assert predicted.resident_bytes == counted.resident_bytes
+    reduced = [each for each in predicted.collectives if each.kind == "all-reduce"]
+    assert reduced == [each for each in counted.collectives if each.kind == "all-reduce"]
+
+
+@pytest.mark.slow
+def test_a_rank_with_less_is_predicted_with_less() -> None:
+    """Three ranks share what does not divide by three: the last has least."""
+    uneven = THREE[0]
+    assert uneven.predicted(rank=2).resident_bytes < uneven.predicted(rank=0).resident_bytes
+
+
+def test_a_subprocess_predicts_the_same() -> None:
+    """What it can import is predicted there, and other functions here."""
+    here = FULLY_SHARDED.predicted(loss=lambda output: output)
+    assert predict_rank(FULLY_SHARDED.build, FULLY_SHARDED.inputs, ranks=2, parallelize=FULLY_SHARDED.shard) == replace(
+        here, layout=replace(here.layout, mesh={"dp": 2})
+    )
+    assert not dist.is_initialized()
+
+
+def test_segments_need_no_more_collectives_and_no_more_bytes() -> None:
+    """Those that gather parameters for a recomputation gather them for backward as well."""
+    plain, planned = FULLY_SHARDED.predicted(), replace(FULLY_SHARDED, plan=SEGMENTS).predicted()
+    assert planned.collectives == plain.collectives
+    assert planned.tensor_peak_bytes < plain.tensor_peak_bytes
+
+
+def test_a_built_in_way_is_that_of_a_script() -> None:
+    """``fsdp`` shards the blocks of a list, and the rest."""
+    ours = predict_rank(FULLY_SHARDED.build, FULLY_SHARDED.inputs, ranks=2, parallelize="fsdp")
+    theirs = FULLY_SHARDED.predicted()
+    assert replace(ours, layout=theirs.layout) == theirs
+
+
+def test_a_forgotten_block_is_seen() -> None:
+    forgotten = replace(FULLY_SHARDED, shard=models.shard_but_one)
+    assert forgotten.predicted().tensor_peak_bytes > FULLY_SHARDED.predicted().tensor_peak_bytes
+
+
+def test_more_ranks_need_less_each() -> None:
+    peaks = [replace(FULLY_SHARDED, mesh={"dp": ranks}).predicted() for ranks in (2, 4, 16)]
+    assert [p.tensor_peak_bytes for p in peaks] == sorted((p.tensor_peak_bytes for p in peaks), reverse=True)
+    assert {p.collectives[0].kind for p in peaks} == {"all-gather"}
+
+
+@pytest.mark.parametrize(
+    ("function", "exit_code", "reason"),
+    [
+        (wrong.nothing, 2, "returned nothing, no nn.Module"),
+        (wrong.whole, 2, "left every parameter of Transformer whole"),
+        (wrong.failing, 2, "LookupError: no such layer"),
+        (wrong.another_group, 2, "failed: "),
+        (wrong.exchanged_group, 2, "made a process group of its own"),
+        (wrong.older, 3, "FSDP1"),
+        (wrong.engine, 3, "DeepSpeedEngine cannot be predicted"),
+        (wrong.stage, 3, "PipelineStage cannot be predicted"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_predicted_has_a_reason_and_no_number(function: Any, exit_code: int, reason: str) -> None:
+    case = replace(FULLY_SHARDED, shard=function)
+    with pytest.raises(MemoptError) as raised:
+        case.predicted()
+    assert raised.value.exit_code == exit_code
+    assert reason in raised.value.message
+    assert not dist.is_initialized()
+
+
+def test_a_forward_that_depends_on_values() -> None:
+    with pytest.raises(StepError, match="cannot be predicted: on tensors without data it fails"):
+        replace(FULLY_SHARDED, build=models.of_data).predicted()
+
+
+def test_an_optimizer_in_backward_is_not_predicted() -> None:
+    with pytest.raises(StepError, match="in backward is not predicted"):
+        replace(FULLY_SHARDED, plan=Plan(in_backward=True), optimizer="sgd").predicted()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"ranks": 4, "mesh": {"dp": 2, "tp": 3}}, "the mesh has 2 × 3 = 6 ranks, not 4"),
+        ({"ranks": 2, "rank": 2}, "there is no rank 2 of 2"),
+        ({"ranks": 2, "parallelize": "ddp", "mesh": {"a": 2, "b": 1}}, "ddp takes a mesh of 1 axis, not of 2"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"ranks": 2, "parallelize": None}, "parallelize is no function"),
+    ],
+)
+def test_arguments_are_checked(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        predict_rank(FULLY_SHARDED.build, FULLY_SHARDED.inputs, **{"parallelize": "fsdp", **given})
+
+
+def test_a_process_with_a_group_of_its_own_predicts_nothing() -> None:
+    start_fake_group(0, 2)
+    try:
+        with pytest.raises(UsageError, match="a process group already"):
+            FULLY_SHARDED.predicted(loss=lambda output: output)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------- the built-in ways
+
+
+def test_repeated_blocks() -> None:
+    net = models.transformer()
+    assert repeated_blocks(net) == list(net.blocks)  # type: ignore[call-overload]
+    images = models.convolutional()
+    assert repeated_blocks(images) == list(images[3])  # type: ignore[index]
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
+    twice = nn.ModuleList([models.transformer(), models.transformer()])
+    assert repeated_blocks(twice) == list(twice)
