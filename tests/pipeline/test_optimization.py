@@ -279,7 +279,12 @@ def test_apply_writes_the_same_model(run: Run, memopt: Memopt, tmp_path: Path) -
     torch.save(conv_net(), "other.pt")
     done = memopt("apply", "other.pt", str(run.folder / "net.memopt.plan.yaml"), "--json")
     assert done.code == 0
-    assert json.loads(done.out) == {"files": ["other.memopt.pt"], "verification": None, "confirmation": None}
+    assert json.loads(done.out) == {
+        "files": ["other.memopt.pt"],
+        "verification": None,
+        "shorter": [],
+        "confirmation": None,
+    }
     assert done.changed == {"other.memopt.pt"}
     assert segments(memopt_cli.load("other.memopt.pt")) == segments(run.optimized())
     again = memopt("apply", "other.pt", str(run.folder / "net.memopt.plan.yaml"))
