@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from memopt_cli.cli.help import ANSWER, INPUTS, OUTPUT, SEARCH
+from memopt_cli.cli.help import ANSWER, OUTPUT, SEARCH
+from memopt_cli.cli.options import dims_option
 from memopt_cli.cli.values import memory, seconds, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, StrategyName
@@ -106,18 +107,7 @@ def check_search(request: BatchRequest, objective: ObjectiveName | None) -> None
             raise UsageError(f"--search {why}: {flag} does not go with it", hint="Leave one of them out.")
 
 
-Dims = Annotated[
-    list[str],
-    typer.Option(
-        "--dim",
-        metavar="NAME=SIZE",
-        default_factory=list,
-        show_default=False,
-        rich_help_panel=INPUTS,
-        help="Size of a symbol in the shapes: B=8. With a range, S=128:4096, tabulate sizes, each twice the one "
-        "before. Repeatable.",
-    ),
-]
+Dims = Annotated[list[str], dims_option("With a range, S=128:4096, tabulate sizes, each twice the one before. ")]
 Memory = Annotated[
     float | None,
     typer.Option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -73,17 +73,21 @@ Inputs = Annotated[
         help="An input, [name:]SHAPE[@dtype][=values]: 4x3x224x224, or ids:BxS@int64=0..32000. Repeatable.",
     ),
 ]
-Dims = Annotated[
-    list[str],
-    typer.Option(
+
+
+def dims_option(more: str = "") -> Any:
+    """``--dim``; ``more``: what a command makes of a range."""
+    return typer.Option(
         "--dim",
         metavar="NAME=SIZE",
         default_factory=list,
         show_default=False,
         rich_help_panel=INPUTS,
-        help="Size of a symbol in the shapes: B=8. Repeatable.",
-    ),
-]
+        help=f"Size of a symbol in the shapes: B=8. {more}Repeatable.",
+    )
+
+
+Dims = Annotated[list[str], dims_option()]
 InputData = Annotated[
     str | None,
     typer.Option(

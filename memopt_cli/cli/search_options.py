@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from memopt_cli.cli.help import FINE, INPUTS, SEARCH
+from memopt_cli.cli.help import FINE, SEARCH
+from memopt_cli.cli.options import dims_option
 from memopt_cli.cli.values import memory, seconds, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.records import Budget, OptimizeRequest, Preference, Profile
@@ -66,16 +67,7 @@ def check_ranges(request: OptimizeRequest) -> None:
 
 
 Dims = Annotated[
-    list[str],
-    typer.Option(
-        "--dim",
-        metavar="NAME=SIZE",
-        default_factory=list,
-        show_default=False,
-        rich_help_panel=INPUTS,
-        help="Size of a symbol in the shapes: B=8. With a range, S=64:2048, and --budget: a plan for each of a few "
-        "ranges of sizes. Repeatable.",
-    ),
+    list[str], dims_option("With a range, S=64:2048, and --budget: a plan for each of a few ranges of sizes. ")
 ]
 Lengths = Annotated[
     str | None,

@@ -85,8 +85,6 @@ class CaseSearch:
     """To find what fits."""
     run: Callable[[int], BatchProbe | Failure] | None = None
     """As in :class:`BatchProbes`."""
-    in_blocks: bool = False
-    """As in :class:`BatchProbes`."""
     runs: int = 0
     searched: list[Case] = field(default_factory=list)
     """The cases whose search has begun, the last first."""
@@ -105,7 +103,6 @@ class CaseSearch:
                 progress=self.progress,
                 dims=case.dims,
                 limit_bytes=self.limits.budget_bytes,
-                in_blocks=self.in_blocks,
                 run=self.run,
             )
             described, unit = self.batch, self.limits.multiple_of
@@ -143,13 +140,13 @@ class CaseSearch:
         if others and not case.search.runs.measured:
             raise_failure(others[0])
         if case.search.model.predict is None and not case.search.runs:
-            why = "nothing is run for a device that is not here", "Run it on that device, without --for."
-            if self.most_runs:
-                why = f"{self.most_runs} runs are all there are", "Give a range of fewer sizes to --dim."
+            limit, hint = f"{self.most_runs} runs are all there are", "Give a range of fewer sizes to --dim."
+            if not self.most_runs:
+                limit, hint = "nothing is run for a device that is not here", "Run it on that device, without --for."
             raise StepError(
                 f"the step cannot run on tensors without data, so that nothing is known{case.text} without a run, and "
-                f"{why[0]}",
-                hint=why[1],
+                f"{limit}",
+                hint=hint,
             )
         if refusal := case.search.refusal():
             raise StepError(

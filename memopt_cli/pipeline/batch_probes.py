@@ -68,14 +68,12 @@ class BatchProbes:
     """Sizes of other symbols than described."""
     limit_bytes: int | None = None
     """The memory of the device to emulate."""
-    in_blocks: bool = False
-    """Dry runs count in the blocks of a device that is not here."""
     replicas: int = 1
     """Copies of the model that take a step as one."""
     run: Callable[[int], BatchProbe | Failure] | None = None
     """Runs a batch and looks at more than its peak and its time; ``None``: those are all."""
     dry_runs: dict[int, float] = field(default_factory=dict)
-    """Tensor peaks of one copy so far, by batch."""
+    """Peaks of one copy so far, by batch: of tensors, or in the blocks of a device that is not here."""
     interpolated: dict[int, float] = field(default_factory=dict)
     """The same of batches between dry runs that are on one line."""
 
@@ -91,7 +89,7 @@ class BatchProbes:
         )
 
     def predict(self, batch: int) -> float:
-        """The tensor peak in bytes by a dry run, or by those around it that tell as much; infinite where that fails."""
+        """The peak in bytes by a dry run, or by those around it that tell as much; infinite where that fails."""
         return self.replicas * self._predicted_of_one(batch)
 
     def _predicted_of_one(self, batch: int) -> float:
@@ -103,11 +101,8 @@ class BatchProbes:
                 return self.interpolated.setdefault(batch, known)
             self.progress.update(0, None, f"batch {self._where(batch)}, without data")
             counted = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
-            self.dry_runs[batch] = self._peak_of(counted) if isinstance(counted, Counted) else math.inf
+            self.dry_runs[batch] = counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
         return self.dry_runs[batch]
-
-    def _peak_of(self, counted: Counted) -> float:
-        return counted.allocated_peak_bytes if self.in_blocks else counted.tensor_peak_bytes
 
     def probe(self, batch: int) -> BatchProbe | Failure:
         """The allocated peak and the time of a step by a run."""

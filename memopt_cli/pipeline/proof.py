@@ -144,7 +144,7 @@ def _fault(found: Verification | Failure) -> str:
 
 
 def _has_chunks(row: LevelRow) -> bool:
-    return any(segment.chunks > 1 for segment in row.plan.segments)
+    return row.plan.has_chunks
 
 
 def _allocated(row: LevelRow) -> int:

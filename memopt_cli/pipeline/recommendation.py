@@ -104,7 +104,6 @@ def recommend_prepared(
         limits=limits,
         why_fixed=functools.partial(why_fixed, prepared=prepared),
         most_runs=limits.probes - RUNS * bool(lengths),
-        in_blocks=request.card is not None,
     )
     job = _Job(
         request=request,

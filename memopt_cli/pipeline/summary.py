@@ -170,7 +170,7 @@ def _steps_of(plan: Plan, splits: int) -> list[str]:
     used = {
         1: not plan.is_empty,
         2: splits > 0,
-        3: any(s.chunks > 1 for s in plan.segments),
+        3: plan.has_chunks,
         4: any(s.keep for s in plan.segments),
     }
     return [STEP_NAMES[level] for level, is_used in used.items() if is_used]

@@ -47,7 +47,7 @@ def verified_small(prepared: Prepared, plan: Plan, timeout_s: float, progress: P
     """At two samples, or the least sizes at which all chunks run, where a full step is not to be run here."""
     progress.stage("verifying a few samples")
     sizes: Sizes | Failure = Sizes(batch=min(_FEW, prepared.batch))
-    if any(segment.chunks > 1 for segment in plan.everywhere):
+    if plan.has_chunks:
         with prepared.session(timeout_s) as session:
             sizes = session.ask(SizesJob(plan=plan))
     found = _verified_at(prepared, plan, sizes, timeout_s) if isinstance(sizes, Sizes) else None
@@ -94,7 +94,7 @@ def agreement(measured: MeasuredSteps, plan: Plan, prepared: Prepared) -> Finger
         measured.planned,
         batch=dims.pop(BATCH, prepared.batch),
         dims=dims,
-        exact=not any(segment.chunks > 1 for segment in plan.everywhere),
+        exact=not plan.has_chunks,
         epsilon=EPSILONS.get(subject.settings.precision, 0.0),
     )
     return check if agrees else None
@@ -102,7 +102,7 @@ def agreement(measured: MeasuredSteps, plan: Plan, prepared: Prepared) -> Finger
 
 def _sizes(prepared: Prepared, plan: Plan, step_s: float, timeout_s: float) -> Sizes:
     batch = prepared.batch
-    if any(segment.chunks > 1 for segment in plan.everywhere):
+    if plan.has_chunks:
         with prepared.session(timeout_s) as session:
             found = session.ask(SizesJob(plan=plan))
         return found if isinstance(found, Sizes) else Sizes(batch=batch)

@@ -144,6 +144,11 @@ class Plan:
         return (*self.segments, *(segment for part in self.ranges for segment in part.segments))
 
     @property
+    def has_chunks(self) -> bool:
+        """Whether a segment runs in chunks, in any range."""
+        return any(segment.chunks > 1 for segment in self.everywhere)
+
+    @property
     def packs(self) -> bool:
         """Whether anything is packed outside of segments, in any range."""
         return self.packed or any(part.packed for part in self.ranges)

@@ -182,16 +182,25 @@ def is_fake(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def fake_copies() -> Iterator[None]:
+def replaced(owner: type, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, a method of a class of PyTorch's is another, made of what it was."""
+    is_own, plain = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, changed(plain))
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, plain)
+        else:
+            delattr(owner, name)
+
+
+def fake_copies() -> contextlib.AbstractContextManager[None]:
     """Within, ``copy.deepcopy`` of a tensor of a dry run is one of its own.
 
     PyTorch copies its storage instead, which has a size and no memory, and writes beyond it.
     """
-    FakeTensor.__deepcopy__ = _copy_of_fake  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del FakeTensor.__deepcopy__
+    return replaced(FakeTensor, "__deepcopy__", lambda _: _copy_of_fake)
 
 
 def _copy_of_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:

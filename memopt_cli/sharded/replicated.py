@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import StepError
+from memopt_cli.runtime.private_torch import replaced
 
 _FIRST_BYTES, _MEBIBYTE = 1 << 20, 1 << 20
 """Of the first bucket, at most, so that something is reduced early."""
@@ -43,19 +44,16 @@ def without_reducer() -> Iterator[list[Tensor]]:
 
     Raises :class:`StepError` for one that casts parameters, which is not counted.
     """
-    original, buckets = DistributedDataParallel.__init__, list[Tensor]()
-    signature = inspect.signature(original)
+    buckets = list[Tensor]()
+    signature = inspect.signature(DistributedDataParallel.__init__)
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         buckets.extend(_make(self, bound.arguments))
 
-    DistributedDataParallel.__init__ = make  # type: ignore[method-assign]
-    try:
+    with replaced(DistributedDataParallel, "__init__", lambda _: make):
         yield buckets
-    finally:
-        DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
 
 
 def _make(wrapper: Any, given: dict[str, Any]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
 from memopt_cli.records import Layout
+from memopt_cli.runtime.private_torch import replaced
 from memopt_cli.sharded.replicated import Replicated, without_reducer
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
@@ -81,19 +82,13 @@ def _refuse(made: Any) -> None:
                 raise StepError(f"{base.__name__} cannot be predicted: {why}", hint=_OTHERS)
 
 
-@contextlib.contextmanager
-def _without_older() -> Iterator[None]:
+def _without_older() -> contextlib.AbstractContextManager[None]:
     """Within, making a module of FSDP1 raises :class:`StepError`."""
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise StepError(f"FullyShardedDataParallel (FSDP1) cannot be predicted: {_NOT_WATCHED}", hint=_OTHERS)
 
-    original = FullyShardedDataParallel.__init__
-    FullyShardedDataParallel.__init__ = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FullyShardedDataParallel.__init__ = original  # type: ignore[method-assign]
+    return replaced(FullyShardedDataParallel, "__init__", lambda _: refuse)
 
 
 _NOT_WATCHED = "it handles memory in ways that are not counted here"

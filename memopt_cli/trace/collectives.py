@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memopt_cli.records import Collective
-from memopt_cli.runtime.private_torch import tree_leaves, unseen
+from memopt_cli.runtime.private_torch import replaced, tree_leaves, unseen
 
 _GROUPS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of the operators of process groups: as they are called, and as functions of PyTorch's."""
@@ -108,7 +108,7 @@ def resizes_seen(seen: Callable[[torch.UntypedStorage], object]) -> Iterator[Non
 
         return resize_
 
-    with _replaced(torch.UntypedStorage, "resize_", resizing):
+    with replaced(torch.UntypedStorage, "resize_", resizing):
         yield
 
 
@@ -129,19 +129,5 @@ def staging_unseen() -> Iterator[None]:
     if not dist.is_available():
         yield
         return
-    with _replaced(dist.Work, "wait", waiting):
+    with replaced(dist.Work, "wait", waiting):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, a method of a class is another, made of what it was."""
-    is_own, plain = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, changed(plain))
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, plain)
-        else:
-            delattr(owner, name)

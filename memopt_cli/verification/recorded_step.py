@@ -53,7 +53,7 @@ def verify(
     With ``resize`` a few steps follow it, see :func:`memopt_cli.verification.further_steps.follow`; ``asked_s``: how
     long a step takes at the size that was asked for, where this one is smaller.
     """
-    chunked = any(segment.chunks > 1 for segment in plan.everywhere)
+    chunked = plan.has_chunks
     inexact = tuple(dict.fromkeys(segment.path for segment in plan.everywhere if segment.inexact))
     fixed = _fixed_statistics([find_part(step.model, path) for path in inexact])
     with nothing_sampled(), fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:

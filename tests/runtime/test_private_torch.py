@@ -152,6 +152,19 @@ def test_a_module_is_copied_into_a_dry_run() -> None:
     assert isinstance(twin.weight, nn.Parameter)
 
 
+def test_a_method_is_replaced_and_put_back() -> None:
+    class Child(nn.Linear):
+        pass
+
+    plain = nn.Linear.extra_repr
+    with p.replaced(nn.Linear, "extra_repr", lambda was: lambda self: was(self).upper()):
+        assert nn.Linear(2, 3).extra_repr() == "IN_FEATURES=2, OUT_FEATURES=3, BIAS=TRUE"
+    assert nn.Linear.extra_repr is plain
+    with p.replaced(Child, "extra_repr", lambda was: lambda self: "child"):
+        assert Child(2, 3).extra_repr() == "child"
+    assert "extra_repr" not in vars(Child)
+
+
 def test_a_tensor_of_a_dry_run_is_copied_deeply() -> None:
     with p.FakeTensorMode(), p.fake_copies():
         layer, plain = nn.Linear(2, 2), torch.zeros(3).requires_grad_()

@@ -17,7 +17,7 @@ def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
     found = bench.known(full_workspaces)
     if found is None:
         return bench.known(_estimated)
-    return bench.known(_growing) if any(s.chunks > 1 for s in plan.everywhere) else found
+    return bench.known(_growing) if plan.has_chunks else found
 
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
