@@ -40,7 +40,8 @@ def _module_of(path: str, flag: str, reference: str) -> ModuleType:
     there = sys.modules.get(name)
     if there is not None and vars(there).get(_STAMP) == stamp:
         return there
-    imported = (m for key, m in [*sys.modules.items()] if key not in (name, "__main__") and _is_at(m, path))
+    main = sys.modules.get("__main__")  # by another name, too: ``__mp_main__``
+    imported = (m for key, m in [*sys.modules.items()] if key != name and m is not main and _is_at(m, path))
     if (module := next(imported, None)) is not None:
         return module
     spec = importlib.util.spec_from_file_location(name, path)
