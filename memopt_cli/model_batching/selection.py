@@ -127,7 +127,7 @@ def select(
         whole = _Given(tree, models, args, kwargs)
         found = candidates(tree, wanted)
         if not check:
-            tried = _tried(found, _unchecked(_few(whole)), most_s=0.0)
+            tried = _tried(found, _unchecked(whole), most_s=0.0)
         else:
             reference = _Reference(whole)
             tried = _tried(found, reference.trial_of, most_s=reference.patience_s if wanted == "auto" else 0.0)
@@ -162,14 +162,15 @@ def _tried(found: list[Candidate], compare: Callable[[Candidate], RouteTrial], m
 _NOT_TRIED = "it was not tried: another one can be used"
 
 
-def _unchecked(few: _Given) -> Callable[[Candidate], RouteTrial]:
+def _unchecked(whole: _Given) -> Callable[[Candidate], RouteTrial]:
     """Says of a candidate whether its forward runs, and no more."""
 
     def trial_of(candidate: Candidate) -> RouteTrial:
         refused = ""
         try:
             if candidate.name != "loop":  # it runs anything
-                _Trial(candidate, copy.deepcopy(few.tree), few.models)(*few.args, **few.kwargs)
+                few = _few(whole)
+                _Trial(candidate, few.tree, few.models)(*few.args, **few.kwargs)
         except Exception as error:
             refused = first_line(error)
         return RouteTrial(name=candidate.name, variant=candidate.variant, refused=refused, difference=math.nan)
