@@ -25,6 +25,7 @@ from memopt_cli.runtime import (
     remove_segment,
     segment_of,
     settings_of,
+    takes_argument,
 )
 from memopt_cli.runtime.in_backward import (
     has_in_backward,
@@ -105,6 +106,11 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
     assert plan.by is not None, "it has ranges"
     if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
         raise PlanError("a part of the model has a plan by length already", hint=_TAKE_OFF)
+    if not takes_argument(model, plan.by.argument):
+        raise PlanError(
+            f"the plan looks at the argument {plan.by.argument!r}, which forward of {type(model).__name__} does not take",
+            hint="Write into by: argument which one it is, by name or by position from 0.",
+        )
     length = LengthOf(name=plan.by.dim, argument=plan.by.argument, axis=plan.by.axis)
     up_to = tuple(part.up_to for part in plan.ranges)
     parts = [_configs(model, part.plan) for part in plan.ranges]
@@ -126,13 +132,18 @@ def plan_of(model: nn.Module) -> Plan:
     if not isinstance(root, ConfigsByLength) or root.length is None:  # of a part of one by length, what it has for long
         plain = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
         return replace(_plan_of(plain), in_backward=in_backward)
-    by_length = {path: s for path, m in installed.items() if isinstance(s := settings_of(m), ConfigsByLength)}
     ranges = []
     for index, up_to in enumerate(root.up_to):
-        part = _plan_of({path: c for path, s in by_length.items() if (c := s.configs[index]) is not None})
+        part = _plan_of({path: c for path, m in installed.items() if (c := _in_range(m, index)) is not None})
         ranges.append(PlanRange(up_to=up_to, segments=part.segments, packed=part.packed))
     by = InputDimension(dim=root.length.name, argument=root.length.argument, axis=root.length.axis)
     return Plan(by=by, ranges=tuple(ranges), in_backward=in_backward)
+
+
+def _in_range(module: nn.Module, index: int) -> SegmentConfig | None:
+    """What is installed on a module for a range; of one that is the same at every length, that."""
+    settings = settings_of(module)
+    return settings.configs[index] if isinstance(settings, ConfigsByLength) else settings
 
 
 def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:

@@ -125,7 +125,7 @@ def read_histogram(path: str | Path) -> dict[int, int]:
 def _matches(path: str | Path, line_of: re.Pattern[str], hint: str) -> list[re.Match[str]]:
     """The lines of a file that are not empty."""
     try:
-        lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MOST_BYTES)), "utf-8", errors="replace")
+        lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MOST_BYTES)), "utf-8-sig", errors="replace")
     except OSError as err:
         raise UsageError(f"cannot read lengths from {path}: {err.strerror}", hint="Check the path.") from err
     found = []

@@ -61,7 +61,7 @@ class SegmentPlan(ChunkRule):
 class InputDimension:
     """A dimension of an input of the model, whose size may differ from step to step.
 
-    Raises :class:`UsageError` for a position that is none.
+    Raises :class:`UsageError` for a position that is none, and without a symbol.
     """
 
     dim: str
@@ -74,6 +74,8 @@ class InputDimension:
     def __post_init__(self) -> None:
         if isinstance(self.argument, int) and self.argument < 0:
             raise UsageError(f"the argument {self.argument} is no position", hint="Positions count from 0.")
+        if not self.dim.strip():
+            raise UsageError("the dimension has no symbol", hint="Write for example dim: S.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from memopt_cli.runtime.container import (
     settings_of,
 )
 from memopt_cli.runtime.functions import checkpoint, to_gc_function
-from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, segment_of
+from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, segment_of, takes_argument
 from memopt_cli.runtime.module_state import reset_hidden_state, uninitialized
 from memopt_cli.runtime.refusals import refusal
 from memopt_cli.runtime.running import is_recomputing
@@ -58,6 +58,7 @@ __all__ = [
     "reset_hidden_state",
     "segment_of",
     "settings_of",
+    "takes_argument",
     "to_gc_function",
     "uninitialized",
 ]

@@ -48,7 +48,7 @@ class LengthOf:
 class ConfigsByLength:
     """How a module runs in each of several ranges of lengths.
 
-    Raises :class:`ValueError` unless the ranges ascend and each says what is done in it.
+    Raises :class:`ValueError` unless the ranges ascend from 1 and each says what is done in it.
     """
 
     up_to: tuple[int, ...]
@@ -61,8 +61,8 @@ class ConfigsByLength:
     """Where it is in the plan: messages name it so."""
 
     def __post_init__(self) -> None:
-        if not self.up_to or list(self.up_to) != sorted(set(self.up_to)):
-            raise ValueError(f"ranges of lengths must ascend, not {self.up_to}")
+        if not self.up_to or list(self.up_to) != sorted(set(self.up_to)) or self.up_to[0] < 1:
+            raise ValueError(f"ranges of lengths must ascend from 1, not {self.up_to}")
         if len(self.configs) != len(self.up_to):
             raise ValueError(f"there are {len(self.up_to)} ranges of lengths, and settings for {len(self.configs)}")
 
@@ -73,23 +73,29 @@ class ConfigsByLength:
 
 def present_length() -> float:
     """The length of the input that is run now; infinite where nobody has said it, as in a module called by itself."""
-    length: float | None = getattr(_thread, "length", None)
+    length, told_in = _told()
     around = None if length is None and not _checkpoints else checkpoint_around()
-    if length is None:
-        return math.inf if around is None else _checkpoints.get(around, math.inf)
-    if around is not None:
+    if around is None or (length is not None and around is told_in):
+        return math.inf if length is None else length
+    if length is not None:
         _checkpoints.setdefault(around, length)
-    return length
+    return _checkpoints.get(around, math.inf)  # its own: it may be recomputed while an input of another length runs
 
 
 @contextlib.contextmanager
 def at_length(length: float) -> Iterator[None]:
     """Within, an input of that length is run."""
-    outer, _thread.length = getattr(_thread, "length", None), length
+    outer, _thread.told = _told(), (length, checkpoint_around())
     try:
         yield
     finally:
-        _thread.length = outer
+        _thread.told = outer
+
+
+def _told() -> tuple[float | None, CheckpointCall | None]:
+    """The length that was told last in this thread, and the checkpoint of the user's own in which that was."""
+    told: tuple[float | None, CheckpointCall | None] = getattr(_thread, "told", (None, None))
+    return told
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:
@@ -122,8 +128,10 @@ def _length_in(
 ) -> float:
     """The length of the input; infinite, with one warning, where it has none."""
     given = _given(type(module).forward, length.argument, args, kwargs)
-    if not isinstance(given, Tensor) or not -given.dim() <= length.axis < given.dim():
-        what = f"a tensor of {given.dim()} dimensions" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    if not isinstance(given, Tensor) or given.is_nested or not -given.dim() <= length.axis < given.dim():
+        what = f"a {type(given).__name__}"
+        if isinstance(given, Tensor):
+            what = "a nested tensor" if given.is_nested else f"a tensor of {given.dim()} dimensions"
         _warn(module, f"{length.name} is dimension {length.axis} of the argument {length.argument!r}, which is {what}")
         return math.inf
     size = given.shape[length.axis]
@@ -149,11 +157,26 @@ def _given(forward: Callable[..., Any], argument: int | str, args: Sequence[Any]
     return kwargs.get(name) if name is not None else None
 
 
+def takes_argument(module: nn.Module, argument: int | str) -> bool:
+    """Whether the forward of a root has the argument that a plan by length looks at."""
+    parameters = _parameters(type(module).forward)
+    if isinstance(argument, str):
+        return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
+    return argument < len(_positional(parameters)) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
 @functools.cache
 def _place(forward: Callable[..., Any], argument: int | str) -> tuple[int | None, str | None]:
     """Position among the arguments after ``self``, and name, of an argument."""
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = _positional(_parameters(forward))
     if isinstance(argument, int):
         return argument, names[argument] if argument < len(names) else None
     return names.index(argument) if argument in names else None, argument
+
+
+def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(forward).parameters.values())[1:]
+
+
+def _positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -78,6 +78,8 @@ def _call_now(
     starts: ChunkStarts | None,
 ) -> Any:
     tensors, skeleton = split_tensors((args, kwargs))
+    if any(t.is_nested and t.layout is torch.strided for t in tensors):
+        run_plainly(module, "is given a nested tensor of the strided layout")
     plainly = not torch.is_grad_enabled() or runs_plainly(module) or is_transformed()
     if plainly or not needs_gradient(module, tensors):
         return forward(*args, **kwargs)

@@ -100,6 +100,14 @@ def test_a_line_that_counts_nothing_is_named(tmp_path: Path, line: str) -> None:
     assert "a length and how often it occurs" in error.value.hint
 
 
+def test_the_mark_that_some_editors_write_first_is_no_length(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_bytes(b"\xef\xbb\xbf64 3\r\n32\r\n")
+    assert read_histogram(file) == {32: 1, 64: 3}
+    file.write_bytes(b"\xef\xbb\xbf64\r\n32\r\n")
+    assert read_lengths(file) == [64, 32]
+
+
 def test_an_empty_histogram_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "lengths.txt"
     file.write_text("\n\n")

@@ -210,6 +210,25 @@ def test_a_checkpoint_of_ones_own_recomputes_by_the_length_of_its_forward(length
     assert same(gradients(model, *losses), expected)
 
 
+class Backwarding(Checkpointing):
+    """Takes the gradients of another forward within its own."""
+
+    def forward(self, ids: Tensor, scale: float = 1.0, other: Tensor | None = None) -> Tensor:
+        if other is not None:
+            other.backward()
+        return super().forward(ids, scale)
+
+
+@pytest.mark.parametrize("within", [SHORT, MIDDLE, LONG])
+@pytest.mark.parametrize("length", [SHORT, MIDDLE, LONG])
+def test_a_checkpoint_recomputes_within_a_forward_of_another_length(length: int, within: int) -> None:
+    found = []
+    for model in (Backwarding().eval(), apply_plan(Backwarding().eval(), PLAN)):
+        other = model(ids(length))
+        found.append(gradients(model, model(ids(within), other=other)))
+    assert same(*found)
+
+
 def test_a_part_that_is_called_by_itself_takes_as_little_as_it_can() -> None:
     model = apply_plan(Net(), PLAN)
     with recomputations(model) as found, silent():
@@ -236,6 +255,11 @@ def test_beyond_the_last_range_it_warns_once_and_goes_on_as_in_the_last() -> Non
     assert found == ["blocks.1", "blocks.0"] * 2
 
 
+class Masked(Net):
+    def forward(self, ids: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+        return super().forward(ids, scale)
+
+
 @pytest.mark.parametrize(
     ("by", "reason"),
     [
@@ -248,11 +272,50 @@ def test_beyond_the_last_range_it_warns_once_and_goes_on_as_in_the_last() -> Non
     ],
 )
 def test_an_input_without_the_dimension_is_taken_for_long(by: InputDimension, reason: str) -> None:
-    model = apply_plan(Net(), Plan(by=by, ranges=PLAN.ranges))
+    model = apply_plan(Masked(), Plan(by=by, ranges=PLAN.ranges))
     with recomputations(model) as found, pytest.warns(UserWarning, match=reason) as said:
         _ = [model(ids(SHORT), scale=1.0).backward() for _ in range(2)]
     assert len(said) == 1
     assert found == ["blocks.1", "blocks.0"] * 2
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_taken_for_long(layout: torch.layout) -> None:
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.cat([part.flatten() for part in self.layer(ids).unbind()]).sum()
+
+    ranges = (PlanRange(up_to=4), PlanRange(up_to=9, segments=segments("layer")))
+    model, parts = apply_plan(Ragged(), Plan(by=BY, ranges=ranges)), [torch.randn(3, 8), torch.randn(5, 8)]
+    with pytest.warns(UserWarning, match="which is a nested tensor"):
+        loss = model(torch.nested.nested_tensor(parts, layout=layout))
+    found = gradients(model, loss)
+    torch.testing.assert_close(found, gradients(model, sum(model.layer(part).sum() for part in parts)))
+
+
+@pytest.mark.parametrize("argument", ["mask", 2])
+def test_an_argument_that_forward_does_not_take_is_refused(argument: int | str) -> None:
+    model = Net()
+    with pytest.raises(PlanError, match=f"the argument {argument!r}, which forward of Net does not take"):
+        apply_plan(model, Plan(by=InputDimension(dim="S", argument=argument, axis=1), ranges=PLAN.ranges))
+    assert type(model) is Net
+
+
+@pytest.mark.parametrize("argument", ["mask", 2])
+def test_a_forward_that_takes_anything_takes_the_argument(argument: int | str) -> None:
+    class Anything(Net):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(*args[:1])
+
+    model = apply_plan(Anything(), Plan(by=InputDimension(dim="S", argument=argument, axis=1), ranges=PLAN.ranges))
+    for call in (lambda: model(ids(MIDDLE), 0, ids(MIDDLE)), lambda: model(ids(MIDDLE), mask=ids(MIDDLE))):
+        with recomputations(model) as found:
+            call().backward()
+        assert found in (["blocks.0"], ["blocks.1", "blocks.0"])  # given, or missing
 
 
 def test_an_error_in_forward_leaves_no_length_behind() -> None:
@@ -341,6 +404,7 @@ def test_inspect_tells_segments_from_a_root_that_only_looks_at_its_input(tmp_pat
     "changed",
     [
         {"up_to": (9, 4)},
+        {"up_to": (0, 4)},
         {"up_to": (4,)},
         {"configs": (None, {"compressor": print})},
         {"configs": (None, 3)},
@@ -396,6 +460,11 @@ def test_what_a_plan_may_say(fields: dict[str, Any], reason: str) -> None:
         Plan(**fields)
 
 
+def test_a_dimension_has_a_symbol() -> None:
+    with pytest.raises(UsageError, match="the dimension has no symbol"):
+        InputDimension(dim=" ", argument=0, axis=0)
+
+
 def test_a_plan_tells_what_it_does_at_a_size() -> None:
     short, middle, long = (part.plan for part in PLAN.ranges)
     sizes = {SHORT: short, SHORT + 1: middle, MIDDLE: middle, LONG: long, LONG + 1: long}
@@ -417,6 +486,19 @@ def test_all_or_nothing() -> None:
         apply_plan(model, Plan(by=BY, ranges=ranges))
     assert type(model) is Net
     assert plan_of(model) == Plan()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_segments_of_every_length_beside_ranges_are_of_each_range(is_first: bool) -> None:
+    model, plans = Net(), [Plan(segments=segments("blocks.2")), PLAN]
+    for plan in plans if is_first else plans[::-1]:
+        apply_plan(model, plan)
+    found = plan_of(model)
+    assert [{s.path for s in part.segments} for part in found.ranges] == [
+        {s.path for s in (*part.segments, *segments("blocks.2"))} for part in PLAN.ranges
+    ]
+    again = apply_plan(remove_plan(model), found)
+    assert plan_of(again) == found
 
 
 def test_two_plans_by_length_do_not_meet() -> None:
