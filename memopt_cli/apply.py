@@ -108,7 +108,8 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
         raise PlanError("a part of the model has a plan by length already", hint=_TAKE_OFF)
     if not takes_argument(model, plan.by.argument):
         raise PlanError(
-            f"the plan looks at the argument {plan.by.argument!r}, which forward of {type(model).__name__} does not take",
+            f"the plan looks at the argument {plan.by.argument!r}, "
+            f"which forward of {type(model).__name__} does not take",
             hint="Write into by: argument which one it is, by name or by position from 0.",
         )
     length = LengthOf(name=plan.by.dim, argument=plan.by.argument, axis=plan.by.axis)

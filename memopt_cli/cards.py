@@ -129,8 +129,6 @@ def _sized(text: str, where: str) -> int:
 
 
 _EXAMPLE: Final = (
-    "A device profile says, for example:\n"
-    "  memory_bytes: 23GiB\n"
-    "  bandwidth_bytes_per_s: 1.0e+12\n"
-    "  flops_per_s: {fp32: 8.0e+13, bf16: 1.6e+14}"
+    "A device profile says, for example: "
+    "{memory_bytes: 23GiB, bandwidth_bytes_per_s: 1.0e+12, flops_per_s: {fp32: 8.0e+13, bf16: 1.6e+14}}."
 )

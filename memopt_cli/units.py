@@ -54,7 +54,9 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds -> text for people, e.g. ``"27.6 ms"``, ``"1.57 s"``, ``"2 min 5 s"``."""
+    """Seconds -> text for people, e.g. ``"41.2 µs"``, ``"27.6 ms"``, ``"1.57 s"``, ``"2 min 5 s"``."""
+    if 0 < seconds < 1e-4:  # less than 0.1 ms
+        return f"{seconds * 1e6:.1f} µs"
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 60:

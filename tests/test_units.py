@@ -65,7 +65,16 @@ def test_format_bytes(size: float, expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(0.0276, "27.6 ms"), (1.567, "1.57 s"), (59.9, "59.90 s"), (60, "1 min 0 s"), (125, "2 min 5 s")],
+    [
+        (0, "0.0 ms"),
+        (4.12e-5, "41.2 µs"),
+        (1e-4, "0.1 ms"),
+        (0.0276, "27.6 ms"),
+        (1.567, "1.57 s"),
+        (59.9, "59.90 s"),
+        (60, "1 min 0 s"),
+        (125, "2 min 5 s"),
+    ],
 )
 def test_format_seconds(seconds: float, expected: str) -> None:
     assert format_seconds(seconds) == expected

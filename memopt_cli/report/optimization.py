@@ -227,7 +227,9 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
         if row.repeats is not None and row.repeats > 0:  # the table says "no segments" of what repeats level 0
             yield f"level {row.level}: the plan of level {row.repeats}"
     if summary.estimates is not None:
-        yield f"estimated, not measured; memopt apply --confirm measures the plan on {summary.estimates.planned.device}"
+        there = summary.estimates.planned.device
+        how = f"; memopt apply --confirm measures the plan on {there}" if _changes(summary) else ""
+        yield f"estimated for {there}, not measured{how}"
     elif any(row.outcome is None for row in summary.levels):
         yield "~ predicted by a dry run; --measure-levels measures every level"
     if summary.verification and summary.verification.measured:

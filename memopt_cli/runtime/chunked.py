@@ -179,7 +179,7 @@ def _one_by_one(
         if first is not None and shows:
             first.check()
         if lumps is not None:
-            lumps.ran(output, config.seq_outputs)
+            lumps.ran(index, output, config.seq_outputs)
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states

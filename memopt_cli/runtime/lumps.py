@@ -11,8 +11,8 @@ makes what its chunks would leave, and in backward the gradients of their inputs
 
 Longer chunks, of which the last may be shorter by one, and the shorter ones have a lump each.  What a lump leaves is
 learned from the two chunks before it, and its gradients from the chunk behind it, which backward comes to first.  Where
-these say that chunks are not alike, or leave nothing that can be made in one piece, the step ends there: it is to be
-run again, then with all chunks of that module.
+these say that chunks are not alike, or leave what cannot be made in one piece, in backward too, the step ends there: it
+is to be run again, then with all chunks of that module.
 """
 
 from __future__ import annotations
@@ -159,6 +159,10 @@ class LumpedCall:
         self._outputs: list[_Like] = []
         self._gradients: dict[int, list[_Like | None]] = {}
         """Of the lump at a place, those of the inputs of the chunk behind it."""
+        self._held: dict[int, int] = {}
+        """What each chunk of the lump at a place leaves beside its outputs until its backward, in bytes."""
+        self._began: dict[int, int] = {}
+        """How many bytes there were as backward came to the chunk behind the lump at a place."""
 
     def lengths(self, lengths: Sequence[int]) -> list[int]:
         """Of the pieces, given those of all chunks."""
@@ -172,7 +176,7 @@ class LumpedCall:
         found = self._gradients[index - 1] = [None] * len(piece)
         return tuple(self._noting(tensor, found, place) for place, tensor in enumerate(piece))
 
-    def ran(self, output: Any, outputs: int) -> None:
+    def ran(self, index: int, output: Any, outputs: int) -> None:
         """A chunk has run; ``outputs``: how many of what it returns are cut."""
         live, before = self._live_bytes(), self._live
         parts = output if isinstance(output, tuple) else (output,)
@@ -181,10 +185,12 @@ class LumpedCall:
         self._live = live
         self._left.append(live - before)
         self._outputs = [self._liked(part) for part in parts]
+        if index and self.counts[index - 1] > 1:
+            self._watch_backward(index - 1, parts)
 
     def lump(self, index: int, pieces: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """What the chunks of a lump leave."""
-        held_bytes = self._held_bytes()
+        held_bytes = self._held[index] = self._held_bytes()
         count = self.counts[index]
         moves = any(like.is_differentiable for like in self._outputs)
         anchor = torch.empty(0, device=pieces[0].device, requires_grad=moves)
@@ -201,6 +207,12 @@ class LumpedCall:
         count, likes = self.counts[index], self._gradients[index]
         return [None if like is None else like.times(count, self.axis) for like in likes]
 
+    def comes_backward(self, index: int) -> None:
+        """Backward has come to a lump: in the chunk behind it, it must have left gradients of inputs, and no more."""
+        left = sum(like.nbytes for like in self._gradients[index] if like is not None) - self._held[index]
+        if self._live_bytes() - self._began.get(index, 0) != left:
+            self._lumps.refuse(self._module)
+
     def differentiable(self) -> list[bool]:
         """Whether each output is."""
         return [like.is_differentiable for like in self._outputs]
@@ -214,6 +226,14 @@ class LumpedCall:
         if last != left or held_bytes < 0 or (held_bytes and is_within):
             self._lumps.refuse(self._module)
         return held_bytes
+
+    def _watch_backward(self, lump: int, outputs: Sequence[Tensor]) -> None:
+        def begin(gradient: Tensor) -> None:
+            self._began.setdefault(lump, self._live_bytes())
+
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def _liked(self, tensor: Any) -> _Like:
         return _like(tensor, self.axis) or self._lumps.refuse(self._module)
@@ -244,5 +264,6 @@ class _Lump(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.call.comes_backward(ctx.index)
         ctx.held = None
         return None, None, None, None, *ctx.call.given(ctx.index)

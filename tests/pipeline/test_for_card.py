@@ -72,9 +72,15 @@ def test_a_plan_by_estimates(memopt: Memopt) -> None:
 def test_every_number_is_called_an_estimate(memopt: Memopt) -> None:
     done = memopt("optimize", "net.pt", *STEP, "--dry-run")
     assert done.out.startswith("estimated for slow: ")
-    assert "estimated, not measured; memopt apply --confirm measures the plan on slow" in done.out
+    assert "estimated for slow, not measured; memopt apply --confirm measures the plan on slow" in done.out
     assert "Measured" not in done.out
     assert not done.changed
+
+
+def test_without_a_plan_there_is_none_to_confirm(memopt: Memopt) -> None:
+    done = memopt("optimize", "net.pt", *STEP, "--level", "0", "--dry-run")
+    assert "estimated for slow, not measured" in done.out
+    assert "--confirm" not in done.out
 
 
 def test_a_budget_is_one_of_the_estimate(memopt: Memopt) -> None:

@@ -92,6 +92,19 @@ class Moving(nn.Module):
         return torch.cat([torch.tanh(self.linear(x))] * (1 + self.calls % 3), dim=1)[:, :16].exp()
 
 
+class Hooked(nn.Module):
+    """Its backward leaves the gradients of its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = mlp(), list[Tensor]()
+        self.inner.register_full_backward_hook(lambda _, inputs, outputs: self.seen.append(outputs[0].clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
 class Handing(nn.Module):
     """A recurrent layer, whose states go from chunk to chunk."""
 
@@ -224,6 +237,7 @@ CASES = {
     "summing": Case(lambda: nn.Sequential(nn.Linear(1, 8), Summing()), (28, 1), ".1"),
     "passing": Case(Passed, (28, 16), ".passing", {"seq_outputs": 2}),
     "moving": Case(Moving, (28, 16)),
+    "hooked": Case(Hooked, (28, 16)),
     "handing": Case(Handing, (28, 3, 8), ".lstm"),
     "packed": Case(mlp, (28, 16), rule={"compressor": "bit"}),
     "kept": Case(mlp, (28, 16), rule={"keep": ("aten::addmm",)}),
@@ -272,6 +286,12 @@ def test_few_of_equal_chunks_run() -> None:
     step = CASES["mlp"].step()
     assert runs(step, CASES["mlp"].plan(27, 1), "1.0") == 2 * (1 + 6)  # one of two samples, 26 of one
     assert runs(step, CASES["mlp"].plan(18, 1), "1.0") == 2 * (6 + 6)  # ten of two samples, eight of one
+
+
+@pytest.mark.parametrize("name", ["kept", "packed", "normalized"])
+def test_few_run_of_chunks_that_hold_more_than_their_outputs(name: str) -> None:
+    step, first = CASES[name].step(), "1.0"
+    assert runs(step, CASES[name].plan(28, 1), first) == 2 * 6
 
 
 def test_what_moves_on_runs_in_all_its_chunks() -> None:
