@@ -95,6 +95,7 @@ def test_a_file_that_is_no_profile(text: str, why: str, file: Path) -> None:
         device_profile(str(file))
     assert why in error.value.message
     assert error.value.hint
+    assert "\n" not in error.value.message + error.value.hint
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from memopt_cli.estimation.allocator import CachingAllocator, Lifetime, NoRoomError, lifetimes, replay
 from memopt_cli.estimation.roofline import operator_s, timed
-from memopt_cli.estimation.step import estimate, library_blocks, replayed
+from memopt_cli.estimation.step import estimate, library_blocks, needed_bytes, replayed
 
 __all__ = [
     "CachingAllocator",
@@ -11,6 +11,7 @@ __all__ = [
     "estimate",
     "library_blocks",
     "lifetimes",
+    "needed_bytes",
     "operator_s",
     "replay",
     "replayed",

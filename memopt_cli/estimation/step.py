@@ -17,7 +17,7 @@ def estimate(trace: StepTrace, device: DeviceProfile) -> DeviceEstimate:
         memory_bytes=device.memory_bytes,
         allocated_peak_bytes=allocator.allocated_peak_bytes,
         reserved_peak_bytes=allocator.reserved_peak_bytes,
-        fits=allocator.reserved_peak_bytes <= device.memory_bytes or _has_room(lives, device),
+        fits=_fits(lives, device, allocator),
         step_s=sum(op.seconds for op in trace.ops),
     )
 
@@ -29,13 +29,23 @@ def replayed(lives: Sequence[Lifetime], device: DeviceProfile) -> CachingAllocat
     return allocator
 
 
+def needed_bytes(lives: Sequence[Lifetime], device: DeviceProfile) -> int:
+    """The allocated peak; where the device's allocator finds no room, what it would reserve: more than there is."""
+    allocator = replayed(lives, device)
+    fits = _fits(lives, device, allocator)
+    return allocator.allocated_peak_bytes if fits else allocator.reserved_peak_bytes
+
+
 def library_blocks(ops: Iterable[OpTrace], device: DeviceProfile) -> list[Lifetime]:
     """What the matrix library keeps: forward and backward run in threads of their own, each with its handle."""
     phases = {op.phase for op in ops if op.flops} & {"forward", "backward"}
     return [Lifetime(nbytes=device.library_bytes, born=-1, died=None) for _ in phases if device.library_bytes]
 
 
-def _has_room(lives: Sequence[Lifetime], device: DeviceProfile) -> bool:
+def _fits(lives: Sequence[Lifetime], device: DeviceProfile, endless: CachingAllocator) -> bool:
+    """Whether the device has room for these blocks, of which one with no end of memory is known."""
+    if endless.reserved_peak_bytes <= device.memory_bytes:
+        return True
     try:
         replay(CachingAllocator(device.allocator, device.memory_bytes), lives)
     except NoRoomError:

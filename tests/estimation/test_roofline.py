@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memopt_cli.estimation import estimate, operator_s, timed
+from memopt_cli.estimation import Lifetime, estimate, needed_bytes, operator_s, timed
 from memopt_cli.records import DeviceProfile, OpTrace, StepTrace, StorageTrace
 
 MIB = 2**20
@@ -81,3 +81,9 @@ def test_a_step_fits_if_segments_can_be_given_back() -> None:
     assert found.fits
     small = replace(CARD, memory_bytes=79 * MIB)
     assert not estimate(step(*lives, ops=(op("aten::add"),) * 2), small).fits
+
+
+def test_a_step_without_room_needs_what_would_be_reserved() -> None:
+    lives = [Lifetime(nbytes=60 * MIB, born=0, died=1), Lifetime(nbytes=80 * MIB, born=1, died=None)]
+    assert needed_bytes(lives, CARD) == 80 * MIB
+    assert needed_bytes(lives, replace(CARD, memory_bytes=79 * MIB)) == 140 * MIB

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from memopt_cli import trace
 from memopt_cli.errors import MemoptError, StepError, first_line
-from memopt_cli.estimation import Lifetime, estimate, library_blocks, replayed, timed
+from memopt_cli.estimation import Lifetime, estimate, library_blocks, needed_bytes, replayed, timed
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
@@ -64,19 +64,23 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     described = job.batch is None and not job.dims
     card = bench.subject.card
     workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
-    allocated = None if card is None else _allocator_of(bench, card)
+    allocated = None if card is None else _allocator_of(bench, card, to_fit=job.batch is not None)
     codecs = bench.known(_codecs) if job.plan != ORIGINAL else None
     with _planned(bench, job.plan, job.batch, job.dims) as fake:
         return fake.count(workspaces, codecs, allocated)
 
 
-def _allocator_of(bench: Bench, card: DeviceProfile) -> trace.AllocatedPeak:
-    """What a device's allocator would hand out at most, with what its library keeps for the original's products."""
+def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.AllocatedPeak:
+    """What a device's allocator would hand out at most, with what its library keeps for the original's products.
+
+    ``to_fit``: of a batch that is sought, what that allocator would reserve where the device has no room for it.
+    """
     library = library_blocks(bench.known(_original).trace.ops, card)
 
     def allocated(lives: Iterable[trace.Life]) -> int:
         held = [Lifetime(nbytes=nbytes, born=born, died=died) for nbytes, born, died in lives]
-        return replayed([*held, *library], card).allocated_peak_bytes
+        blocks = [*held, *library]
+        return needed_bytes(blocks, card) if to_fit else replayed(blocks, card).allocated_peak_bytes
 
     return allocated
 
