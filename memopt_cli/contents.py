@@ -29,7 +29,7 @@ from memopt_cli.records import (
     refuse_unknown,
     to_data,
 )
-from memopt_cli.spec_text import check_spec
+from memopt_cli.spec_text import check_layout, check_spec
 
 
 def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
@@ -139,7 +139,12 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
 
 
 def _checked(found: Baseline) -> Baseline:
-    """Renames are looked for at every level of every path: thousands of levels would keep memopt busy for minutes."""
+    """What a user could have recorded.
+
+    Renames are looked for at every level of every path: thousands of levels would keep memopt busy for minutes.
+    """
+    if found.conditions is not None and (layout := found.conditions.layout) is not None:
+        check_layout(layout)
     deepest = max((module.path.count(".") for module in found.memory.modules), default=0)
     if deepest > _MOST_LEVELS:
         raise UsageError(f"its modules lie {deepest} levels within each other; memopt compares {_MOST_LEVELS}")

@@ -50,7 +50,7 @@ def check_request(request: OptimizeRequest) -> None:
     wanted = {
         "--frontier": request.goal.frontier or request.goal.pick is not None,
         "--measure-levels": request.measure_levels,
-        "--html, or --snapshot,": request.layout is not None and request.record_steps,
+        "--html (or --snapshot)": request.layout is not None and request.record_steps,
         "--dim with a range": request.layout is not None and request.dim_range is not None,
     }
     flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
