@@ -52,6 +52,16 @@ def _one_import(_one_thread: None, request: pytest.FixtureRequest) -> Iterator[N
         yield
 
 
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """Of this process alone; it goes after the models of a test, which hold on to it."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def user_code() -> str:
     """Folder of modules that stand for the user's own."""

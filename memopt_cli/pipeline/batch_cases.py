@@ -9,7 +9,7 @@ from memopt_cli.batch_size.runs import Limits
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import StepError
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import BatchProbes
+from memopt_cli.pipeline.batch_probes import BatchProbes, looped_over
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.replicas import ReplicaSearch
 from memopt_cli.progress import Progress
@@ -116,6 +116,8 @@ class CaseSearch:
                 self._find_copies(case)
             case.search.find()
             self._check(case)
+            if (loop := looped_over(case.probes)) and loop not in self.notes:
+                self.notes.append(loop)
             self.runs += len(case.search.runs)
             ratio = case.search.model.measured_ratio() if case.search.model.predict else 1.0
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memopt_cli.batch_axis import check_batch
-from memopt_cli.batch_size.lines import between
+from memopt_cli.batch_size.lines import between, fit_line
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import UsageError
@@ -17,6 +17,9 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan
 from memopt_cli.units import format_bytes
+
+_MOST_OPERATORS = 50_000
+"""Of a dry run: it takes about ten seconds."""
 
 
 def check_varied(prepared: Prepared) -> None:
@@ -48,6 +51,17 @@ def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
     )
 
 
+def looped_over(probes: BatchProbes) -> str:
+    """That the step loops over its batch, in words; empty if it was not seen to."""
+    if probes.operators_per_sample < 1:
+        return ""
+    few, many = min(probes.operators), max(probes.operators)
+    return (
+        f"The step runs {probes.operators[few]} operators at batch {few} and {probes.operators[many]} at batch {many}: "
+        "the model loops over its batch. If dimension 0 is time, name the batch in the shape: -i 16xBx32 --dim B=4."
+    )
+
+
 def memory_left_out(prepared: Prepared) -> tuple[str, ...]:
     """What training takes beside the steps that are run here, in words: an optimizer that nobody named."""
     settings, facts = prepared.subject.settings, prepared.facts
@@ -74,8 +88,10 @@ class BatchProbes:
     """Runs a batch and looks at more than its peak and its time; ``None``: those are all."""
     dry_runs: dict[int, float] = field(default_factory=dict)
     """Peaks of one copy so far, by batch: of tensors, or in the blocks of a device that is not here."""
-    interpolated: dict[int, float] = field(default_factory=dict)
-    """The same of batches between dry runs that are on one line."""
+    operators: dict[int, int] = field(default_factory=dict)
+    """That these dry runs ran."""
+    inferred: dict[int, float] = field(default_factory=dict)
+    """Peaks of other batches, that lie on a line with dry runs, or beyond those that are quick enough."""
 
     def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:
         """A search around ``batch``, by dry runs where the model can be run without data."""
@@ -89,20 +105,47 @@ class BatchProbes:
         )
 
     def predict(self, batch: int) -> float:
-        """The peak in bytes by a dry run, or by those around it that tell as much; infinite where that fails."""
+        """The peak in bytes by a dry run, or by others that tell as much; infinite where that fails.
+
+        A step that loops over its batch runs ever more operators: beyond those of a quick dry run, the peak is taken to
+        be on the line through the two largest batches that had one.
+        """
         return self.replicas * self._predicted_of_one(batch)
 
     def _predicted_of_one(self, batch: int) -> float:
-        if batch in self.interpolated:
-            return self.interpolated[batch]
+        if batch in self.inferred:
+            return self.inferred[batch]
         if batch not in self.dry_runs:
-            known = between(self.dry_runs, batch)
+            known = self._beyond(batch) if self._is_long(batch) else between(self.dry_runs, batch)
             if known is not None:
-                return self.interpolated.setdefault(batch, known)
+                return self.inferred.setdefault(batch, known)
             self.progress.update(0, None, f"batch {self._where(batch)}, without data")
             counted = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
             self.dry_runs[batch] = counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
+            if isinstance(counted, Counted):
+                self.operators[batch] = counted.operators
         return self.dry_runs[batch]
+
+    @property
+    def operators_per_sample(self) -> float:
+        """That the step runs more, for every sample of a larger batch; 0 while that is not known.
+
+        Not under a plan in chunks: a batch of fewer samples than there are chunks runs in fewer.
+        """
+        if len(self.operators) < 2 or self.plan.has_chunks:
+            return 0.0
+        (few, fewer), *_, (many, more) = sorted(self.operators.items())
+        return (more - fewer) / (many - few)
+
+    def _is_long(self, batch: int) -> bool:
+        if self.operators_per_sample <= 0:
+            return False
+        most = max(self.operators)
+        return self.operators[most] + self.operators_per_sample * (batch - most) > _MOST_OPERATORS
+
+    def _beyond(self, batch: int) -> float:
+        intercept, slope = fit_line([(known, self.dry_runs[known]) for known in sorted(self.operators)[-2:]])
+        return intercept + slope * batch
 
     def probe(self, batch: int) -> BatchProbe | Failure:
         """The allocated peak and the time of a step by a run."""

@@ -211,6 +211,8 @@ class _Job:
             rows = [rows[0], *self._seek_again(search, rows[0])]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
         self.notes += self._obstacles(search.probes)
+        if search.probes.over:
+            self.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
 
     def _start(self, sessions: Sessions, original: Measurement | Failure) -> _Search:
@@ -252,8 +254,10 @@ class _Job:
         try:
             return self._meet_goal(search, original)
         except (NothingFitsError, UsageError) as err:
-            hints = [err.hint, *self._obstacles(search.probes)]
-            raise type(err)(err.message, hint="\n".join(filter(None, hints))) from err
+            longer = "A longer search may find a better plan." if search.probes.over else ""
+            hints = [err.hint, *self._obstacles(search.probes), longer]
+            message = "; ".join(filter(None, [err.message, search.probes.over]))
+            raise type(err)(message, hint="\n".join(filter(None, hints))) from err
 
     def _seek_again(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         """The same search as far as it came, without anything more being tried.
@@ -400,7 +404,7 @@ class _Job:
         self.faster, self.smaller = search.planner.neighbours(plan)
 
     def _obstacles(self, probes: SearchProbes) -> Iterator[str]:
-        """What kept the search from plans of a lower peak: norms that need all processes, and its time."""
+        """What kept the search from plans of a lower peak: norms that need all processes."""
         for path, reason in probes.refusals.items():
             inner = (
                 norm
@@ -409,8 +413,6 @@ class _Job:
             )
             if any(inner):
                 yield f"'{path or '(root)'}' does not run in chunks: {reason}."
-        if probes.over:
-            yield f"{probes.over}: a longer one may find a better plan"
 
     def _session_lost(self) -> None:
         self.notes.append(SESSION_LOST)

@@ -94,6 +94,8 @@ class Counted:
     """In turn, those that the step has."""
     collectives: tuple[Collective, ...] = ()
     """By kind, those first that exchange most."""
+    operators: int = 0
+    """Operators that ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

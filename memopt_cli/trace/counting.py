@@ -46,6 +46,7 @@ def count(
         holders=_holders(log.alive_at(log.peaks.allocated_tick)),
         phases=tuple(log.peaks.phases.values()),
         collectives=log.exchanged.records(),
+        operators=log.operators,
     )
 
 

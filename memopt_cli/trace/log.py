@@ -266,6 +266,11 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._alive.get(memory_of(part)) if _has_storage(part) else None
         return found[1] if found else None
 
+    @property
+    def operators(self) -> int:
+        """Operators that ran so far."""
+        return self._tick
+
     def alive_at(self, tick: int) -> Iterator[Storage]:
         """The storages alive at an instant."""
         return (s for s in self.storages if s.born <= tick and (s.died is None or s.died >= tick))

@@ -1,0 +1,61 @@
+"""What a search for the largest batch asks of dry runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.batch_probes import BatchProbes, looped_over
+from memopt_cli.progress import Progress
+from memopt_cli.records import Counted, Plan, SegmentPlan, break_down
+
+
+class Session:
+    """Counts a step that holds 100 bytes a sample."""
+
+    def __init__(self, operators_per_sample: int) -> None:
+        self.operators_per_sample = operators_per_sample
+        self.asked: list[int] = []
+
+    def ask(self, job: Any) -> Counted:
+        self.asked.append(job.batch)
+        return Counted(
+            tensor_peak_bytes=100 * job.batch,
+            allocated_peak_bytes=1000 + 100 * job.batch,
+            resident_bytes=0,
+            breakdown=break_down(()),
+            holders=(),
+            operators=50 + self.operators_per_sample * job.batch,
+        )
+
+
+def probes_of(session: Any, plan: Plan = ORIGINAL) -> BatchProbes:
+    return BatchProbes(session=lambda: session, plan=plan, progress=Progress())
+
+
+def test_a_step_that_loops_over_its_batch_is_dry_run_while_that_is_quick() -> None:
+    probes = probes_of(session := Session(operators_per_sample=20))
+    assert [probes.predict(batch) for batch in (16, 32, 1_000_000, 2000)] == [2600, 4200, 100_001_000, 201_000]
+    assert session.asked == [16, 32, 2000]
+    assert probes.predict(1_000_000) == 100_001_000
+    assert "runs 370 operators at batch 16 and 40050 at batch 2000" in looped_over(probes)
+
+
+@pytest.mark.parametrize("batches", [(16,), (16, 32, 1_000_000)])
+def test_any_other_step_is_dry_run_at_any_batch(batches: tuple[int, ...]) -> None:
+    probes = probes_of(session := Session(operators_per_sample=0))
+    assert [probes.predict(batch) for batch in batches] == [1000 + 100 * batch for batch in batches]
+    assert session.asked == [*batches]
+    assert not looped_over(probes)
+
+
+def test_few_samples_run_in_fewer_chunks_and_are_no_loop() -> None:
+    in_chunks = Plan(segments=(SegmentPlan(path="0", chunks=8),))
+    probes = probes_of(session := Session(operators_per_sample=400), in_chunks)
+    assert probes.predict(1) == 1100
+    assert probes.predict(8) == 1800
+    assert probes.predict(1000) == 101_000
+    assert session.asked == [1, 8, 1000]
+    assert not looped_over(probes)
