@@ -17,6 +17,7 @@ from memopt_cli.records import (
     BatchProbe,
     FastestTraining,
     FileHeader,
+    Layout,
     Measurement,
     MemOptSummary,
     Plan,
@@ -28,7 +29,7 @@ from memopt_cli.records import (
     refuse_unknown,
     to_data,
 )
-from memopt_cli.spec_text import check_spec
+from memopt_cli.spec_text import check_layout, check_spec
 
 
 def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
@@ -36,17 +37,21 @@ def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
     return json_text({**to_data(header), "summary": to_data(summary)}).encode()
 
 
-def plan_yaml(header: FileHeader, plan: Plan, level: int, predicted: PredictedStep | None = None) -> bytes:
+def plan_yaml(
+    header: FileHeader, plan: Plan, level: int, predicted: PredictedStep | None = None, layout: Layout | None = None
+) -> bytes:
     """The content of ``*.plan.yaml``: the header's keys, the ``level`` that the plan was made at, and the plan.
 
-    ``predicted``: what is estimated for a device elsewhere, below ``predicted``.
+    ``predicted``: what is estimated for a device elsewhere, below ``predicted``; ``layout``: of the ranks that the plan
+    was searched for, below ``parallel``.  Whoever applies the plan needs neither.
     """
     said = {"level": level, **_short(plan)}
     if plan.ranges:
         said["ranges"] = [{**_short(part), **_segments(part.segments)} for part in plan.ranges]
     else:
         said["segments"] = [_named(segment) for segment in plan.segments]
-    more = {} if predicted is None else {_PREDICTED: to_data(predicted)}
+    more = {_PREDICTED: predicted, _PARALLEL: layout}
+    more = {name: to_data(value) for name, value in more.items() if value is not None}
     return yaml_text({**_header(header), **said, **more}).encode()
 
 
@@ -85,11 +90,11 @@ def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
         )
-    refuse_unknown(data, [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), _PREDICTED], str(path))
+    refuse_unknown(data, [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), _PREDICTED, _PARALLEL], str(path))
     return data
 
 
-_PREDICTED = "predicted"
+_PREDICTED, _PARALLEL = "predicted", "parallel"
 _PLAN = "Give a *.plan.yaml that memopt optimize wrote; its header belongs to it."
 
 
@@ -134,7 +139,12 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
 
 
 def _checked(found: Baseline) -> Baseline:
-    """Renames are looked for at every level of every path: thousands of levels would keep memopt busy for minutes."""
+    """What a user could have recorded.
+
+    Renames are looked for at every level of every path: thousands of levels would keep memopt busy for minutes.
+    """
+    if found.conditions is not None and (layout := found.conditions.layout) is not None:
+        check_layout(layout)
     deepest = max((module.path.count(".") for module in found.memory.modules), default=0)
     if deepest > _MOST_LEVELS:
         raise UsageError(f"its modules lie {deepest} levels within each other; memopt compares {_MOST_LEVELS}")

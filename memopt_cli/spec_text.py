@@ -327,6 +327,17 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
     return Layout(ranks=ranks, parallel=parallel, mesh=axes)
 
 
+def check_layout(layout: Layout) -> None:
+    """Make sure that a file tells a layout as a user could.  Raises :class:`UsageError`."""
+    if not 1 <= layout.ranks <= MOST_RANKS:
+        raise UsageError(f"it is of {layout.ranks} ranks", hint=f"There may be 1 to {MOST_RANKS}.")
+    axes = parse_mesh(",".join(f"{name}={length}" for name, length in layout.mesh.items()))
+    layout_of(layout.ranks, layout.parallel, axes)
+
+
+MOST_RANKS = 2**20
+
+
 def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:
     """The ranks to be predicted: the one that is named, else the first and the last.
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,8 +44,9 @@ class Step:
     """Makes one as ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss, and skips updates whose gradients are not finite."""
-    buckets: tuple[Tensor, ...] = ()
-    """In which gradients are reduced over ranks: there all the time, and nothing of the model leads to them."""
+    buckets: Sequence[Tensor] = ()
+    """In which gradients are reduced over ranks: there all the time, and nothing of the model leads to them.  Others
+    may be there after a step."""
 
     def forward(self) -> Any:
         """The model's output, under the precision's autocast."""

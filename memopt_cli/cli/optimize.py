@@ -10,7 +10,7 @@ from memopt_cli.cli import options
 from memopt_cli.cli import search_options as search
 from memopt_cli.cli.batch_options import split_dims
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
+from memopt_cli.cli.parts import LoadingOptions, SpreadOptions, StepOptions, with_parts
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import UsageError, VerificationError
@@ -54,6 +54,7 @@ def optimize(
     warmup_in_profile_workers: search.WarmupInProfileWorkers = None,
     card: options.Card = None,
     step: StepOptions,
+    spread: SpreadOptions,
     timeout: options.Timeout = 600.0,
     recommend_batch: options.RecommendBatch = True,
     longest_step: options.LongestAdvisedStep = None,
@@ -103,6 +104,7 @@ def optimize(
         lengths_path=lengths,
         output=output,
         card=card,
+        layout=spread.layout(),
         dry_run=dry_run,
         plan_only=plan_only,
         force=force,

@@ -24,6 +24,7 @@ from memopt_cli.cli.values import (
     whole,
 )
 from memopt_cli.records import DeviceProfile, Precision
+from memopt_cli.spec_text import MOST_RANKS
 
 _LOG = logging.getLogger("memopt_cli")
 
@@ -194,7 +195,7 @@ Ranks = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        parser=whole(1, 2**20),
+        parser=whole(1, MOST_RANKS),
         rich_help_panel=RANKS,
         show_default=False,
         help="Predict one rank of so many, in one process: needs --parallel.",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -34,9 +36,9 @@ def user_function(
 def _module_of(path: str, flag: str, reference: str) -> ModuleType:
     """What running a file leaves: once for all its functions, whose classes are the same, unless it has changed.
 
-    One that was imported by another name is that module.
+    One that was imported by another name is that module, and what imports it later gets the same.
     """
-    name, stamp = f"memopt_user_{Path(path).stem}", _stamp(path)
+    name, stamp = f"{_PREFIX}{Path(path).stem}", _stamp(path)
     there = sys.modules.get(name)
     if there is not None and vars(there).get(_STAMP) == stamp:
         return there
@@ -54,7 +56,30 @@ def _module_of(path: str, flag: str, reference: str) -> ModuleType:
     except Exception as err:  # the user's code may raise anything
         raise UsageError(f"{flag} {reference}: running {path} failed: {first_line(err)}") from err
     vars(module)[_STAMP] = stamp
+    if not any(isinstance(finder, _ByOtherNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ByOtherNames())
     return module
+
+
+class _ByOtherNames(MetaPathFinder, Loader):
+    """Finds files that ran because the user named them, where another file imports them: they do not run twice."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """That of a module as which such a file, unchanged, is there."""
+        there = sys.modules.get(_PREFIX + fullname.rpartition(".")[2])
+        found = there and PathFinder.find_spec(fullname, path, target)
+        if not found or not found.origin or vars(there).get(_STAMP) != _stamp(found.origin):
+            return None
+        return ModuleSpec(fullname, self, origin=found.origin)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The one that is there."""
+        return sys.modules[_PREFIX + spec.name.rpartition(".")[2]]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run."""
 
 
 def _is_at(module: ModuleType, path: str) -> bool:
@@ -67,5 +92,6 @@ def _stamp(path: str) -> tuple[str, int, int]:
     return str(Path(path).resolve()), found.st_mtime_ns, found.st_size
 
 
+_PREFIX = "memopt_user_"
 _STAMP = "_memopt_stamp"
 """Where a module says which file it is, and since when."""

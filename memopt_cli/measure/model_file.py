@@ -22,14 +22,14 @@ from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.model_batching.stacked import refuse_unsupported
 from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan, SnapshotFacts
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
-from memopt_cli.trace import codec_paths, fake_mode
+from memopt_cli.trace import built_without_data, codec_paths, fake_mode
 from memopt_cli.trace.log import unique_bytes
 from memopt_cli.user_step import StepModels
 
 
 def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
     """Load the model and tell of it.  Raises :class:`MemoptError`."""
-    with fake_mode() if subject.data == "none" else contextlib.nullcontext():
+    with built_without_data(fake_mode()) if subject.data == "none" else contextlib.nullcontext():
         return facts_of(load_model(subject.source), job)
 
 

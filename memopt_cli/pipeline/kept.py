@@ -82,7 +82,7 @@ class Kept:
         if writes:
             self._keep_plan()
             self._keep_model()
-        is_run = self.found.estimates is None
+        is_run = self.found.is_run
         if passed and is_run and self.request.recommend_batch and not self.found.interrupted:
             self.advice = self._advice()
         if writes:
@@ -111,7 +111,7 @@ class Kept:
         if self.paths.plan_only:
             self.found.notes.append(self._how_to_apply())
         header, found = file_header(self.prepared), self.found
-        plan = content(plan_yaml(header, found.plan, found.applied_level, self._predicted()))
+        plan = content(plan_yaml(header, found.plan, found.applied_level, self._predicted(), self.request.layout))
         try:
             self._keep(self.paths.plan, plan)
         except KeyboardInterrupt:  # at this one moment it waits for the plan

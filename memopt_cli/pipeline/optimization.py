@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
 from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
+from memopt_cli.pipeline.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.for_card import check_request, find_for_card
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.in_backward import (
     IN_BACKWARD,
@@ -23,7 +23,6 @@ from memopt_cli.pipeline.in_backward import (
     too_slow,
 )
 from memopt_cli.pipeline.kept import Kept
-from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.profiling import record_step
@@ -76,9 +75,8 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
     try:
-        settings = recorded_here(request.settings, request.card)
-        data: Data = "full size" if request.card is None else "small batch"
-        prepared = prepare(opening_of(request, settings, data=data), progress=progress, ask=ask)
+        opening = opening_elsewhere(request) if is_elsewhere(request) else opening_of(request, request.settings)
+        prepared = prepare(opening, progress=progress, ask=ask)
         if request.dim_range is None:
             found = find_plan(request, resolved, prepared, progress)
         else:
@@ -110,8 +108,8 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     notes = [*resolved.notes, *prepared.notes]
     if not resolved.options.targets and resolved.options.modules is None:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
-    if request.card is not None:
-        return find_for_card(request, request.card, resolved, prepared, progress)
+    if is_elsewhere(request):
+        return find_elsewhere(request, resolved, prepared, progress)
     job = _job(request, resolved, prepared, progress, notes)
     rows = job.search()
     best, verification = job.prove(rows) if request.goal.applies else (rows[0], None)

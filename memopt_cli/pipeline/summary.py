@@ -17,6 +17,7 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     PlanEstimates,
+    PlannedRanks,
     RangeRow,
     Verification,
     to_data,
@@ -55,8 +56,15 @@ class Findings:
     smaller: Outlook | None = None
     estimates: PlanEstimates | None = None
     """For a device that is not here; then nothing was measured."""
+    parallel: PlannedRanks | None = None
+    """Of many ranks; then nothing was measured, either."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Of a plan by length."""
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the step was run here."""
+        return self.estimates is None and self.parallel is None
 
     @property
     def measured(self) -> Measurement | None:
@@ -122,6 +130,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
         faster=found.faster,
         smaller=found.smaller,
         estimates=found.estimates,
+        parallel=found.parallel,
         ranges=found.ranges,
     )
 
@@ -188,7 +197,7 @@ def _recommendation(found: Findings) -> str:
         found.resolved.options,
         found.selection,
         measured=_measured_sentence(found),
-        generic="" if found.by_goal or found.estimates is not None else _generic(found),
+        generic="" if found.by_goal or not found.is_run else _generic(found),
     )
 
 

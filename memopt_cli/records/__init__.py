@@ -111,7 +111,7 @@ from memopt_cli.records.plan import (
     SegmentPlan,
 )
 from memopt_cli.records.profile import Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
-from memopt_cli.records.rank import RankPrediction, predicted
+from memopt_cli.records.rank import PlannedRanks, RankPrediction, predicted
 from memopt_cli.records.search import (
     Budget,
     Preference,
@@ -233,6 +233,7 @@ __all__ = [
     "PlanChange",
     "PlanEstimates",
     "PlanRange",
+    "PlannedRanks",
     "Precision",
     "PredictedStep",
     "Prediction",

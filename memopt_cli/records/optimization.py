@@ -9,6 +9,7 @@ from memopt_cli.records.batch import DimRange
 from memopt_cli.records.device import Confirmation, DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
+from memopt_cli.records.layout import Layout
 from memopt_cli.records.model import ModelSource
 from memopt_cli.records.search import SearchGoal, SearchOverrides
 from memopt_cli.records.settings import StepSettings
@@ -37,6 +38,8 @@ class OptimizeRequest:
     """Search and report, write nothing."""
     card: DeviceProfile | None = None
     """A device that is not here, for which the plan is searched; nothing is measured."""
+    layout: Layout | None = None
+    """Many ranks, for one of which the plan is searched; nothing is measured."""
     plan_only: bool = False
     """Write no model: the plan is applied where it trains."""
     force: bool = False

@@ -29,6 +29,16 @@ class RankPrediction:
     """Of one step, by kind, those first that exchange most."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRanks:
+    """What ranks need as the model is, and under the plan that is applied."""
+
+    original: RankPrediction
+    """Of the first rank."""
+    planned: tuple[RankPrediction, ...]
+    """Of the first and of the last."""
+
+
 def predicted(counted: Counted, layout: Layout, rank: int, plan: Plan) -> RankPrediction:
     """From a count of the rank's step."""
     return RankPrediction(

@@ -9,6 +9,7 @@ from memopt_cli.records.batch import BatchAdvice
 from memopt_cli.records.device import PlanEstimates
 from memopt_cli.records.measurement import Failure, Measurement
 from memopt_cli.records.plan import Plan
+from memopt_cli.records.rank import PlannedRanks
 from memopt_cli.records.verification import Verification
 
 
@@ -152,5 +153,7 @@ class MemOptSummary:
     """The next with a lower peak."""
     estimates: PlanEstimates | None = None
     """For a device that is not here; then nothing was measured."""
+    parallel: PlannedRanks | None = None
+    """Of one rank of many, whose layout it has; then nothing was measured, either."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Of a plan by length, from the shortest on; all else here is of the longest."""

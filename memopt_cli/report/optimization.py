@@ -18,6 +18,7 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
+from memopt_cli.report.rank import planned_headline, planned_lines
 from memopt_cli.units import format_bytes, format_seconds
 
 _COLUMNS = (
@@ -35,6 +36,8 @@ _ROUGH = 0.15
 
 def headline(summary: MemOptSummary) -> str:
     """``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×)``."""
+    if summary.parallel is not None:
+        return planned_headline(summary.parallel)
     if summary.estimates is not None:
         return _estimated(summary.estimates)
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
@@ -226,7 +229,9 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
             yield f"level {row.level}: {describe(row.outcome)}"
         if row.repeats is not None and row.repeats > 0:  # the table says "no segments" of what repeats level 0
             yield f"level {row.level}: the plan of level {row.repeats}"
-    if summary.estimates is not None:
+    if summary.parallel is not None:
+        yield from planned_lines(summary.parallel)
+    elif summary.estimates is not None:
         there = summary.estimates.planned.device
         how = f"; memopt apply --confirm measures the plan on {there}" if _changes(summary) else ""
         yield f"estimated for {there}, not measured{how}"

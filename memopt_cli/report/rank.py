@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from memopt_cli.records import RankPrediction, StepProfile
+from memopt_cli.records import PlannedRanks, RankPrediction, StepProfile
 from memopt_cli.spec_text import format_layout
 from memopt_cli.units import format_bytes
 
@@ -23,6 +23,25 @@ def headline(found: StepProfile) -> Iterator[str]:
     for other in found.ranks:
         if other is not largest:
             yield f"on rank {other.rank}: {format_bytes(other.tensor_peak_bytes)}"
+
+
+def planned_headline(found: PlannedRanks) -> str:
+    """``tensor peak of one rank, predicted: 71.9 MiB → 39.4 MiB (8 ranks, fsdp over dp 8)``."""
+    before, after = found.original, max(found.planned, key=lambda rank: rank.tensor_peak_bytes)
+    peaks = f"{format_bytes(before.tensor_peak_bytes)} → {format_bytes(after.tensor_peak_bytes)}"
+    return f"{TENSOR_PEAK}: {peaks} ({before.layout.ranks} ranks, {format_layout(before.layout)})"
+
+
+def planned_lines(found: PlannedRanks) -> Iterator[str]:
+    """What each rank needs, what is exchanged, and what was run of it."""
+    for rank in found.planned:
+        exchanged = sum(each.whole_bytes for each in rank.collectives)
+        calls = sum(each.calls for each in rank.collectives)
+        yield (
+            f"rank {rank.rank}: {format_bytes(rank.tensor_peak_bytes)}, {calls} collectives of "
+            f"{format_bytes(exchanged)} in all"
+        )
+    yield "predicted on tensors without data: no group of ranks ran; the model was verified whole, in one process"
 
 
 def collective_table(found: RankPrediction) -> Table:

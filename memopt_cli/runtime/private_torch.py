@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 from weakref import ref
 
@@ -182,8 +182,8 @@ def is_fake(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def replaced(owner: type, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, a method of a class of PyTorch's is another, made of what it was."""
+def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, a method of a class of PyTorch's, or a function, is another, made of what it was."""
     is_own, plain = name in vars(owner), getattr(owner, name)
     setattr(owner, name, changed(plain))
     try:
@@ -201,6 +201,28 @@ def fake_copies() -> contextlib.AbstractContextManager[None]:
     PyTorch copies its storage instead, which has a size and no memory, and writes beyond it.
     """
     return replaced(FakeTensor, "__deepcopy__", lambda _: _copy_of_fake)
+
+
+@contextlib.contextmanager
+def fakes_exchanged() -> Iterator[None]:
+    """Within, ``Module.to``, ``half`` and the like work on models without data.
+
+    They exchange tensors, which nobody may refer to weakly; the mode remembers some so.
+    """
+
+    def exchanging(plain: Any) -> Any:
+        def swap_tensors(first: Tensor, second: Tensor) -> None:
+            for tensor in (first, second):
+                if isinstance(tensor, FakeTensor):
+                    memory = tensor.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
+                    for key in [key for key, known in memory.items() if known is tensor]:
+                        del memory[key]
+            plain(first, second)
+
+        return swap_tensors
+
+    with replaced(torch.utils, "swap_tensors", exchanging):
+        yield
 
 
 def _copy_of_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -679,6 +701,21 @@ def start_fake_group(rank: int, ranks: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+
+MAKES_REDUCER: Final = "_ddp_init_helper"
+"""The method of ``DistributedDataParallel`` that makes its reducer, and the logger of that."""
+SETS_HOOKS: Final = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook")
+"""Methods by which it exchanges gradients or buffers in another way."""
+FIRST_BUCKET_BYTES: Final[int] = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20)
+"""Of its first bucket, at most, so that something is reduced early."""
+
+
+def bucketed(tensors: Sequence[Tensor], limits_bytes: list[int]) -> list[list[int]]:
+    """Indices of the tensors whose gradients it puts into one bucket: the first limit is of the first bucket."""
+    compute = torch.distributed._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    groups: list[list[int]] = compute(list(tensors), limits_bytes, [False] * len(tensors))[0]
+    return groups
 
 
 # ---------------------------------------------------------------------------------------------- settings

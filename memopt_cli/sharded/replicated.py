@@ -1,144 +1,249 @@
 """``DistributedDataParallel`` without its reducer, which is C++ and reads data: its buckets, in Python.
 
 Buckets hold a copy of every gradient, from the first step to the last; with ``gradient_as_bucket_view`` gradients lie
-in them instead.  The reducer fills a bucket as backward makes its gradients, in about the opposite order of the
-parameters, reduces it when it is full, and copies the means back.  In the second step it is made anew, for the order
-that was seen in the first, and has twice as many buckets for a moment: that is not counted.
+in them instead.  A bucket is filled as backward makes its gradients, is reduced when it is full, and its means are
+copied back.  After the first step buckets are made anew, for the order that was seen in it; the reducer does so at the
+start of the second, which has twice as many for a moment: that is not counted.  All else is PyTorch's own Python.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import StepError
-from memopt_cli.runtime.private_torch import replaced
+from memopt_cli.runtime.private_torch import FIRST_BUCKET_BYTES, MAKES_REDUCER, SETS_HOOKS, bucketed, replaced
 
-_FIRST_BYTES, _MEBIBYTE = 1 << 20, 1 << 20
-"""Of the first bucket, at most, so that something is reduced early."""
-_MOST_MEBIBYTES = 25
-"""Of the others, unless the script says otherwise."""
+_UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb_list", "batched_grad_copy")
+"""Arguments by which gradients are cast, or go another way than through buckets of one size."""
 
-
-class Replicated(DistributedDataParallel):
-    """What a ``DistributedDataParallel`` is made into."""
-
-    def __init__(self) -> None:
-        raise NotImplementedError("it is made of another")
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """That of the model within."""
-        return self.module(*inputs, **kwargs)
+_ELSEWHERE = frozenset(("device_ids", "output_device"))
+"""Arguments that name the device of the script; tensors are on the CPU here."""
 
 
 @contextlib.contextmanager
 def without_reducer() -> Iterator[list[Tensor]]:
-    """Within, what is made a ``DistributedDataParallel`` becomes a :class:`Replicated`; gives the buckets of all.
+    """Within, what is made a ``DistributedDataParallel`` has a :class:`Reducer`; gives the buckets of all.
 
-    Raises :class:`StepError` for one that casts parameters, which is not counted.
+    They are others after the first step.  Raises :class:`StepError` for what is not counted.
     """
-    buckets = list[Tensor]()
+    buckets, made = list[Tensor](), list[list[Tensor]]()
     signature = inspect.signature(DistributedDataParallel.__init__)
 
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        buckets.extend(_make(self, bound.arguments))
+    def making(plain: Any) -> Any:
+        def make(*given: Any, **named: Any) -> None:
+            arguments = signature.bind(*given, **named).arguments
+            uncounted = next((name for name in _UNCOUNTED if arguments.get(name)), None)
+            if uncounted is not None:
+                raise _not_predicted(uncounted)
+            is_static = bool(arguments.get("static_graph"))  # of such a graph, another first step is all that DDP takes
+            finds_unused = bool(arguments.get("find_unused_parameters")) and not is_static
+            plain(
+                **{name: value for name, value in arguments.items() if name not in _ELSEWHERE}
+                | {"static_graph": False, "find_unused_parameters": finds_unused, "init_sync": False}
+            )
+            wrapper = arguments["self"]
+            wrapper.reducer = wrapper.logger = _Handle(Reducer(wrapper, made.pop(), buckets, is_static=is_static))
 
-    with replaced(DistributedDataParallel, "__init__", lambda _: make):
+        return make
+
+    def reducing(_: object) -> Any:
+        def make(wrapper: object, parameters: list[Tensor], sparse: list[bool], *_: object) -> None:
+            if any(sparse):
+                raise _not_predicted("sparse gradients")
+            made.append(parameters)
+
+        return make
+
+    def refusing(name: str) -> Callable[[object], Any]:
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise _not_predicted(name.strip("_"))
+
+        return lambda _: refuse
+
+    with contextlib.ExitStack() as changed:
+        changed.enter_context(replaced(DistributedDataParallel, "__init__", making))
+        changed.enter_context(replaced(DistributedDataParallel, MAKES_REDUCER, reducing))
+        for name in SETS_HOOKS:
+            changed.enter_context(replaced(DistributedDataParallel, name, refusing(name)))
         yield buckets
 
 
-def _make(wrapper: Any, given: dict[str, Any]) -> list[Tensor]:
-    if given.get("mixed_precision") is not None:
-        raise StepError(
-            "DistributedDataParallel with mixed_precision cannot be predicted: what it casts is not counted",
-            hint="Predict it in the precision of the parameters.",
-        )
-    nn.Module.__init__(wrapper)
-    wrapper.__class__ = Replicated
-    wrapper.module = given["module"]
-    mesh, group = given.get("device_mesh"), given.get("process_group")
-    group = mesh.get_group() if mesh is not None else group
-    if _sends_buffers(given):
-        wrapper.register_forward_pre_hook(lambda module, _: _broadcast(module, group))
-    most = given.get("bucket_cap_mb") or _MOST_MEBIBYTES
-    as_view = bool(given.get("gradient_as_bucket_view"))
-    trainable = [p for p in wrapper.module.parameters() if p.requires_grad]
-    return [_bucket(some, group, as_view=as_view) for some in _assigned(trainable, int(most * _MEBIBYTE))]
+def _not_predicted(what: str) -> StepError:
+    return StepError(
+        f"DistributedDataParallel with {what} cannot be predicted: what that does with gradients is not counted",
+        hint="Predict it without.",
+    )
 
 
-def _sends_buffers(given: dict[str, Any]) -> bool:
-    """In forward; the argument has another name since PyTorch 2.13."""
-    said = given.get("forward_sync_buffers"), given.get("broadcast_buffers")
-    return bool(next((each for each in said if each is not None), True))
+class _Handle:
+    """Leads to a reducer, which goes on: what a module holds is put back before every step that is counted."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._number = id(reducer)
+        _REDUCERS[self._number] = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_REDUCERS[self._number], name)
 
 
-def _assigned(parameters: list[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
-    """Parameters that share a bucket, the last of the model first; each is closed by the one that fills it."""
-    open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    limit = dict.fromkeys({(p.dtype, p.device) for p in parameters}, _FIRST_BYTES)
-    for parameter in reversed(parameters):
-        kind = parameter.dtype, parameter.device
-        bucket = open_.setdefault(kind, [])
-        bucket.append(parameter)
-        if sum(p.nbytes for p in bucket) >= limit[kind]:
-            limit[kind] = most_bytes
-            yield open_.pop(kind)
-    yield from open_.values()
+class Reducer:
+    """What the wrapper asks of its reducer, and of the logger of that; hooks of parameters hold it.
+
+    ``of_all`` is given the buckets that it makes.  Raises :class:`StepError` where the reducer would end the training:
+    a parameter has no gradient, and such are not looked for.
+    """
+
+    def __init__(self, wrapper: Any, parameters: list[Tensor], of_all: list[Tensor], *, is_static: bool) -> None:
+        self._parameters, self._of_all = parameters, of_all
+        self._group = wrapper.process_group
+        self._as_view: bool = wrapper.gradient_as_bucket_view
+        self._is_static = is_static
+        self._finds_unused: bool = wrapper.find_unused_parameters
+        cap: int = wrapper.bucket_bytes_cap
+        self._limits = [FIRST_BUCKET_BYTES, cap] if wrapper.bucket_bytes_cap_default else [cap]
+        self._seen: list[int] | None = None if self._finds_unused else []
+        """Parameters in the order of their gradients in the first step, until buckets are made anew."""
+        self._unused: set[int] = set()
+        self._is_reducing = self._has_begun = False
+        self._buckets: list[_Bucket] = []
+        self._make_buckets(range(len(parameters)), self._limits if self._finds_unused else [sys.maxsize])
+        self._used = parameters[0].detach().new_zeros(len(parameters), dtype=torch.int32)
+        """Of each parameter, whether a rank has its gradient."""
+        if self._finds_unused:
+            of_all.append(self._used)
+        for number, parameter in enumerate(parameters):
+            hook = functools.partial(self._arrived, number)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _not_predicted(name.strip("_"))
+
+    # ------------------------------------------------------------------------------------------ what it is asked
+
+    def prepare_for_forward(self) -> None:
+        """Nothing is to be done."""
+
+    set_runtime_stats_and_log = prepare_for_forward
+
+    def _rebuild_buckets(self) -> bool:
+        """They were made anew after the first step."""
+        return False
+
+    def prepare_for_backward(self, outputs: list[Tensor]) -> None:
+        """Gradients come, of those parameters that ``outputs`` depend on where unused ones are looked for."""
+        if self._has_begun and self._is_static and self._seen is not None:
+            self._finish()
+        if self._has_begun:
+            raise StepError(
+                "DistributedDataParallel cannot take a second step: a parameter had no gradient in the first",
+                hint="find_unused_parameters=True lets it look for such parameters.",
+            )
+        self._is_reducing = True
+        if self._finds_unused:
+            reached = _reached(outputs)
+            self._unused = {n for n, parameter in enumerate(self._parameters) if id(parameter) not in reached}
+        for bucket in self._buckets:
+            bucket.missing = bucket.parts.keys() - self._unused
+
+    # ------------------------------------------------------------------------------------------ what it does
+
+    def _make_buckets(self, order: Sequence[int], limits: list[int]) -> None:
+        known = {id(bucket.flat) for bucket in self._buckets}
+        self._of_all[:] = [flat for flat in self._of_all if id(flat) not in known]
+        self._buckets = []
+        groups = bucketed([self._parameters[number] for number in order], limits)
+        self._buckets = [self._bucket([order[position] for position in group]) for group in groups]
+        self._of_all.extend(bucket.flat for bucket in self._buckets)
+
+    def _bucket(self, numbers: list[int]) -> _Bucket:
+        parameters = [self._parameters[number] for number in numbers]
+        flat = parameters[0].detach().new_empty(sum(p.numel() for p in parameters))
+        parts = torch.split(flat, [p.numel() for p in parameters])
+        views = {n: part.view(p.shape) for n, p, part in zip(numbers, parameters, parts, strict=True)}
+        return _Bucket(flat=flat, parts=views)
+
+    def _arrived(self, number: int, parameter: Tensor) -> None:
+        if not self._is_reducing:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._reduce_unused()
+        if self._seen is not None:
+            self._seen.append(number)
+        bucket = next(bucket for bucket in self._buckets if number in bucket.parts)
+        assert parameter.grad is not None
+        with torch.no_grad():
+            bucket.parts[number].copy_(parameter.grad)
+            if self._as_view:
+                parameter.grad = bucket.parts[number]
+            bucket.missing.discard(number)
+            if not bucket.missing:
+                self._reduce(bucket)
+        if not any(bucket.missing for bucket in self._buckets):
+            self._finish()
+
+    def _reduce_unused(self) -> None:
+        for bucket in self._buckets:
+            if not bucket.missing:
+                self._reduce(bucket)
+
+    def _reduce(self, bucket: _Bucket) -> None:
+        dist.all_reduce(bucket.flat, group=self._group)
+        for number, view in bucket.parts.items():
+            gradient = self._parameters[number].grad
+            if gradient is not None and not self._as_view:
+                gradient.copy_(view)
+
+    def _finish(self) -> None:
+        self._is_reducing = self._has_begun = False
+        if self._finds_unused:
+            dist.all_reduce(self._used, group=self._group)
+        if self._seen is not None:
+            order = list(dict.fromkeys(self._seen))
+            self._unused = set(range(len(self._parameters))) - set(order)
+            self._seen = None
+            self._make_buckets([*order, *sorted(self._unused)], self._limits)
 
 
-def _bucket(parameters: list[Tensor], group: Any, *, as_view: bool) -> Tensor:
-    """The memory of a bucket, which is filled whenever backward has made all gradients of these parameters."""
-    first = parameters[0]
-    flat = first.detach().new_empty(sum(p.numel() for p in parameters))
-    views = [
-        part.view(p.shape)
-        for p, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True)
-    ]
-    waiting: set[int] = set()
-
-    def arrived_at(index: int) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            with torch.no_grad():
-                views[index].copy_(parameter.grad)
-                if as_view:
-                    parameter.grad = views[index]
-                waiting.add(index)
-                if len(waiting) == len(parameters):
-                    waiting.clear()
-                    _reduce()
-
-        return arrived
-
-    def _reduce() -> None:
-        dist.all_reduce(flat, group=group)
-        for parameter, view in zip(parameters, views, strict=True):
-            if not as_view and parameter.grad is not None:
-                parameter.grad.copy_(view)
-
-    for index, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(arrived_at(index))  # type: ignore[no-untyped-call]
-    return flat
+_REDUCERS: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
-def _broadcast(wrapper: nn.Module, group: Any) -> None:
-    """The first rank's buffers go to all, those of one dtype together."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in wrapper.buffers():
-        kinds.setdefault(buffer.dtype, []).append(buffer)
-    with torch.no_grad():
-        for buffers in kinds.values():
-            flat = torch.cat([buffer.flatten() for buffer in buffers])
-            dist.broadcast(flat, group=group, group_src=0)
-            parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Bucket:
+    flat: Tensor
+    parts: dict[int, Tensor]
+    """Number of a parameter -> where its gradient lies."""
+    missing: set[int] = field(default_factory=set)
+
+
+def _reached(outputs: list[Tensor]) -> set[int]:
+    """Identities of the parameters that outputs depend on."""
+    found, seen = set[int](), set[Any]()
+    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        todo.extend(following for following, _ in node.next_functions if following is not None)
+    return found

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
 from memopt_cli.records import Layout
-from memopt_cli.runtime.private_torch import replaced
-from memopt_cli.sharded.replicated import Replicated, without_reducer
+from memopt_cli.runtime.private_torch import is_compiled, replaced
+from memopt_cli.sharded.replicated import without_reducer
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
 """The user's function."""
@@ -28,29 +28,35 @@ class Spread:
     """What a rank has."""
 
     model: nn.Module
-    buckets: tuple[Tensor, ...]
-    """Of ``DistributedDataParallel``."""
+    buckets: list[Tensor]
+    """Of ``DistributedDataParallel``: others after the first step."""
 
 
 def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> Spread:
     """``model`` spread over the mesh, in place where PyTorch does it so; ``function``: ``None`` for a built-in way.
 
-    Raises :class:`UsageError` for a function that fails, gives no module, spreads nothing or changes the default
-    group, and :class:`StepError` for what cannot be predicted.
+    Raises :class:`UsageError` for a function that fails, gives no module or another model, spreads nothing or changes
+    the default group, and :class:`StepError` for what cannot be predicted.
     """
+    parts = set(model.modules())
     with without_reducer() as buckets, _without_older():
         made = _called(function or _BUILT_IN[layout.parallel], model, mesh, layout)
     _refuse(made)
     if not isinstance(made, nn.Module):
-        raise UsageError(
-            f"{layout.parallel} returned {_kind(made)}, no nn.Module", hint="Let it return the model that trains."
+        raise UsageError(f"{layout.parallel} returned {_kind(made)}, no nn.Module", hint=_RETURN)
+    if parts.isdisjoint(made.modules()):
+        raise UsageError(f"{layout.parallel} returned another model than it was given", hint=_RETURN)
+    if any(map(is_compiled, made.modules())):
+        raise StepError(
+            f"{layout.parallel} compiles the model, and a compiled step cannot be predicted: it runs on data alone",
+            hint="Let it return the model before torch.compile; the compiled step keeps other tensors.",
         )
     if not _is_spread(made):
         raise UsageError(
             f"{layout.parallel} left every parameter of {type(made).__name__} whole: it spreads nothing",
             hint="Call fully_shard, parallelize_module or DistributedDataParallel in it.",
         )
-    return Spread(model=made, buckets=tuple(buckets))
+    return Spread(model=made, buckets=buckets)
 
 
 def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Any:
@@ -68,6 +74,7 @@ def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout)
     return made
 
 
+_RETURN = "Let it return the model that trains."
 _GIVEN = "It is called with the model and a DeviceMesh of the CPU with the axes {}."
 _NO_GROUP = "The group and the mesh are there: let it make none."
 
@@ -94,6 +101,7 @@ def _without_older() -> contextlib.AbstractContextManager[None]:
 _NOT_WATCHED = "it handles memory in ways that are not counted here"
 _UNPREDICTED = {
     "deepspeed": _NOT_WATCHED,
+    "torch.distributed._composable.replicate": "it becomes DistributedDataParallel in the first step alone",
     "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
 }
 """Package -> why."""
@@ -105,7 +113,7 @@ def _kind(value: object) -> str:
 
 
 def _is_spread(model: nn.Module) -> bool:
-    parts = any(isinstance(module, FSDPModule | Replicated) for module in model.modules())
+    parts = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules())
     return parts or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

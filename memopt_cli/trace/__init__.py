@@ -3,7 +3,7 @@
 from memopt_cli.trace.clock import Clock, OperatorTime, packing_bytes_per_s, time_operators, with_seconds
 from memopt_cli.trace.contents import with_contents
 from memopt_cli.trace.counting import AllocatedPeak, Life, codecs_of, count
-from memopt_cli.trace.fake import FakeStep, fake_mode, place_fake
+from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode, place_fake
 from memopt_cli.trace.inputs import record_inputs
 from memopt_cli.trace.log import Codecs, StorageLog, resident_bytes
 from memopt_cli.trace.modules import asked_compressor, codec_paths
@@ -18,6 +18,7 @@ __all__ = [
     "OperatorTime",
     "StorageLog",
     "asked_compressor",
+    "built_without_data",
     "codec_paths",
     "codecs_of",
     "count",

@@ -18,6 +18,7 @@ from memopt_cli.runtime.private_torch import (
     FakeTensorMode,
     buffers_of,
     fake_copies,
+    fakes_exchanged,
     is_fake,
     parameters_of,
 )
@@ -34,6 +35,13 @@ from memopt_cli.workspace import Workspaces
 def fake_mode() -> FakeTensorMode:
     """Where new tensors have no data, and may meet such as have."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
+    """Within, a model is built whose tensors have no data; it may change their dtype."""
+    with mode, fakes_exchanged():
+        yield
 
 
 def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:

@@ -14,6 +14,7 @@ from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
 from memopt_cli.loading import load_model
+from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import ModelSource
 
 CODE = """
@@ -153,3 +154,24 @@ def test_weights_that_are_no_state_dict(folder: Path) -> None:
 def test_factories_that_cannot_be_used(location: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load_model(ModelSource(location=location))
+
+
+def test_a_file_that_another_imports_runs_once(folder: Path) -> None:
+    """So a function of that knows the classes of the model: what spreads it over ranks, or its loss."""
+    (folder / "user_blocks.py").write_text(
+        "from torch import nn\nclass Block(nn.Linear): pass\ndef make(): return Block(2, 3)"
+    )
+    (folder / "user_spread.py").write_text(
+        "import user_blocks\nfrom user_blocks import Block\ndef is_block(model): return isinstance(model, Block)"
+    )
+    model = load_model(ModelSource(location=f"{folder / 'user_blocks.py'}:make")).module
+    try:
+        assert user_function(f"{folder / 'user_spread.py'}:is_block", "--parallel")(model)
+        (folder / "user_blocks.py").write_text("class Block: pass\nclass Other: pass")
+        del sys.modules["user_blocks"]
+        import user_blocks  # type: ignore[import-not-found]
+
+        assert hasattr(user_blocks, "Other")
+    finally:
+        for name in ("user_blocks", "user_spread", "memopt_user_user_blocks", "memopt_user_user_spread"):
+            sys.modules.pop(name, None)

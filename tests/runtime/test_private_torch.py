@@ -893,3 +893,23 @@ def test_a_group_that_sends_nothing_needs_no_other_rank() -> None:
         assert torch.distributed.get_rank() == 2
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_model_without_data_changes_its_dtype() -> None:
+    """The first time, too, at which the mode remembers what an operator made."""
+    with p.FakeTensorMode(), p.fakes_exchanged():
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)).to(torch.bfloat16)
+        assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
+        assert model.half()[0].weight.dtype is torch.float16
+
+
+def test_ddp_makes_its_reducer_and_takes_hooks_by_these() -> None:
+    for name in (p.MAKES_REDUCER, *p.SETS_HOOKS):
+        assert callable(getattr(torch.nn.parallel.DistributedDataParallel, name))
+    assert p.FIRST_BUCKET_BYTES == 1 << 20
+
+
+def test_tensors_share_buckets_up_to_a_limit() -> None:
+    tensors = [torch.zeros(size) for size in (4, 4, 4, 1)]
+    assert p.bucketed(tensors, [16, 32]) == [[0], [1, 2], [3]]
+    assert p.bucketed(tensors, [sys.maxsize]) == [[0, 1, 2, 3]]

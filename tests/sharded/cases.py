@@ -113,6 +113,8 @@ REPLICATED = (
     Case(name="ddp, segments", shard=models.replicate, mesh=_axis(2), plan=SEGMENTS),
     Case(name="ddp, adamw", shard=models.replicate, mesh=_axis(2), optimizer="adamw"),
     Case(name="ddp, views, adamw", shard=models.replicate_in_views, mesh=_axis(2), optimizer="adamw"),
+    Case(name="ddp, buckets", shard=models.replicate_in_buckets, mesh=_axis(2)),
+    Case(name="ddp, unused", shard=models.replicate_what_is_used, mesh=_axis(2), build=models.partly),
     _of_images(Case(name="ddp", shard=models.replicate, mesh=_axis(2))),
     _of_images(Case(name="ddp, views", shard=models.replicate_in_views, mesh=_axis(2))),
 )
@@ -158,9 +160,9 @@ def real_step(case: Case) -> Step:
     make = optimizer_maker(parse_optimizer(case.optimizer))
     settings = StepSettings(optimizer=case.optimizer, clip_norm=case.clip_norm, micro_batches=case.accumulate)
     given = (
-        torch.randint(0, models.WORDS, (4, models.LENGTH))
-        if case.build is models.transformer
-        else torch.randn(4, 3, 12, 12)
+        torch.randn(4, 3, 12, 12)
+        if case.build is models.convolutional
+        else torch.randint(0, models.WORDS, (4, models.LENGTH))
     )
     return Step(model=model, args=(given,), kwargs={}, settings=settings, optimizer=make(model), make_optimizer=make)
 

@@ -58,6 +58,23 @@ def transformer() -> nn.Module:
     return Transformer()
 
 
+class Partly(Transformer):
+    """A layer of it is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WORDS)
+
+
+def partly() -> nn.Module:
+    return Partly()
+
+
+def halved() -> nn.Module:
+    """As scripts change the dtype of what they built."""
+    return Transformer().to(torch.bfloat16)
+
+
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -146,3 +163,15 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def replicate_in_views(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def replicate_in_buckets(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Several, and one parameter in none."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["embed.weight"])
+    return DistributedDataParallel(model, bucket_cap_mb=0.05)  # type: ignore[arg-type]
+
+
+def replicate_what_is_used(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    wrapper = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.1)  # type: ignore[arg-type]
+    with wrapper.no_sync():
+        return wrapper

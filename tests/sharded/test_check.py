@@ -77,3 +77,19 @@ def test_a_built_in_way_is_that_of_the_baseline(script: Path) -> None:
 def test_a_step_of_one_device_is_not_comparable_with_one_of_many(script: Path) -> None:
     assert main(["baseline", "train.py:build", "-i", "4x64", "-q", "--force"]) == 0
     assert check(*RANKS) == 5
+
+
+def test_a_baseline_tells_a_layout_as_a_user_could(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("memopt-baseline.json")
+    written = json.loads(path.read_text())
+    lies: dict[str, dict[str, object]] = {
+        "the mesh has 8 = 8 ranks, not 4": {"ranks": 4},
+        "it is of 1099511627776 ranks": {"ranks": 2**40},
+        "'dp=-8' is no NAME=SIZE": {"mesh": {"dp": -8}},
+        "is no mesh": {"mesh": {}},
+    }
+    for reason, lie in lies.items():
+        layout = written["conditions"]["layout"] | {"parallel": "fsdp", **lie}
+        path.write_text(json.dumps(written | {"conditions": written["conditions"] | {"layout": layout}}))
+        assert check() == 5
+        assert reason in capsys.readouterr().err

@@ -101,10 +101,14 @@ def test_more_ranks_need_less_each() -> None:
     [
         (wrong.nothing, 2, "returned nothing, no nn.Module"),
         (wrong.whole, 2, "left every parameter of Transformer whole"),
+        (wrong.another_model, 2, "returned another model than it was given"),
         (wrong.failing, 2, "LookupError: no such layer"),
         (wrong.another_group, 2, "failed: "),
         (wrong.exchanged_group, 2, "made a process group of its own"),
         (wrong.older, 3, "FSDP1"),
+        (wrong.compiled, 3, "a compiled step cannot be predicted"),
+        (wrong.hooked, 3, "with register_comm_hook cannot be predicted"),
+        (wrong.batched, 3, "with bucket_cap_mb_list cannot be predicted"),
         (wrong.engine, 3, "DeepSpeedEngine cannot be predicted"),
         (wrong.stage, 3, "PipelineStage cannot be predicted"),
     ],
@@ -117,6 +121,16 @@ def test_what_cannot_be_predicted_has_a_reason_and_no_number(function: Any, exit
     assert raised.value.exit_code == exit_code
     assert reason in raised.value.message
     assert not dist.is_initialized()
+
+
+def test_a_replica_whose_parameter_has_no_gradient_takes_no_second_step() -> None:
+    with pytest.raises(StepError, match="a parameter had no gradient"):
+        replace(FULLY_SHARDED, build=models.partly, shard=wrong.replicated).predicted()
+
+
+def test_a_model_may_change_its_dtype_as_it_is_built() -> None:
+    halved = replace(FULLY_SHARDED, build=models.halved).predicted()
+    assert halved.breakdown.parameters_bytes * 2 == FULLY_SHARDED.predicted().breakdown.parameters_bytes
 
 
 def test_a_forward_that_depends_on_values() -> None:

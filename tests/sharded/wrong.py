@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 
 def nothing(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -16,6 +18,29 @@ def nothing(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def whole(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
+
+
+def another_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(nn.Embedding(101, 8), mesh=mesh)
+
+
+def compiled(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return torch.compile(fully_shard(model, mesh=mesh), backend="eager")  # type: ignore[return-value]
+
+
+def hooked(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    wrapper = DistributedDataParallel(model)
+    wrapper.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[arg-type, return-value]
+    return wrapper
+
+
+def batched(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb_list=[1, 2])
+
+
+def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Which has a parameter that gets no gradient, where the build says so."""
+    return DistributedDataParallel(model)
 
 
 def failing(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -24,6 +24,7 @@ from memopt_cli.own_step import OwnStep
 from memopt_cli.records import Layout, Plan
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.in_backward import check_steps_alone
+from memopt_cli.runtime.private_torch import fakes_exchanged
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.spec_text import is_built_in
@@ -76,7 +77,7 @@ class Bench:
 
     def _within(self) -> contextlib.AbstractContextManager[Any]:
         """Where parameters have no data, if they are to have none."""
-        return self.mode if self.subject.data == "none" else contextlib.nullcontext()
+        return trace.built_without_data(self.mode) if self.subject.data == "none" else contextlib.nullcontext()
 
     def _built(self) -> nn.Module:
         return remove_plan(self._build() if self._build else load_model(self.subject.source).module)
@@ -106,7 +107,9 @@ class Bench:
         with self._within():
             model = apply_plan(self._placed(self._built()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
-            yield spread(model, mesh, layout, function or None)
+            with fakes_exchanged():
+                made = spread(model, mesh, layout, function or None)
+            yield made
 
     def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
         """What ``find_out(bench)`` says of the original, which stays true: asked once for all jobs."""

@@ -1,4 +1,7 @@
-"""``memopt optimize --for``: a plan for a device that is not here, searched by estimates; nothing runs at full size."""
+"""``memopt optimize`` for a step that is not run here: on a device elsewhere (``--for``), or of one rank (``--ranks``).
+
+Plans are counted on tensors without data; nothing runs at full size.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import math
 import time
 from dataclasses import replace
 
-from memopt_cli.errors import NothingFitsError, OptionError
+from memopt_cli.errors import NothingFitsError, OptionError, StepError
 from memopt_cli.estimation import estimate
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced, TraceJob
+from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.climb import found_row, is_worth_it, not_worth_it
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import NOTHING_FITS, TOO_SLOW, budget_bytes
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.on_card import recorded_here
+from memopt_cli.pipeline.prediction import predict, without_data
+from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
@@ -26,45 +32,67 @@ from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Counted,
-    DeviceProfile,
+    Layout,
     LevelRow,
     OptimizeRequest,
+    Plan,
     PlanEstimates,
+    PlannedRanks,
     SearchGoal,
     Verification,
+    predicted,
 )
 from memopt_cli.units import format_bytes
 
 
 def check_request(request: OptimizeRequest) -> None:
-    """Raises :class:`OptionError` for what wants measurements, which there are none of for a card."""
+    """Raises :class:`OptionError` for what wants measurements, which there are none of elsewhere."""
     wanted = {
         "--frontier": request.goal.frontier or request.goal.pick is not None,
         "--measure-levels": request.measure_levels,
+        "--html (or --snapshot)": request.layout is not None and request.record_steps,
+        "--dim with a range": request.layout is not None and request.dim_range is not None,
     }
     flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
-    if request.card is not None and flag is not None:
+    if is_elsewhere(request) and flag is not None:
+        where = (
+            f"--for {request.card.name} is for a device that is not here" if request.card else "--ranks predicts them"
+        )
         raise OptionError(
-            f"{flag} measures plans, and --for {request.card.name} is for a device that is not here",
+            f"{flag} wants steps that are run, and {where}",
             hint=f"Omit {flag}; --budget and --max-slowdown choose a plan by estimates.",
         )
 
 
-def find_for_card(
-    request: OptimizeRequest, card: DeviceProfile, resolved: Resolved, prepared: Prepared, progress: Progress
-) -> Findings:
-    """Search by dry runs in the card's blocks and by times of its roofline, and verify at a small size.
+def is_elsewhere(request: OptimizeRequest) -> bool:
+    """Whether the step is not run here."""
+    return request.card is not None or request.layout is not None
 
-    Raises :class:`MemoptError`, a :class:`NothingFitsError` where no plan is within the budget.
+
+def opening_elsewhere(request: OptimizeRequest) -> Opening:
+    """Of a step that is not run here.  Raises :class:`UsageError` as :func:`recorded_here` and :func:`without_data`."""
+    opening = opening_of(request, recorded_here(request.settings, request.card), data="small batch")
+    return opening if request.layout is None else without_data(opening, request.layout)
+
+
+def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+    """Search by dry runs, for a card in its blocks and by times of its roofline, and verify at a small size.
+
+    Of many ranks it is the first that is planned for; the model is verified whole.  Raises :class:`MemoptError`, a
+    :class:`NothingFitsError` where no plan is within the budget.
     """
-    prepared = replace(prepared, subject=replace(prepared.subject, card=card))
+    card, layout = request.card, request.layout
+    searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
     notes, options = [*resolved.notes, *prepared.notes], resolved.options
+    data: Data = "small batch" if layout is None else "none"
+    where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
     with Sessions(
-        lambda data: prepared.session(request.timeout_s, data), lambda: notes.append(SESSION_LOST), "small batch"
+        lambda data: searched.session(request.timeout_s, data), lambda: notes.append(SESSION_LOST), data
     ) as sessions:
-        progress.stage(f"recording a step for {card.name}")
+        progress.stage(f"recording a step for {where}")
         started = time.monotonic()
         traced = record_step(sessions(), ORIGINAL, None, notes)
+        _refuse_wrapper(traced)
         counted = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
         if not isinstance(counted, Counted):
             raise_failure(counted, "a step of the model could not be counted: ")
@@ -75,12 +103,18 @@ def find_for_card(
             probes = SearchProbes(sessions, limit_s=request.search_limit_s)
             asked = planner_probes(probes, first, progress, fake=True, allow_inexact=options.allow_inexact)
             planner = Planner(traced.trace, first, asked, options)
-            progress.stage(f"searching for {card.name}", probes.left())
+            progress.stage(f"searching for {where}", probes.left())
             rows.append(_searched(request, resolved, planner, first.peak_bytes, notes))
         plan = rows[-1].plan
         planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
         if not isinstance(planned, Traced):
             raise_failure(planned, "a step with the plan could not be recorded: ")
+        parallel = None if layout is None else _of_ranks(request, layout, searched, sessions(), first, plan)
+    estimates = (
+        None
+        if card is None
+        else PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
+    )
     tree = ModuleTree(traced.trace)
     selection = selected(tree, plan, options, by_goal=request.goal != SearchGoal()) if options.level else None
     notes += left_out(selection.refused) if selection is not None else []
@@ -100,8 +134,42 @@ def find_for_card(
         verification=verification,
         notes=notes,
         budget_bytes=_budget(request, first.peak_bytes),
-        estimates=PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card)),
+        estimates=estimates,
+        parallel=parallel,
     )
+
+
+def _refuse_wrapper(traced: Traced) -> None:
+    """Plans name the modules of the model, which a wrapper names otherwise.  Raises :class:`StepError`."""
+    root = next((module.class_name for module in traced.trace.modules if not module.path), "")
+    if root == "DistributedDataParallel":
+        raise StepError(
+            "no plan is searched for a model within DistributedDataParallel, whose buckets no plan makes smaller",
+            hint="Search without --ranks, with a budget less the bytes of all gradients; memopt profile --ranks --plan "
+            "predicts the rank.",
+        )
+
+
+def _of_ranks(
+    request: OptimizeRequest, layout: Layout, searched: Prepared, session: Session, first: CountedPlan, plan: Plan
+) -> PlannedRanks:
+    """What the first rank needs with and without the plan, and what the last needs with it.
+
+    Raises :class:`NothingFitsError` where the last needs more than the budget.
+    """
+    last = layout.ranks - 1
+    planned = [predict(session, layout, 0, plan)]
+    if last:
+        with replace(searched, subject=replace(searched.subject, rank=last)).session(
+            request.timeout_s, "none"
+        ) as other:
+            planned.append(predict(other, layout, last, plan))
+    budget, most = _budget(request, first.peak_bytes), max(rank.tensor_peak_bytes for rank in planned)
+    if budget is not None and most > budget:
+        raise NothingFitsError(
+            f"the plan that fits on rank 0 takes {format_bytes(most)} on rank {last}", hint="Raise --budget."
+        )
+    return PlannedRanks(original=predicted(first.counted, layout, 0, ORIGINAL), planned=tuple(planned))
 
 
 def _searched(

@@ -1,0 +1,46 @@
+"""``memopt optimize --ranks``: a plan is searched on one rank of many, and verified whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from memopt_cli import predict_rank
+from memopt_cli.cli.app import main
+from memopt_cli.contents import read_plan
+from memopt_cli.records import Layout
+from tests.sharded import models
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+MODELS = Path(__file__).with_name("models.py")
+INPUTS = f"4x{models.LENGTH}@int64=0..{models.WORDS}"
+
+
+def optimized(parallel: str, *flags: str) -> int:
+    step = ("-i", INPUTS, "--level", "1", "--plan-only", "-q")
+    return main(["optimize", f"{MODELS}:transformer", "--ranks", "4", "--parallel", parallel, *step, *flags])
+
+
+def test_a_plan_of_one_rank_is_one_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert optimized(f"{MODELS}:shard", "--budget", "900KiB", "-o", "net.pt") == 0
+    summary = json.loads(Path("net.summary.json").read_text())["summary"]
+    layout = Layout(ranks=4, parallel=f"{MODELS}:shard", mesh={"dp": 4})
+    (first, last), original = summary["parallel"]["planned"], summary["parallel"]["original"]
+    assert (first["rank"], last["rank"]) == (0, 3)
+    assert first["layout"] == {"ranks": 4, "parallel": layout.parallel, "mesh": layout.mesh}
+    assert first["tensor_peak_bytes"] <= 900 << 10 < original["tensor_peak_bytes"]
+    assert summary["verification"]["passed"]
+    assert yaml.safe_load(Path("net.plan.yaml").read_text())["parallel"] == first["layout"]
+    plan = read_plan("net.plan.yaml")[1]
+    assert plan.segments
+    predicted = predict_rank(models.transformer, INPUTS, ranks=4, parallelize=models.shard, plan=plan)
+    assert predicted.tensor_peak_bytes == first["tensor_peak_bytes"]
+
+
+def test_no_plan_makes_buckets_smaller(capsys: pytest.CaptureFixture[str]) -> None:
+    assert optimized("ddp", "--dry-run") == 3
+    assert "no plan is searched for a model within DistributedDataParallel" in capsys.readouterr().err
