@@ -94,7 +94,7 @@ OPTIMIZERS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fake_tensors_count_the_optimizer_too(optimizer: str) -> None:
-    model, args = transformer()
+    model, args = recurrent()
     step = step_of(model, args, optimizer)
     fake = FakeStep(step).count()
     count(step)  # makes the optimizer's state

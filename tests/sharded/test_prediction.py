@@ -15,6 +15,7 @@ from memopt_cli.errors import MemoptError, StepError, UsageError
 from memopt_cli.records import Counted, Plan
 from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.sharded.spread import repeated_blocks
+from tests.rows import quick
 from tests.sharded import models, wrong
 from tests.sharded.cases import FOUR, FULLY_SHARDED, REPLICATED, SEGMENTS, THREE, TWO, Case, counted_really
 
@@ -22,11 +23,35 @@ pytestmark = pytest.mark.process
 Found = dict[str, list[list[Counted]]]
 
 
+COMBINED = {
+    "2: fsdp",
+    "2: fsdp, adamw, clipped",
+    "2: fsdp, accumulating",
+    "2: fsdp, bf16, segments",
+    "2: fsdp, kept",
+    "2: fsdp, no mesh",
+    "2: fsdp, convolutional, segments",
+    "2: tensor parallel, segments",
+    "3: fsdp, uneven, segments",
+    "4: fsdp × tp, segments",
+    "4: hsdp, segments",
+}
+"""Between them they have all that the others have."""
+REPLICATED_COMBINED = {"2: ddp", "2: ddp, segments", "2: ddp, views, adamw", "2: ddp, convolutional"}
+
+
+def label(case: Case) -> str:
+    return f"{case.ranks}: {case.name}"
+
+
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
-    """Ranks -> what they counted; started once for all tests."""
+def real(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, Found]:
+    """Ranks -> what they counted, of the cases that are asked for; started once for all tests."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    asked = {label(given["case"]) for given in params if isinstance(given.get("case"), Case)}
     several = {2: (*TWO, *REPLICATED), 3: THREE, 4: FOUR}
-    return {ranks: counted_really(cases, tmp_path_factory.mktemp("ranks")) for ranks, cases in several.items()}
+    wanted = {ranks: tuple(case for case in cases if label(case) in asked) for ranks, cases in several.items()}
+    return {ranks: counted_really(cases, tmp_path_factory.mktemp("ranks")) for ranks, cases in wanted.items() if cases}
 
 
 def of_first_rank(case: Case, real: dict[int, Found]) -> Counted:
@@ -35,7 +60,7 @@ def of_first_rank(case: Case, real: dict[int, Found]) -> Counted:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*TWO, *THREE, *FOUR], ids=lambda case: f"{case.ranks}: {case.name}")
+@pytest.mark.parametrize("case", quick([*TWO, *THREE, *FOUR], COMBINED, label), ids=label)
 def test_the_first_rank_is_predicted_to_the_byte(case: Case, real: dict[int, Found]) -> None:
     counted, predicted = of_first_rank(case, real), case.predicted()
     assert predicted.tensor_peak_bytes == counted.tensor_peak_bytes
@@ -45,7 +70,7 @@ def test_the_first_rank_is_predicted_to_the_byte(case: Case, real: dict[int, Fou
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", REPLICATED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quick(REPLICATED, REPLICATED_COMBINED, label), ids=label)
 def test_replicas_are_predicted_within_a_thousandth(case: Case, real: dict[int, Found]) -> None:
     counted, predicted = of_first_rank(case, real), case.predicted()
     assert predicted.tensor_peak_bytes == pytest.approx(counted.tensor_peak_bytes, rel=1e-3)
