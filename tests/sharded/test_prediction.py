@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from memopt_cli import predict_rank
+from memopt_cli import predict_rank, predicted
 from memopt_cli.errors import MemoptError, StepError, UsageError
+from memopt_cli.measure.local import LocalSession
 from memopt_cli.records import Counted, Plan
 from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.sharded.spread import repeated_blocks
@@ -40,6 +41,12 @@ COMBINED = {
 REPLICATED_COMBINED = {"2: ddp", "2: ddp, segments", "2: ddp, views, adamw", "2: ddp, convolutional"}
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicted in this process, which has imported what shards models. A subprocess says the same, as a test shows."""
+    monkeypatch.setattr(predicted, "Session", LocalSession)
+
+
 def label(case: Case) -> str:
     return f"{case.ranks}: {case.name}"
 
@@ -59,26 +66,29 @@ def of_first_rank(case: Case, real: dict[int, Found]) -> Counted:
     return sorted(real[case.ranks][case.name][0], key=lambda counted: counted.tensor_peak_bytes)[1]
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", quick([*TWO, *THREE, *FOUR], COMBINED, label), ids=label)
 def test_the_first_rank_is_predicted_to_the_byte(case: Case, real: dict[int, Found]) -> None:
-    counted, predicted = of_first_rank(case, real), case.predicted()
-    assert predicted.tensor_peak_bytes == counted.tensor_peak_bytes
-    assert predicted.resident_bytes == counted.resident_bytes
-    assert predicted.breakdown == counted.breakdown
-    assert predicted.collectives == counted.collectives
+    counted, found = of_first_rank(case, real), case.predicted()
+    assert found.tensor_peak_bytes == counted.tensor_peak_bytes
+    assert found.resident_bytes == counted.resident_bytes
+    assert found.breakdown == counted.breakdown
+    assert found.collectives == counted.collectives
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", quick(REPLICATED, REPLICATED_COMBINED, label), ids=label)
 def test_replicas_are_predicted_within_a_thousandth(case: Case, real: dict[int, Found]) -> None:
-    counted, predicted = of_first_rank(case, real), case.predicted()
-    assert predicted.tensor_peak_bytes == pytest.approx(counted.tensor_peak_bytes, rel=1e-3)
-    assert predicted.resident_bytes == counted.resident_bytes
-    reduced = [each for each in predicted.collectives if each.kind == "all-reduce"]
+    counted, found = of_first_rank(case, real), case.predicted()
+    assert found.tensor_peak_bytes == pytest.approx(counted.tensor_peak_bytes, rel=1e-3)
+    assert found.resident_bytes == counted.resident_bytes
+    reduced = [each for each in found.collectives if each.kind == "all-reduce"]
     assert reduced == [each for each in counted.collectives if each.kind == "all-reduce"]
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.slow
 def test_a_rank_with_less_is_padded() -> None:
     """Three ranks share what does not divide by three: the last has least, in a storage as large as the others'."""
@@ -96,6 +106,7 @@ def test_a_subprocess_predicts_the_same() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.usefixtures("here")
 def test_segments_need_no_more_collectives_and_no_more_bytes() -> None:
     """Those that gather parameters for a recomputation gather them for backward as well."""
     plain, planned = FULLY_SHARDED.predicted(), replace(FULLY_SHARDED, plan=SEGMENTS).predicted()
@@ -110,11 +121,13 @@ def test_a_built_in_way_is_that_of_a_script() -> None:
     assert replace(ours, layout=theirs.layout) == theirs
 
 
+@pytest.mark.usefixtures("here")
 def test_a_forgotten_block_is_seen() -> None:
     forgotten = replace(FULLY_SHARDED, shard=models.shard_but_one)
     assert forgotten.predicted().tensor_peak_bytes > FULLY_SHARDED.predicted().tensor_peak_bytes
 
 
+@pytest.mark.usefixtures("here")
 def test_more_ranks_need_less_each() -> None:
     peaks = [replace(FULLY_SHARDED, mesh={"dp": ranks}).predicted() for ranks in (2, 4, 16)]
     assert [p.tensor_peak_bytes for p in peaks] == sorted((p.tensor_peak_bytes for p in peaks), reverse=True)
