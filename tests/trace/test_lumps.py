@@ -175,9 +175,9 @@ def applied(step: FakeStep, plan: Plan) -> Iterator[None]:
 
 
 def told(step: FakeStep, plan: Plan) -> Counted:
-    """All that is counted but who holds what, which of a lump is its module."""
+    """All that is counted but who holds what, which of a lump is its module, and how many operators ran."""
     with applied(step, plan):
-        return replace(step.count(), holders=())
+        return replace(step.count(), holders=(), operators=0)
 
 
 def runs(step: FakeStep, plan: Plan, path: str) -> int:
