@@ -60,6 +60,16 @@ def _little_to_collect(_one_thread: None) -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """Of this process alone; it goes after the models of a test, which hold on to it."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def user_code() -> str:
     """Folder of modules that stand for the user's own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,11 +42,8 @@ every_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 
 
 @pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    """Of one process."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+def _compiled_anew(process_group: None) -> Iterator[None]:
     yield
-    distributed.destroy_process_group()
     torch._dynamo.reset()
 
 

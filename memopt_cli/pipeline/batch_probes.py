@@ -128,18 +128,20 @@ class BatchProbes:
 
     @property
     def operators_per_sample(self) -> float:
-        """That the step runs more, for every sample of a larger batch; 0 while that is not known."""
-        if len(self.operators) < 2:
+        """That the step runs more, for every sample of a larger batch; 0 while that is not known.
+
+        Not under a plan in chunks: a batch of fewer samples than there are chunks runs in fewer.
+        """
+        if len(self.operators) < 2 or self.plan.has_chunks:
             return 0.0
         (few, fewer), *_, (many, more) = sorted(self.operators.items())
         return (more - fewer) / (many - few)
 
     def _is_long(self, batch: int) -> bool:
-        if len(self.operators) < 2:
+        if self.operators_per_sample <= 0:
             return False
         most = max(self.operators)
-        expected = self.operators[most] + self.operators_per_sample * (batch - most)
-        return expected > max(_MOST_OPERATORS, self.operators[min(self.operators)])
+        return self.operators[most] + self.operators_per_sample * (batch - most) > _MOST_OPERATORS
 
     def _beyond(self, batch: int) -> float:
         intercept, slope = fit_line([(known, self.dry_runs[known]) for known in sorted(self.operators)[-2:]])

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batch_probes import BatchProbes, looped_over
 from memopt_cli.progress import Progress
-from memopt_cli.records import Counted, Plan, break_down
+from memopt_cli.records import Counted, Plan, SegmentPlan, break_down
 
 
 class Session:
@@ -30,8 +31,8 @@ class Session:
         )
 
 
-def probes_of(session: Any) -> BatchProbes:
-    return BatchProbes(session=lambda: session, plan=Plan(), progress=Progress())
+def probes_of(session: Any, plan: Plan = ORIGINAL) -> BatchProbes:
+    return BatchProbes(session=lambda: session, plan=plan, progress=Progress())
 
 
 def test_a_step_that_loops_over_its_batch_is_dry_run_while_that_is_quick() -> None:
@@ -47,4 +48,14 @@ def test_any_other_step_is_dry_run_at_any_batch(batches: tuple[int, ...]) -> Non
     probes = probes_of(session := Session(operators_per_sample=0))
     assert [probes.predict(batch) for batch in batches] == [1000 + 100 * batch for batch in batches]
     assert session.asked == [*batches]
+    assert not looped_over(probes)
+
+
+def test_few_samples_run_in_fewer_chunks_and_are_no_loop() -> None:
+    in_chunks = Plan(segments=(SegmentPlan(path="0", chunks=8),))
+    probes = probes_of(session := Session(operators_per_sample=400), in_chunks)
+    assert probes.predict(1) == 1100
+    assert probes.predict(8) == 1800
+    assert probes.predict(1000) == 101_000
+    assert session.asked == [1, 8, 1000]
     assert not looped_over(probes)

@@ -466,20 +466,17 @@ def test_in_one_graph_it_runs_plainly_and_says_so() -> None:
     torch._dynamo.reset()
 
 
-def test_within_a_wrapper_that_only_runs_it(tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        wrapped, plain = nn.parallel.DistributedDataParallel(Net().eval()), Net().eval()
-        apply_plan(wrapped, PLAN)
-        assert plan_of(wrapped) == PLAN
-        for length in (SHORT, LONG):
-            with recomputations(wrapped.module) as found:
-                assert same(gradients(wrapped, wrapped(ids(length))), gradients(plain, plain(ids(length))))
-            assert sorted(found) == RECOMPUTED[length]
-        remove_plan(wrapped)
-        assert type(wrapped.module) is Net
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("process_group")
+def test_within_a_wrapper_that_only_runs_it() -> None:
+    wrapped, plain = nn.parallel.DistributedDataParallel(Net().eval()), Net().eval()
+    apply_plan(wrapped, PLAN)
+    assert plan_of(wrapped) == PLAN
+    for length in (SHORT, LONG):
+        with recomputations(wrapped.module) as found:
+            assert same(gradients(wrapped, wrapped(ids(length))), gradients(plain, plain(ids(length))))
+        assert sorted(found) == RECOMPUTED[length]
+    remove_plan(wrapped)
+    assert type(wrapped.module) is Net
 
 
 def test_many_models_as_one_take_the_route_that_can() -> None:
