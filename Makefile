@@ -26,7 +26,7 @@ COMPAT := build/compat
 OLDEST_TORCH := torch==$(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.toml).*
 COMPAT_SECONDS ?= 3600
 
-.PHONY: demo samples test test-fast compat lint docs check-docs fuzz check-memory baselines bench clean
+.PHONY: demo samples test test-fast test-exhaustive compat lint docs check-docs fuzz check-memory baselines bench clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 $(TRUST) --force
@@ -43,7 +43,11 @@ compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed
 
 # Without what starts processes, and without what is marked slow.
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not process and not slow" tests/$(PART)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not process and not slow and not exhaustive" tests/$(PART)
+
+# The rows of long tables of which make test proves a few.
+test-exhaustive: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive tests/$(PART)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

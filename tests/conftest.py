@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -50,6 +51,13 @@ def _one_import(_one_thread: None, request: pytest.FixtureRequest) -> Iterator[N
     early = any(item.get_closest_marker("process") for item in request.session.items)
     with processes.kept(early=early):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_collect(_one_thread: None) -> None:
+    """A collection of garbage looks at what a module's tests made, and not at all of PyTorch and of the other tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

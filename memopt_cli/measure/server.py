@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -75,6 +76,7 @@ class _Server:
             self._import.join()  # in the middle of an import, nothing can be forked
         *streams, status_fd = files
         status, server = socket.socket(fileno=status_fd), os.getpid()
+        gc.freeze()  # collections of garbage in the child leave what is imported alone, and so share its memory
         try:
             pid = os.fork()
         except OSError as error:

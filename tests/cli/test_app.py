@@ -13,6 +13,7 @@ import torch
 
 from memopt_cli.cli.app import main
 from memopt_cli.errors import MemoptError, UnsafeFileError
+from tests.rows import quick
 
 
 def raising(err: BaseException) -> Any:
@@ -155,7 +156,9 @@ def test_answers_without_torch(arguments: list[str]) -> None:
     assert (done.returncode, "Traceback" in done.stderr) == (2 if "no.pt" in arguments else 0, False)
 
 
-@pytest.mark.parametrize("command", ["optimize", "profile", "baseline", "recommend-batch", "inspect"])
+@pytest.mark.parametrize(
+    "command", quick(["optimize", "profile", "baseline", "recommend-batch", "inspect"], ["optimize", "inspect"])
+)
 def test_a_file_is_refused_without_torch(command: str, tmp_path: Path) -> None:
     """Not in the command's own process: one import is what a refusal costs."""
     (tmp_path / "model.pt").write_bytes(b"cposix\nsystem\n(Vtouch canary\ntR.")
@@ -214,7 +217,11 @@ def test_closed_stdout_is_no_regression(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "--version", "optimize --help", "inspect net.pt", "inspect net.pt --json"]
+    "arguments",
+    quick(
+        ["--help", "--version", "optimize --help", "inspect net.pt", "inspect net.pt --json"],
+        ["--help", "inspect net.pt --json"],
+    ),
 )
 def test_a_reader_that_has_enough_is_no_failure(arguments: str, tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(3, 2), tmp_path / "net.pt")

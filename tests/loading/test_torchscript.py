@@ -25,6 +25,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace import StorageLog
 from tests.loading.hostile import WritesWhenLoaded
 from tests.loading.script_corpus import CORPUS, compiled
+from tests.rows import quick
 
 MEASURED = ["resnet", "traced resnet", "char_rnn", "traced gpt", "shapes", "lists", "transformer", "break"]
 """Models whose memory is compared."""
@@ -80,7 +81,11 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     ]
 
 
-@pytest.fixture(params=CORPUS)
+TRACED_TOO = {"traced resnet", "traced gpt"}
+"""Large ones, of which the script is compared as well, and smaller models that are traced."""
+
+
+@pytest.fixture(params=quick(CORPUS, CORPUS.keys() - TRACED_TOO))
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[torch.jit.ScriptModule, nn.Module, Any]:
     """The script, the lifted model and what makes its arguments."""
     loaded = lifted(archive(request.param), tmp_path)

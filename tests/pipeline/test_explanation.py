@@ -40,6 +40,7 @@ from memopt_cli.report.text import TextReport
 pytestmark = pytest.mark.usefixtures("in_process")
 
 BATCH, LESS = 512, 2 << 20
+FLAGS = ("--code-path .", "--dim B=512")
 _found: dict[object, Explanation] = {}
 SPEC = InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": BATCH}, source="here")
 
@@ -84,7 +85,9 @@ def recorded(source: ModelSource) -> StepTrace:
 @pytest.fixture
 def explained(source: ModelSource) -> Callable[..., Explanation]:
     def run(memory: int | None, **options: Any) -> Explanation:
-        request = ExplainRequest(source=source, spec=SPEC, settings=StepSettings(), memory=memory, **options)
+        request = ExplainRequest(
+            source=source, spec=SPEC, settings=StepSettings(), memory=memory, flags=FLAGS, **options
+        )
         key = (memory, *options.items())
         if key not in _found:
             _found[key] = explain(request, progress=Progress())
@@ -246,7 +249,7 @@ def test_a_step_that_fits_was_raised_nowhere(recorded: StepTrace, explained: Cal
 
 
 def test_commands_repeat_the_flags_of_the_user(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
-    found = explained(needed_bytes(recorded) - LESS, flags=("--code-path .", "--dim B=512"))
+    found = explained(needed_bytes(recorded) - LESS)
     commands = {said.change: said.command for said in found.suggestions}
     assert " --code-path . --dim B=512 --level 4 --budget " in commands["plan"]
     assert " --code-path . --dim B=512 --memory " in commands["micro-batches"]

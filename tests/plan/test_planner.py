@@ -36,6 +36,7 @@ from tests.plan.subjects import (
     segments,
     without_norms,
 )
+from tests.rows import quick
 
 LEVELS = (1, 2, 3, 4)
 NEARLY = 1.01
@@ -55,7 +56,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 # ---------------------------------------------------------------------------------------------- steps as chance has it
 
 
-@pytest.fixture(scope="module", params=range(20))
+@pytest.fixture(scope="module", params=quick(range(20), range(6)))
 def any_step(request: pytest.FixtureRequest) -> Subject:
     return drawn(request.param)
 
@@ -158,9 +159,12 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[Plan], bool]]] = {
 }
 
 
+LIMITED = {("chain", limit) for limit in LIMITS} | {("gpt", limit) for limit in ("one round", "nothing asked")}
+"""Limits are those of the search, whatever the model; what differs is whose rules are asked."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("name", ["chain", "gpt"])
+@pytest.mark.parametrize(("name", "limit"), quick(itertools.product(["chain", "gpt"], LIMITS), LIMITED))
 def test_limits_hold_in_every_plan(name: str, limit: str) -> None:
     subject = small(name)
     options, holds = LIMITS[limit]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -126,7 +127,10 @@ REPLICATED = (
 def counted_really(cases: tuple[Case, ...], folder: Path) -> dict[str, list[list[Counted]]]:
     """Name -> of each rank what was counted, ``TIMES`` over; all cases are of as many ranks."""
     (ranks,) = {case.ranks for case in cases}
-    torch.multiprocessing.spawn(_process, (ranks, cases, str(folder)), nprocs=ranks)
+    multiprocessing.set_forkserver_preload(["torch._dynamo", __name__])  # imported once, for the ranks of all groups
+    torch.multiprocessing.start_processes(
+        _process, (ranks, cases, str(folder)), nprocs=ranks, start_method="forkserver"
+    )
     found = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
     return {
         case.name: [[from_data(Counted, data) for data in of_rank[case.name]] for of_rank in found] for case in cases

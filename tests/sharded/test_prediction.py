@@ -10,11 +10,13 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from memopt_cli import predict_rank
+from memopt_cli import predict_rank, predicted
 from memopt_cli.errors import MemoptError, StepError, UsageError
+from memopt_cli.measure.local import LocalSession
 from memopt_cli.records import Counted, Plan
 from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.sharded.spread import repeated_blocks
+from tests.rows import quick
 from tests.sharded import models, wrong
 from tests.sharded.cases import FOUR, FULLY_SHARDED, REPLICATED, SEGMENTS, THREE, TWO, Case, counted_really
 
@@ -22,11 +24,41 @@ pytestmark = pytest.mark.process
 Found = dict[str, list[list[Counted]]]
 
 
+COMBINED = {
+    "2: fsdp",
+    "2: fsdp, adamw, clipped",
+    "2: fsdp, accumulating",
+    "2: fsdp, bf16, segments",
+    "2: fsdp, kept",
+    "2: fsdp, no mesh",
+    "2: fsdp, convolutional, segments",
+    "2: tensor parallel, segments",
+    "3: fsdp, uneven, segments",
+    "4: fsdp × tp, segments",
+    "4: hsdp, segments",
+}
+"""Between them they have all that the others have."""
+REPLICATED_COMBINED = {"2: ddp", "2: ddp, segments", "2: ddp, views, adamw", "2: ddp, convolutional"}
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicted in this process, which has imported what shards models. A subprocess says the same, as a test shows."""
+    monkeypatch.setattr(predicted, "Session", LocalSession)
+
+
+def label(case: Case) -> str:
+    return f"{case.ranks}: {case.name}"
+
+
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
-    """Ranks -> what they counted; started once for all tests."""
+def real(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, Found]:
+    """Ranks -> what they counted, of the cases that are asked for; started once for all tests."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    asked = {label(given["case"]) for given in params if isinstance(given.get("case"), Case)}
     several = {2: (*TWO, *REPLICATED), 3: THREE, 4: FOUR}
-    return {ranks: counted_really(cases, tmp_path_factory.mktemp("ranks")) for ranks, cases in several.items()}
+    wanted = {ranks: tuple(case for case in cases if label(case) in asked) for ranks, cases in several.items()}
+    return {ranks: counted_really(cases, tmp_path_factory.mktemp("ranks")) for ranks, cases in wanted.items() if cases}
 
 
 def of_first_rank(case: Case, real: dict[int, Found]) -> Counted:
@@ -34,26 +66,29 @@ def of_first_rank(case: Case, real: dict[int, Found]) -> Counted:
     return sorted(real[case.ranks][case.name][0], key=lambda counted: counted.tensor_peak_bytes)[1]
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*TWO, *THREE, *FOUR], ids=lambda case: f"{case.ranks}: {case.name}")
+@pytest.mark.parametrize("case", quick([*TWO, *THREE, *FOUR], COMBINED, label), ids=label)
 def test_the_first_rank_is_predicted_to_the_byte(case: Case, real: dict[int, Found]) -> None:
-    counted, predicted = of_first_rank(case, real), case.predicted()
-    assert predicted.tensor_peak_bytes == counted.tensor_peak_bytes
-    assert predicted.resident_bytes == counted.resident_bytes
-    assert predicted.breakdown == counted.breakdown
-    assert predicted.collectives == counted.collectives
+    counted, found = of_first_rank(case, real), case.predicted()
+    assert found.tensor_peak_bytes == counted.tensor_peak_bytes
+    assert found.resident_bytes == counted.resident_bytes
+    assert found.breakdown == counted.breakdown
+    assert found.collectives == counted.collectives
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.slow
-@pytest.mark.parametrize("case", REPLICATED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quick(REPLICATED, REPLICATED_COMBINED, label), ids=label)
 def test_replicas_are_predicted_within_a_thousandth(case: Case, real: dict[int, Found]) -> None:
-    counted, predicted = of_first_rank(case, real), case.predicted()
-    assert predicted.tensor_peak_bytes == pytest.approx(counted.tensor_peak_bytes, rel=1e-3)
-    assert predicted.resident_bytes == counted.resident_bytes
-    reduced = [each for each in predicted.collectives if each.kind == "all-reduce"]
+    counted, found = of_first_rank(case, real), case.predicted()
+    assert found.tensor_peak_bytes == pytest.approx(counted.tensor_peak_bytes, rel=1e-3)
+    assert found.resident_bytes == counted.resident_bytes
+    reduced = [each for each in found.collectives if each.kind == "all-reduce"]
     assert reduced == [each for each in counted.collectives if each.kind == "all-reduce"]
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.slow
 def test_a_rank_with_less_is_padded() -> None:
     """Three ranks share what does not divide by three: the last has least, in a storage as large as the others'."""
@@ -71,6 +106,7 @@ def test_a_subprocess_predicts_the_same() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.usefixtures("here")
 def test_segments_need_no_more_collectives_and_no_more_bytes() -> None:
     """Those that gather parameters for a recomputation gather them for backward as well."""
     plain, planned = FULLY_SHARDED.predicted(), replace(FULLY_SHARDED, plan=SEGMENTS).predicted()
@@ -85,11 +121,13 @@ def test_a_built_in_way_is_that_of_a_script() -> None:
     assert replace(ours, layout=theirs.layout) == theirs
 
 
+@pytest.mark.usefixtures("here")
 def test_a_forgotten_block_is_seen() -> None:
     forgotten = replace(FULLY_SHARDED, shard=models.shard_but_one)
     assert forgotten.predicted().tensor_peak_bytes > FULLY_SHARDED.predicted().tensor_peak_bytes
 
 
+@pytest.mark.usefixtures("here")
 def test_more_ranks_need_less_each() -> None:
     peaks = [replace(FULLY_SHARDED, mesh={"dp": ranks}).predicted() for ranks in (2, 4, 16)]
     assert [p.tensor_peak_bytes for p in peaks] == sorted((p.tensor_peak_bytes for p in peaks), reverse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from memopt_cli.runtime import lumps
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep
 from sample_models import gpt
+from tests.rows import quick
 
 ALL = 10**6
 
@@ -186,9 +188,9 @@ def applied(step: FakeStep, plan: Plan) -> Iterator[None]:
 
 
 def told(step: FakeStep, plan: Plan) -> Counted:
-    """All that is counted but who holds what, which of a lump is its module."""
+    """All that is counted but who holds what, which of a lump is its module, and how many operators ran."""
     with applied(step, plan):
-        return replace(step.count(), holders=())
+        return replace(step.count(), holders=(), operators=0)
 
 
 def runs(step: FakeStep, plan: Plan, path: str) -> int:
@@ -243,9 +245,11 @@ CASES = {
     "kept": Case(mlp, (28, 16), rule={"keep": ("aten::addmm",)}),
 }
 
+QUICK = {(name, 9) for name in CASES} | {("mlp", 27)}
+"""The more chunks there are, the longer it takes to run them all."""
 
-@pytest.mark.parametrize("chunks", [9, 27])
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize(("name", "chunks"), quick(itertools.product(CASES, (9, 27)), QUICK))
 def test_peaks_are_those_of_all_chunks(name: str, chunks: int, all_run: Callable[[], None]) -> None:
     case = CASES[name]
     step, plan = case.step(), case.plan(chunks, 1, 2)
