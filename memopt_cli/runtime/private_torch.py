@@ -195,12 +195,13 @@ def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any])
             delattr(owner, name)
 
 
-def fake_copies() -> contextlib.AbstractContextManager[None]:
-    """Within, ``copy.deepcopy`` of a tensor of a dry run is one of its own.
+def mend_copies_of_fakes() -> None:
+    """From now on, ``copy.deepcopy`` of a tensor of a dry run is one of its own.
 
-    PyTorch copies its storage instead, which has a size and no memory, and writes beyond it.
+    PyTorch copies its storage instead, which has a size and no memory, and writes beyond it.  For good: such tensors
+    outlive a dry run, in a list of the user's that a hook appends to, and are copied with the model that refers to it.
     """
-    return replaced(FakeTensor, "__deepcopy__", lambda _: _copy_of_fake)
+    FakeTensor.__deepcopy__ = _copy_of_fake  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

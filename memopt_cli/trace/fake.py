@@ -17,9 +17,9 @@ from memopt_cli.runtime.private_torch import (
     FakeCopyMode,
     FakeTensorMode,
     buffers_of,
-    fake_copies,
     fakes_exchanged,
     is_fake,
+    mend_copies_of_fakes,
     parameters_of,
 )
 from memopt_cli.runtime.state import StartingState
@@ -34,6 +34,7 @@ from memopt_cli.workspace import Workspaces
 
 def fake_mode() -> FakeTensorMode:
     """Where new tensors have no data, and may meet such as have."""
+    mend_copies_of_fakes()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -100,7 +101,7 @@ class FakeStep:
 
     def _settle(self) -> None:
         """The first step of a ``DTensor`` finds out by more tensors how its operators are sharded."""
-        with self._mode, fake_copies():
+        with self._mode:
             reset_gradients(self.step)
             take(self.step)
         self.step.model.zero_grad(set_to_none=True)
@@ -115,13 +116,13 @@ class FakeStep:
         lumps = self._lumps if allocated is None else None  # an allocator takes many small tensors otherwise
         while True:
             self._start.enter()
-            with contextlib.suppress(ChunksDiffer), self._mode, fake_copies():
+            with contextlib.suppress(ChunksDiffer), self._mode:
                 return count(self.step, workspaces, codecs, allocated, lumps)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """As :func:`~memopt_cli.trace.record`, without contents and times."""
         self._start.enter()
-        with self._mode, fake_copies():
+        with self._mode:
             return record(self.step, batch, contents=False, frees=self._frees, workspaces=workspaces, codecs=codecs)
 
     def _fake(self, leaf: Any) -> Any:
