@@ -160,20 +160,6 @@ def leaves_behind(
         yield from _leaves_of_node(tensor.grad_fn, ends, reached)
 
 
-def leaves_before(tensors: Sequence[Tensor], ends: set[Node]) -> Iterator[Tensor]:
-    """The leaves that tensors were computed from, by paths that pass none of the ``ends``."""
-    pending, seen = [t.grad_fn for t in tensors if t.grad_fn is not None], set(ends)
-    yield from (t for t in tensors if t.grad_fn is None)
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        pending += [following for following, _ in node.next_functions if following is not None]
-
-
 def _leaves_of_node(
     start: Node, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
 ) -> Iterator[Tensor]:

@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from memopt_cli.online.graph import Graph, jacobian_row, leaves_before, only
+from memopt_cli.online.graph import Graph, jacobian_row, only
 from memopt_cli.online.interception import changed
 from memopt_cli.online.structure import Source, Structure
 from memopt_cli.online.traces import Gate, Held, Left, Row, Use
+from memopt_cli.runtime.leaves import leaves_before
 
 K = TypeVar("K")
 

@@ -19,7 +19,7 @@ from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan
 from memopt_cli.units import format_bytes
 
 _MOST_OPERATORS = 50_000
-"""Of a dry run: it takes about ten seconds."""
+"""Of a dry run: on a slow core so many take half a minute."""
 
 
 def check_varied(prepared: Prepared) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import StepError
+from memopt_cli.runtime.leaves import leaves_before
 from memopt_cli.runtime.private_torch import FIRST_BUCKET_BYTES, MAKES_REDUCER, SETS_HOOKS, bucketed, replaced
 
 _UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb_list", "batched_grad_copy")
@@ -158,7 +159,7 @@ class Reducer:
             )
         self._is_reducing = True
         if self._finds_unused:
-            reached = _reached(outputs)
+            reached = {id(leaf) for leaf in leaves_before(outputs)}
             self._unused = {n for n, parameter in enumerate(self._parameters) if id(parameter) not in reached}
         for bucket in self._buckets:
             bucket.missing = bucket.parts.keys() - self._unused
@@ -232,18 +233,3 @@ class _Bucket:
     parts: dict[int, Tensor]
     """Number of a parameter -> where its gradient lies."""
     missing: set[int] = field(default_factory=set)
-
-
-def _reached(outputs: list[Tensor]) -> set[int]:
-    """Identities of the parameters that outputs depend on."""
-    found, seen = set[int](), set[Any]()
-    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        todo.extend(following for following, _ in node.next_functions if following is not None)
-    return found

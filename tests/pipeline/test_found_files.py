@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from memopt_cli.contents import plan_yaml, read_measured
 from memopt_cli.errors import UsageError
 from memopt_cli.records import FileHeader, InputSpec, Plan, TensorSpec, to_data
 from memopt_cli.spec_text import check_spec
-from tests.rows import quick
 
 Memopt = Any
 
@@ -81,13 +79,8 @@ RUN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "spec"),
-    quick(
-        itertools.product(RUN, SPECS),
-        {("profile", spec) for spec in SPECS} | {(command, "a script and sizes") for command in RUN},
-    ),
-)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("command", RUN)
 def test_no_plan_runs_code_or_reads_another_file(
     command: str, spec: str, memopt: Memopt, folder: Path, in_process: None
 ) -> None:
