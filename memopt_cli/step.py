@@ -196,8 +196,8 @@ def give_zero_gradient(parameter: Tensor) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-SCALES = 17
-"""A scaler's, from 65536 down to 1."""
+SCALES = 33
+"""A scaler's, from 2^16 down to 2^-16: it does not stop at 1, and a loss that is a sum needs less."""
 _NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
 _FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script says where they come from."
 
