@@ -123,6 +123,7 @@ IN_A_STEP = [
     ("optimize good.pt -i x:2x3", 3, ["x", "-i SHAPE"]),
     ("optimize faulty:Raises -i 2x3", 3, ["the model itself (Raises) rejected its input 2x3", "own complaint"]),
     ("optimize faulty:Detached -i 2x3", 3, ["nothing to differentiate", "--loss"]),
+    ("profile faulty:ReadsAParameter -i 2x3 --fake", 3, ["ReadsAParameter() failed", "leave --fake out"]),
     ("optimize faulty:NotANumber -i 2x3", 3, ["NaN", "values"]),
     ("optimize faulty:FailsInBackward -i 2x3", 3, ["forward works but backward fails", "inplace"]),
     ("optimize good.pt -i 2x3 --target Conv2d --level 1", 3, ["Conv2d", "--target"]),

@@ -21,6 +21,7 @@ from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.optimizer_text import is_function
+from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
 from memopt_cli.step import is_out_of_memory
 from memopt_cli.user_step import Step, StepModels
 
@@ -78,11 +79,12 @@ def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
     except MemoptError:
         raise
     except (Exception, SystemExit) as err:
-        hint = "It does not fit here; memopt profile --fake may need no memory for it."
-        raise FileFormatError(
-            f"{location}() failed: {first_line(err)}",
-            hint=hint if is_out_of_memory(err) else "It is called without arguments.",
-        ) from err
+        hint = "It is called without arguments."
+        if is_out_of_memory(err):
+            hint = "It does not fit here; memopt profile --fake may need no memory for it."
+        elif isinstance(err, UNKNOWN_WITHOUT_DATA):
+            hint = "It reads values of tensors, which have none with --fake: leave --fake out, or read none."
+        raise FileFormatError(f"{location}() failed: {first_line(err)}", hint=hint) from err
     if not isinstance(made, nn.Module | Step):
         raise FileFormatError(
             f"{location}() returned a {type(made).__name__}, neither an nn.Module nor a memopt_cli.Step"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.errors import MemoptError
 from memopt_cli.records import Counted, StepSettings, StepTrace
 from memopt_cli.runtime.lumps import ChunksDiffer, Lumps
 from memopt_cli.runtime.private_torch import (
@@ -26,6 +27,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step, dtype_in, input_dtype, reset_gradients, take
 from memopt_cli.trace.counting import AllocatedPeak, count
+from memopt_cli.trace.known_numbers import NumbersKnown
 from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
 from memopt_cli.user_step import StepModels
@@ -41,7 +43,7 @@ def fake_mode() -> FakeTensorMode:
 @contextlib.contextmanager
 def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
     """Within, a model is built whose tensors have no data; it may change their dtype."""
-    with mode, fakes_exchanged():
+    with mode, fakes_exchanged(), NumbersKnown():
         yield
 
 
@@ -63,10 +65,13 @@ def _placed(tensor: Tensor, settings: StepSettings) -> Tensor:
 
 
 def _without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy."""
+    """A copy.  Raises :class:`RuntimeError` for a step of one's own that cannot be made so."""
     if isinstance(model, StepModels):
-        with mode:
-            return model.anew()
+        with mode, NumbersKnown():
+            try:
+                return model.anew()
+            except MemoptError as error:  # which says that the function is wrong, as it is not where there are data
+                raise RuntimeError(error.message) from error
     copied = {id(g): g.clone_state() for g in _generators_of(model)}  # copied within, their positions had no data
     with FakeCopyMode(mode):
         return copy.deepcopy(model, copied)

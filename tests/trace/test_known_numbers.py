@@ -1,0 +1,114 @@
+"""Numbers that a model reads while it is built without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli import Step
+from memopt_cli.own_step import OwnStep
+from memopt_cli.records import StepSettings
+from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
+from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode
+from memopt_cli.user_step import StepModels
+
+
+@pytest.fixture
+def _without_data() -> Iterator[None]:
+    with built_without_data(fake_mode()):
+        yield
+
+
+@pytest.mark.usefixtures("_without_data")
+@pytest.mark.parametrize(
+    ("read", "numbers"),
+    [
+        (lambda: [x.item() for x in torch.linspace(0, 0.5, 6)], [0, 0.1, 0.2, 0.3, 0.4, 0.5]),
+        (lambda: torch.linspace(0, 0.5, 6).tolist(), [0, 0.1, 0.2, 0.3, 0.4, 0.5]),
+        (lambda: [float(x) for part in torch.linspace(1, 0, 5).split([2, 3]) for x in part], [1, 0.75, 0.5, 0.25, 0]),
+        (lambda: (2 ** torch.arange(4)).tolist(), [1, 2, 4, 8]),
+        (lambda: [int(torch.arange(6).view(2, 3).t()[2, 1])], [5]),
+        (lambda: [int(torch.tensor([3, 4, 5]).cumsum(0)[-1])], [12]),
+        (lambda: [bool((torch.ones(3) > 0).all())], [True]),
+    ],
+)
+def test_what_follows_from_the_code_can_be_read(read: Callable[[], list[Any]], numbers: list[Any]) -> None:
+    assert read() == pytest.approx(numbers)
+
+
+def _written() -> float:
+    x = torch.linspace(0, 1, 5)
+    part = x[1:]
+    x.uniform_()
+    return part[0].item()
+
+
+@pytest.mark.usefixtures("_without_data")
+@pytest.mark.parametrize(
+    "read",
+    [
+        _written,
+        lambda: nn.Linear(3, 3).weight.sum().item(),
+        lambda: torch.randperm(5)[0].item(),
+        lambda: torch.rand(3).add(torch.ones(3))[0].item(),
+        lambda: torch.empty(3)[0].item(),
+        lambda: torch.zeros(1 << 20).sum().item(),
+    ],
+    ids=["written", "a parameter", "drawn", "of what is drawn", "no value yet", "large"],
+)
+def test_other_numbers_are_not_known(read: Callable[[], float]) -> None:
+    with pytest.raises(UNKNOWN_WITHOUT_DATA):
+        read()
+
+
+class Depth(nn.Module):
+    """Layers that a rate leaves out in training; none where it is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rates = [x.item() for x in torch.linspace(0, 0.5, 3)]
+        self.layers = nn.Sequential(
+            *[nn.Sequential(nn.Linear(8, 8), nn.Dropout(r) if r else nn.Identity()) for r in rates]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def step_of(build: Callable[[], nn.Module]) -> Step:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Step(models={"net": model}, optimizers=[optimizer], run=run)
+
+
+def own(build: Callable[[], nn.Module]) -> OwnStep:
+    models = StepModels(step_of(build), lambda: step_of(build))
+    return OwnStep(model=models, args=(torch.randn(4, 8),), kwargs={}, settings=StepSettings())
+
+
+def test_a_step_whose_layers_depend_on_numbers_has_a_dry_run() -> None:
+    fake = FakeStep(own(Depth))
+    assert [type(m).__name__ for m in fake.step.model.modules()].count("Dropout") == 2
+    assert fake.count().tensor_peak_bytes > 0
+
+
+def test_a_step_that_reads_its_parameters_as_it_is_made_has_none() -> None:
+    def told() -> nn.Module:
+        net = nn.Linear(8, 8)
+        assert net.weight.sum().item() != 100
+        return net
+
+    with pytest.raises(UNKNOWN_WITHOUT_DATA):
+        FakeStep(own(told))
