@@ -50,21 +50,22 @@ _RUNS = 3
 
 
 def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
-    """How often each length occurs; without a file of them, lengths that lie evenly in the range.
+    """How often each length occurs; where that is not said, lengths that lie evenly in the range.
 
-    Raises :class:`UsageError` for a length outside of the range.
+    Raises :class:`UsageError` for a file that holds none, and for a length outside of the range.
     """
-    if request.lengths_path is None:
+    if request.lengths is None:
         low, high = varied.low, varied.high
         unit = low if high % low == 0 else 1  # who goes from 64 to 2048 may run at multiples of 64 alone
         step = unit * max(1, -(-(high - low) // (unit * _EVEN)))
         return dict.fromkeys((*range(low, high, step), high), 1.0)
-    counts = read_histogram(request.lengths_path)
+    named, counts = "lengths", request.lengths
+    if isinstance(counts, str):
+        named, counts = counts, read_histogram(counts)
     outside = next((length for length in counts if not varied.low <= length <= varied.high), None)
     if outside is not None:
         raise UsageError(
-            f"{request.lengths_path} has the length {outside}, outside of --dim "
-            f"{varied.symbol}={varied.low}:{varied.high}",
+            f"{named} has the length {outside}, outside of the range {varied.symbol}={varied.low}:{varied.high}",
             hint=f"Widen the range to {min(*counts, varied.low)}:{max(*counts, varied.high)}, or leave the length out.",
         )
     return {length: float(count) for length, count in counts.items()}
@@ -83,8 +84,8 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
         position += tensor.name is None
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(
-        f"--dim {symbol}: which dimension of which input that is must be known, and no shape names it ({shapes})",
-        hint=f"Write it into a shape, as in -i Bx{symbol}@int64=0..32000.",
+        f"which dimension of which input {symbol} is must be known, and no shape names it ({shapes})",
+        hint=f"Write it into a shape, as in Bx{symbol}@int64=0..32000.",
     )
 
 
@@ -99,10 +100,10 @@ def find_by_length(
     progress: Progress,
     *,
     find_plan: FindPlan,
-) -> tuple[Prepared, Findings]:
-    """The model at its longest input, and what was found: the plan has ranges, all else is of the longest.
+) -> Findings:
+    """The plan has ranges; all else is of the longest, which is that of the model's inputs.
 
-    ``find_plan`` finds one for inputs of one length.  Raises :class:`MemoptError` as that does.
+    ``find_plan`` finds a plan for inputs of one length.  Raises :class:`MemoptError` as that does.
     """
     if prepared.facts.format == STEP:
         raise UsageError(
@@ -111,7 +112,7 @@ def find_by_length(
         )
     if varied.symbol == BATCH:
         raise UsageError(
-            f"--dim {BATCH}: a plan by length is for another dimension than the batch", hint="Give the batch one size."
+            f"a plan by length is for another dimension than the batch, {BATCH}", hint="Give the batch one size."
         )
     by = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
@@ -121,7 +122,7 @@ def find_by_length(
     found = longest.found
     assert found is not None
     if not longest.row_passes:
-        return search.at(varied.high), found
+        return found
     parts = search.all_ranges(longest)
     plan = Plan(by=by, ranges=tuple(_range_of(part) for part in parts))
     if all(part.found is None or part.found.plan.is_empty for part in parts):
@@ -131,10 +132,9 @@ def find_by_length(
         found.notes.append(f"One plan does at every {varied.symbol}: none that is faster at shorter inputs was found.")
     rows = list(search.rows(parts)) if plan.ranges else []
     found.notes.extend(search.estimate(parts))
-    if request.lengths_path is None and plan.ranges:
-        found.notes.append("All lengths are taken to be as frequent; --lengths FILE says how frequent each is.")
-    found = replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
-    return search.at(varied.high), found
+    if request.lengths is None and plan.ranges:
+        found.notes.append("All lengths are taken to be as frequent; --lengths says how frequent each is.")
+    return replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
