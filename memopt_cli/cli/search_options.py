@@ -52,9 +52,9 @@ def check_ranges(request: OptimizeRequest) -> None:
             )
         return
     others = {
-        "--frontier": request.goal.frontier,
+        "--frontier": request.goal.frontier and request.goal.pick is None,
+        "--pick": request.goal.pick is not None,
         "--for": request.card is not None,
-        "--html or --snapshot": request.record_steps,
     }
     for flag, is_given in others.items():
         if is_given:

@@ -58,7 +58,7 @@ def summary_of(done: Any) -> MemOptSummary:
 
 @pytest.mark.slow
 def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, memopt: Memopt) -> None:
-    done = optimize(*KNOWN)
+    done = optimize(*KNOWN, "--html", "r.html")
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(Path("net.memopt.summary.json").read_text())["summary"])
     rows, plan, budget = summary.ranges, summary.plan, summary.budget_bytes
@@ -79,6 +79,9 @@ def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, me
     assert original.allocated_peak_bytes > budget
     longest = next(row for row in summary.levels if row.level == summary.applied_level)
     assert longest.plan == rows[-1].plan
+    page = Path("r.html").read_text()
+    assert f"all else on this page is of S={HIGH}." in page
+    assert all(f"<td>{row.up_to}</td>" in page for row in rows)
 
     # What is written is the plan, and acts as the rows say.
     assert read_plan("net.memopt.plan.yaml")[1] == plan
@@ -180,7 +183,7 @@ def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_proce
         (("--dim", "S=16", "--dim", "T=16:64", "--budget", "60%"), "--dim T: no input has a dimension T"),
         ((*RANGE, "--budget", "60%", "--frontier"), "--frontier does not go with a range of --dim"),
         ((*RANGE, "--budget", "60%", "--for", "a100-40gb"), "--for does not go with a range of --dim"),
-        ((*RANGE, "--budget", "60%", "--html", "r.html"), "--html or --snapshot does not go with a range of --dim"),
+        ((*RANGE, "--pick", "1"), "--pick does not go with a range of --dim"),
         (
             ("--dim", "S=16:64", "--budget", "60%", "--lengths", "lengths.txt"),
             "has the length 90, outside of the range S=16:64",
