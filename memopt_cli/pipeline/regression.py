@@ -102,7 +102,7 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared, 
     """The same as :func:`check`, of a model that is ready."""
     _require_same_model(request, before, prepared)
     plan, layout = _plan(request.plan_path, prepared), _layout(request, before)
-    now = replace(before, header=file_header(prepared))
+    now = replace(before, header=replace(file_header(prepared), model=request.source.location))
     with prepared.session(request.timeout_s, _DATA if layout is None else "none") as session:
         now = replace(now, conditions=replace(_conditions(session), layout=layout))
     _require_alike(request, before, now)
