@@ -68,10 +68,11 @@ def record_prepared(request: BaselineRequest, prepared: Prepared, progress: Prog
             conditions=replace(_conditions(session), layout=request.layout),
             memory=_memory(session, rank, plan, progress),
         )
-    lengths = _shorter_lengths(plan, prepared.subject.spec, progress)
+    spec = prepared.subject.spec
+    lengths = _shorter_lengths(plan, spec)
     measured = replace(measured, shorter=_shorter(request, lengths, prepared, request.layout, progress))
     (file,) = write_all({target: content(baseline_json(measured))}, force=request.force)
-    return BaselineResult(baseline=measured, file=file)
+    return BaselineResult(baseline=measured, file=file, notes=tuple(_left_out(plan, spec)))
 
 
 def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:
@@ -259,18 +260,27 @@ def _session(
         yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
 
 
-def _shorter_lengths(plan: Plan, spec: InputSpec, progress: Progress) -> list[tuple[str, int]]:
+def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
     """The dimension of a plan by length and the largest size of each range that the inputs go beyond."""
     if plan.by is None:
         return []
-    dim = plan.by.dim
+    longest = spec.dims.get(plan.by.dim, 0)
+    return [(plan.by.dim, part.up_to) for part in plan.ranges if part.up_to < longest]
+
+
+def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
+    """Of a plan by length, which lengths are not recorded."""
+    if plan.by is None:
+        return
+    dim, last = plan.by.dim, plan.ranges[-1].up_to
     longest = spec.dims.get(dim)
     if longest is None:
-        progress.note(f"The plan has ranges of {dim}, and the inputs name no {dim}: only their own length is recorded.")
-        return []
-    if longest < plan.ranges[-1].up_to:
-        progress.note(f"Nothing is recorded beyond {dim}={longest}, and the plan goes up to {plan.ranges[-1].up_to}.")
-    return [(dim, part.up_to) for part in plan.ranges if part.up_to < longest]
+        yield (
+            f"The plan has ranges of {dim}, and the inputs name no {dim}: only their own length is recorded. "
+            f"Inputs as text name it: Bx{dim}x64, with a size of {dim} of {last}."
+        )
+    elif longest < last:
+        yield f"Nothing is recorded beyond {dim}={longest}, and the plan goes up to {last}."
 
 
 def _shorter(

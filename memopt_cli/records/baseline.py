@@ -137,6 +137,8 @@ class BaselineResult:
 
     baseline: Baseline
     file: str
+    notes: tuple[str, ...] = ()
+    """Of a plan by length, which lengths are not recorded, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,8 @@ class TextReport:
         _print(_console(stream), line, style="bold")
         for step in result.baseline.shorter:
             _print(_console(stream), f"at {step.name}: tensor peak {format_bytes(step.memory.tensor_peak_bytes)}")
+        for note in result.notes:
+            _print(_console(stream), note)
         _written(_console(stream), [result.file])
 
     def compared(self, found: Comparison, stream: TextIO) -> None:

@@ -24,6 +24,7 @@ from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Baseline,
     BaselineRequest,
+    BaselineResult,
     CheckRequest,
     Comparison,
     InputDimension,
@@ -38,6 +39,7 @@ from memopt_cli.records import (
     Trust,
 )
 from memopt_cli.report.comparison import reasons
+from memopt_cli.report.text import TextReport
 from memopt_cli.spec_text import parse_limit, parse_tensor
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -83,14 +85,17 @@ class History:
     def commit(self, name: str) -> None:
         torch.save(COMMITS[name](), self.model)
 
-    def record(self, spec: str = f"{BATCH}x128", dims: dict[str, int] | None = None, **request: Any) -> Baseline:
+    def record(self, spec: str = f"{BATCH}x128", **request: Any) -> Baseline:
+        return self.recorded(spec, **request).baseline
+
+    def recorded(self, spec: str, dims: dict[str, int] | None = None, **request: Any) -> BaselineResult:
         made = BaselineRequest(
             source=ModelSource(location=self.model),
             spec=InputSpec(tensors=(parse_tensor(spec),), dims=dims or {}, source="here"),
             output=self.baseline,
             **request,
         )
-        return baseline(made, progress=Progress(), ask=None).baseline
+        return baseline(made, progress=Progress(), ask=None)
 
     def check(self, *limits: str, **request: Any) -> Comparison:
         made = CheckRequest(
@@ -478,8 +483,18 @@ def test_only_lengths_that_inputs_have_are_recorded(history: History, tmp_path: 
     plan = tmp_path / "net.plan.yaml"
     header = history.record().header
     plan.write_bytes(plan_yaml(header, BY_LENGTH, 1))
-    for spec, dims in (("BxSx128", {"B": 8, "S": 12}), ("8x64x128", {})):
-        assert history.record(spec, dims=dims, plan_path=str(plan), force=True).shorter == ()
+    cases = {
+        "BxSx128": ({"B": 8, "S": 12}, "Nothing is recorded beyond S=12, and the plan goes up to 64."),
+        "8x64x128": ({}, "The plan has ranges of S, and the inputs name no S: only their own length is recorded."),
+    }
+    for spec, (dims, said) in cases.items():
+        found = history.recorded(spec, dims=dims, plan_path=str(plan), force=True)
+        assert found.baseline.shorter == ()
+        (note,) = found.notes
+        assert note.startswith(said)
+        stream = io.StringIO()
+        TextReport().recorded(found, stream)
+        assert note in " ".join(stream.getvalue().split())
 
 
 @pytest.mark.slow
@@ -488,7 +503,6 @@ def test_every_form_of_report_is_told_the_same(history: History) -> None:
     from memopt_cli.report.json import JsonReport
     from memopt_cli.report.junit import JunitReport
     from memopt_cli.report.markdown import MarkdownReport
-    from memopt_cli.report.text import TextReport
 
     history.record()
     history.commit("widened")
