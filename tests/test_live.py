@@ -21,7 +21,7 @@ from memopt_cli import live
 from memopt_cli.apply import apply_plan
 from memopt_cli.cli.app import main
 from memopt_cli.errors import BaselineError, UnsafeFileError, UsageError
-from memopt_cli.records import Measurement
+from memopt_cli.records import Measurement, from_data
 from tests.live_model import Block, mean_square
 
 pytestmark = pytest.mark.process
@@ -77,7 +77,10 @@ def test_the_answer_is_that_of_the_command_to_the_byte(
     assert [s["path"] for s in told["plan"]["segments"]] == [s.path for s in found.plan.segments]
 
 
-def test_a_range_of_lengths_has_a_plan_for_each_and_training_switches() -> None:
+@pytest.mark.usefixtures("in_process")
+def test_a_range_of_lengths_has_a_plan_for_each_and_training_switches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(WIDTH) for _ in range(4)))
     model[1].requires_grad_(False)
@@ -109,6 +112,21 @@ def test_a_range_of_lengths_has_a_plan_for_each_and_training_switches() -> None:
             assert recomputed(planned, x) == len(plan.at({"S": length}).segments)
     with pytest.warns(UserWarning, match="S is 300, beyond the 256"):
         assert recomputed(model, torch.randn(2, 300, WIDTH)) == len(rows[-1].plan.segments)
+
+    # The command line finds the same: three blocks, in the one plan of this level that is within the budget at S=256.
+    file, lengths = tmp_path / "net.pt", tmp_path / "lengths.txt"
+    torch.save(plain, file)
+    lengths.write_text("8 90\n64 9\n256\n")
+    loss = f"{Path(__file__).with_name('live_model.py')}:mean_square"
+    flags = ["--dim", "B=2", "--dim", "S=8:256", "--lengths", str(lengths), "--budget", "70%", "--level", "1"]
+    flags += ["--loss", loss, "--allow-package", "tests", "--no-recommend-batch", "--dry-run", "--json", "-q"]
+    assert main(["optimize", str(file), "-i", f"BxSx{WIDTH}", *flags]) == 0
+    told = json.loads(capsys.readouterr().out)["summary"]
+    assert told["budget_bytes"] == found.summary.budget_bytes
+    assert from_data(memopt_cli.Plan, told["plan"]) == plan
+    for row, same in zip(told["ranges"], rows, strict=True):
+        assert row["outcome"]["allocated_peak_bytes"] == same.outcome.allocated_peak_bytes
+        assert row["outcome"]["tensor_peak_bytes"] == same.outcome.tensor_peak_bytes
 
 
 def recomputed(model: nn.Module, x: Tensor) -> int:
