@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.batch_axis import BATCH
 from memopt_cli.batch_size.length_strategies import read_histogram
-from memopt_cli.errors import MemoptError, Terminated, UsageError
+from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
@@ -118,7 +118,7 @@ def find_by_length(
     counts = lengths_of(request, varied)
     search = _ByLength(request, resolved, prepared, progress, varied, counts, find_plan)
     search.check_sizes(by)
-    longest = search.find(varied.high)
+    longest = search.find_longest()
     found = longest.found
     assert found is not None
     if not longest.row_passes:
@@ -233,6 +233,15 @@ class _ByLength:
             goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
             self._request = replace(self._request, goal=goal)
         return _Part(up_to=length, found=found)
+
+    def find_longest(self) -> _Part:
+        """That of the whole range.  Raises :class:`NothingFitsError` that names its length."""
+        longest = f"{self._varied.symbol}={self._varied.high}"
+        try:
+            return self.find(self._varied.high)
+        except NothingFitsError as err:
+            hint = f"Let the range end below {longest}. {err.hint}"
+            raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
     def all_ranges(self, longest: _Part) -> list[_Part]:
         """From the shortest on.  Ctrl-C ends the search for more of them."""

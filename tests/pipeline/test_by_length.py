@@ -216,6 +216,14 @@ def test_a_model_that_does_not_run_at_another_length(optimize: Memopt) -> None:
     assert f"the model does not run at S={LOW}: " in done.err
 
 
+def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
+    torch.save(deep_net(1), "net.pt")
+    done = optimize(*RANGE, "--budget", "1KiB", "--level", "1")
+    assert done.code == 6
+    assert f"error: at S={HIGH} no plan found takes 1.0 KiB or less" in done.err
+    assert f"hint: Let the range end below S={HIGH}. Raise --budget" in done.err
+
+
 def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
     Path("inputs.py").write_text("import torch\n\ndef make(batch, s):\n    return (torch.randn(batch, s, 64),)\n")
     done = optimize(*RANGE, "--budget", "60%", spec=("--input-script", "inputs.py:make", "--dim", "B=4"))
