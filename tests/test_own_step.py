@@ -163,7 +163,7 @@ def test_a_scaler_of_ones_own_finds_its_scale_first() -> None:
 
 
 def test_optimizers_that_never_step_are_named() -> None:
-    with pytest.raises(StepError, match="none of the step's optimizers has stepped in 17 steps"):
+    with pytest.raises(StepError, match="none of the step's optimizers has stepped in 33 steps"):
         own_step("always_skipped", rows=4).settle()
 
 
