@@ -195,7 +195,7 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
 _LENGTHS = "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
 
 
-def check_range(varied: DimRange | None, has_lengths: bool, has_budget: bool, card: DeviceProfile | None) -> None:
+def check_range(varied: DimRange | None, has_lengths: bool, has_budget: bool) -> None:
     """Raises :class:`OptionError` for what does not go with a range, or without one."""
     if varied is None:
         if has_lengths:
@@ -203,8 +203,6 @@ def check_range(varied: DimRange | None, has_lengths: bool, has_budget: bool, ca
                 "lengths are given, and no dimension has a range", hint='Give it one: dims={"B": 8, "S": (64, 2048)}.'
             )
         return
-    if card is not None:
-        raise OptionError("for_device does not go with a range of a dimension", hint="Give the dimension one size.")
     if not has_budget:
         raise OptionError(
             f"a range of {varied.symbol} asks for plans that meet a budget at all its sizes, and there is none",

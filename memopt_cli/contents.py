@@ -196,6 +196,8 @@ def _shorter(summary: MemOptSummary) -> Iterator[ShorterStep]:
     by = None if summary.plan is None else summary.plan.by
     if by is not None:
         for row in summary.ranges[:-1]:
+            if row.outcome is None:
+                raise UsageError(f"it is a summary whose range up to {by.dim}={row.up_to} was not measured")
             yield ShorterStep(dim=by.dim, size=row.up_to, memory=_as_measured(row.plan, row.outcome))
 
 

@@ -152,7 +152,7 @@ def optimize(
     sizes, varied = split_dims(dims)
     given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
     counts = lengths_given(lengths)
-    check_range(varied, counts is not None, goal.budget is not None, card)
+    check_range(varied, counts is not None, goal.budget is not None)
     return _searched(model, given, step, search, goal, search_time, wants_batch, verbose, card, varied, counts)
 
 

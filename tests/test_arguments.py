@@ -46,7 +46,6 @@ ADAMW = torch.optim.AdamW(MODEL.parameters())
             UsageError,
             "another dimension than the batch, B",
         ),
-        ({**RANGE, "for_device": "a100-40gb"}, OptionError, "for_device does not go with a range"),
         ({**RANGE, "dims": {"F": 2, "S": 8}, "lengths": [8]}, OptionError, "no dimension has a range"),
         ({**RANGE, "lengths": []}, OptionError, "lengths holds no lengths"),
         ({**RANGE, "lengths": {8: 0}}, OptionError, "lengths holds no lengths"),

@@ -54,7 +54,6 @@ def check_ranges(request: OptimizeRequest) -> None:
     others = {
         "--frontier": request.goal.frontier and request.goal.pick is None,
         "--pick": request.goal.pick is not None,
-        "--for": request.card is not None,
     }
     for flag, is_given in others.items():
         if is_given:

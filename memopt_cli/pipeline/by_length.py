@@ -2,7 +2,8 @@
 
 The longest comes first, for it must fit.  Then the largest length at which the original fits, and where lengths lie
 between the two, bounds there: each range has the fastest plan that meets the budget at its largest length, found,
-measured and verified as by :func:`~memopt_cli.pipeline.optimization.find_plan`.
+measured and verified as by :func:`~memopt_cli.pipeline.optimization.find_plan`.  For a device that is not here, nothing
+is measured, and estimates say what fits.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass, replace
 from memopt_cli.batch_axis import BATCH
 from memopt_cli.batch_size.length_strategies import read_histogram
 from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, CountJob
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.peaks_by_length import Peaks, allocated_share, largest
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
@@ -146,6 +148,8 @@ class _Part:
     """``None``: the original fits."""
     original: Measurement | None = None
     """Where it does."""
+    counted: Counted | None = None
+    """The same by an estimate, on a device that is not here."""
 
     @property
     def row(self) -> LevelRow:
@@ -203,7 +207,9 @@ class _ByLength:
         self._request, self._resolved, self._prepared, self._progress = request, resolved, prepared, progress
         self._varied, self._counts, self._find_plan = varied, counts, find_plan
         self._work = Work.of(counts)
-        self._open_session = functools.partial(prepared.session, request.timeout_s)
+        there = replace(prepared, subject=replace(prepared.subject, card=request.card))
+        self._open_session = functools.partial(there.session, request.timeout_s)
+        self._data: Data = "full size" if request.card is None else "small batch"
         self.interrupted = False
         self.notes: list[str] = []
 
@@ -215,11 +221,13 @@ class _ByLength:
         """Raises :class:`MemoptError` for a model that cannot look at its input, or does not run at both lengths."""
         symbol, looking = self._varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self._varied.high),))
         lengths = dict.fromkeys((self._varied.low, self._varied.high))
-        with Sessions(self._open_session, lambda: None, "full size") as sessions:
+        with Sessions(self._open_session, lambda: None, self._data) as sessions:
             for length in lengths:
                 job = CountJob(plan=looking, fake=True, dims={symbol: length})
                 found = sessions().ask(job)
-                if isinstance(found, StepFailed):  # it may not run on tensors without data alone
+                if (
+                    isinstance(found, StepFailed) and self._request.card is None
+                ):  # it may not run on tensors without data alone
                     found = sessions().ask(replace(job, fake=False))
                 if not isinstance(found, Counted | OutOfMemory):
                     raise_failure(found, f"the model does not run at {symbol}={length}: ")
@@ -293,11 +301,13 @@ class _ByLength:
         self._progress.stage("the original within the budget")
         candidates = [length for length in self._work.lengths if length < longest.up_to]
         original = longest.found.rows[0]
-        share, is_fake = _allocated_share(original), original.predicted_tensor_peak_bytes is not None
-        with Sessions(self._open_session, lambda: None, "full size") as sessions:
-            peaks = _Peaks(sessions, self._varied.symbol, fake=is_fake)
+        share, is_fake = allocated_share(original), original.predicted_tensor_peak_bytes is not None
+        with Sessions(self._open_session, lambda: None, self._data) as sessions:
+            peaks = Peaks(sessions, self._varied.symbol, fake=is_fake)
+            if self._request.card is not None:
+                return self._plain_elsewhere(largest(candidates, peaks.allocated, budget), peaks)
             for _ in range(_RUNS):
-                fitting = _largest(candidates, peaks.of, budget / share)
+                fitting = largest(candidates, peaks.of, budget / share)
                 if fitting is None:
                     return None
                 measured = self._measured(fitting)
@@ -310,6 +320,17 @@ class _ByLength:
                 candidates = [length for length in candidates if length < fitting]
                 share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peaks.of(fitting))
         return None
+
+    def _plain_elsewhere(self, fitting: int | None, peaks: Peaks) -> _Part | None:
+        """The same on a device that is not here, by an estimate."""
+        counted = None if fitting is None else peaks.counted(fitting)
+        if fitting is None or counted is None:
+            return None
+        self._progress.note(
+            f"Up to {self._varied.symbol}={fitting} the original fits: it is estimated to take "
+            f"{format_bytes(counted.allocated_peak_bytes)} there."
+        )
+        return _Part(up_to=fitting, found=None, counted=counted)
 
     def _measured(self, length: int) -> Measurement | None:
         measurements = PlanMeasurements(
@@ -340,7 +361,9 @@ class _ByLength:
         for part in parts:
             inside = sum(count for length, count in self._counts.items() if low <= length <= part.up_to)
             outcome = part.original if part.found is None else part.row.outcome
-            assert isinstance(outcome, Measurement), "it was proven"
+            assert isinstance(outcome, Measurement | None), "it was proven"
+            assert outcome is not None or self._request.card is not None, "it was measured"
+            counted = None if part.counted is None else part.counted.allocated_peak_bytes
             yield RangeRow(
                 low=low,
                 up_to=part.up_to,
@@ -348,39 +371,8 @@ class _ByLength:
                 plan=part.plan,
                 original=part.original if part.found is None else part.found.rows[0].outcome,
                 outcome=outcome,
+                predicted_allocated_peak_bytes=part.row.predicted_allocated_peak_bytes if part.found else counted,
                 predicted_slowdown=None if part.found is None else part.row.predicted_slowdown,
                 verification=None if part.found is None else part.found.verification,
             )
             low = part.up_to + 1
-
-
-class _Peaks:
-    """Tensor peaks of the original's step at lengths, each counted once."""
-
-    def __init__(self, sessions: Sessions, symbol: str, *, fake: bool) -> None:
-        self._sessions, self._symbol, self._fake = sessions, symbol, fake
-        self._known: dict[int, float] = {}
-
-    def of(self, length: int) -> float:
-        """In bytes; infinite where the step does not run."""
-        if length not in self._known:
-            found = self._sessions().ask(CountJob(plan=ORIGINAL, fake=self._fake, dims={self._symbol: length}))
-            self._known[length] = found.tensor_peak_bytes if isinstance(found, Counted) else float("inf")
-        return self._known[length]
-
-
-def _allocated_share(original: LevelRow) -> float:
-    """The allocated peak over the tensor peak."""
-    if isinstance(original.outcome, Measurement):
-        return original.outcome.allocated_peak_bytes / original.outcome.tensor_peak_bytes
-    tensors, allocated = original.predicted_tensor_peak_bytes, original.predicted_allocated_peak_bytes
-    return allocated / tensors if tensors and allocated else 1.0
-
-
-def _largest(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
-    """The largest of ascending lengths whose peak, which grows with them, is no larger; ``None`` if none is."""
-    low, high = 0, len(lengths)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if peak_of(lengths[middle]) <= most_bytes else (low, middle)
-    return lengths[low - 1] if low else None

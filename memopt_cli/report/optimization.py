@@ -175,16 +175,12 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
         ratio = "–" if row.slowdown is None else f"{row.slowdown:.2f}×"
         if not isinstance(row.original, Measurement):
             ratio = f"~{ratio}"
-        yield (
-            str(row.low),
-            str(row.up_to),
-            f"{row.share:.0%}",
-            format_bytes(row.outcome.allocated_peak_bytes),
-            format_bytes(row.outcome.tensor_peak_bytes),
-            format_seconds(row.outcome.step_s),
-            ratio,
-            in_words(row.plan),
-        )
+        predicted = row.predicted_allocated_peak_bytes
+        numbers = ["–" if predicted is None else f"~{format_bytes(predicted)}", "–", "–"]
+        if row.outcome is not None:
+            peaks = row.outcome.allocated_peak_bytes, row.outcome.tensor_peak_bytes
+            numbers = [*map(format_bytes, peaks), format_seconds(row.outcome.step_s)]
+        yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
 
 
 def ranges(summary: MemOptSummary) -> Table:

@@ -182,7 +182,6 @@ def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_proce
         (("--dim", "S=16:x", "--budget", "60%"), "'S=16:x' is not NAME=LOW:HIGH"),
         (("--dim", "S=16", "--dim", "T=16:64", "--budget", "60%"), "--dim T: no input has a dimension T"),
         ((*RANGE, "--budget", "60%", "--frontier"), "--frontier does not go with a range of --dim"),
-        ((*RANGE, "--budget", "60%", "--for", "a100-40gb"), "--for does not go with a range of --dim"),
         ((*RANGE, "--pick", "1"), "--pick does not go with a range of --dim"),
         (
             ("--dim", "S=16:64", "--budget", "60%", "--lengths", "lengths.txt"),
