@@ -304,8 +304,9 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
             continue  # to read it is to give up what its layer runs in chunks for
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
+            found = f"holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})"
             raise StepError(
-                f"{what} holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})",
+                f"{what} {found if tensor.dim() else 'is NaN or infinite'}",
                 hint="Check the input values (-i …=LOW..HIGH, normal, spikes:RATE) and the stored parameters.",
             )
 
@@ -327,13 +328,15 @@ def run_checked(step: Step) -> Any:
 
 def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
     try:
-        return loss(output)
+        found = loss(output)
     except Exception as error:  # the user's code may raise anything
         if is_out_of_memory(error):
             raise
         raise StepError(
             f"the loss failed: {first_line(error)}", hint="It is called with the model's output, and nothing else."
         ) from error
+    check_finite(found, "the loss")
+    return found
 
 
 def is_out_of_memory(error: BaseException) -> bool:
