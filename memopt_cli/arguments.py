@@ -7,7 +7,8 @@ import numbers
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from memopt_cli.records import (
     PRECISIONS,
     Budget,
     DeviceProfile,
+    DimRange,
     InputSpec,
     Plan,
     Precision,
@@ -43,6 +45,8 @@ Optimizer = str | Callable[[nn.Module], torch.optim.Optimizer] | None
 """What makes the optimizer of a model; or text as for ``--optimizer``: ``"adamw:fused"``."""
 Named = str | type[nn.Module]
 """A class of modules, or text as for ``--target``."""
+Lengths = str | os.PathLike[str] | Mapping[int, int] | Iterable[int]
+"""A file as for ``--lengths``, how often each length occurs, or the length of each input."""
 Given = tuple[Any, ...] | Mapping[str, Any] | InputSpec
 """Values of inputs, or a description."""
 
@@ -139,7 +143,71 @@ def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
 def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
     if not isinstance(dims, Mapping | None):
         raise OptionError(f"dims is {_told(dims)}", hint='Give the size of each symbol: {"B": 16}.')
-    return {name: whole(f"dims[{name!r}]", size, 1) for name, size in (dims or {}).items()}
+    return {name: _size(name, size) for name, size in (dims or {}).items()}
+
+
+def _size(name: str, given: object) -> int:
+    if isinstance(given, tuple | list):
+        raise OptionError(f"dims[{name!r}] is a {type(given).__name__}, and one size is asked for", hint=_ONE_SIZE)
+    return whole(f"dims[{name!r}]", given, 1)
+
+
+_ONE_SIZE = "memopt_cli.optimize alone takes the range of a dimension, as (64, 2048)."
+
+
+def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
+    """Dimensions with one size each, of one that has a range the largest; and that range.
+
+    Raises :class:`OptionError` for two ranges, and for one that is not the smallest and the largest size.
+    """
+    if not isinstance(dims, Mapping):
+        return dims, None
+    ranges = {name: tuple(size) for name, size in dims.items() if isinstance(size, tuple | list)}
+    if len(ranges) > 1:
+        raise OptionError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give the other one a size.")
+    for name, ends in ranges.items():
+        if len(ends) != 2:
+            raise OptionError(f"the range of {name} is of {len(ends)} sizes, not two", hint="Write (64, 2048).")
+        low, high = (whole(f"an end of the range of {name}", end, 1) for end in ends)
+        if low > high:
+            raise OptionError(f"the range of {name}, ({low}, {high}), is empty", hint="Write the smaller size first.")
+        return {**dims, name: high}, DimRange(symbol=name, low=low, high=high)
+    return dict(dims), None
+
+
+def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
+    """The path of a file, or how often each length occurs.  Raises :class:`OptionError`."""
+    if given is None or isinstance(given, str | os.PathLike):
+        return None if given is None else os.fspath(given)
+    if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
+        raise OptionError(f"lengths is {_told(given)}", hint=_LENGTHS)
+    if isinstance(given, Mapping):
+        occurs = {length: whole(f"lengths[{length!r}]", count, 0) for length, count in given.items()}
+        counts = {whole("a length", length, 1): count for length, count in occurs.items() if count}
+    else:
+        lengths = given.tolist() if isinstance(given, Tensor) else given
+        counts = Counter(whole("a length", length, 1) for length in lengths)
+    if not counts:
+        raise OptionError("lengths holds no lengths", hint=_LENGTHS)
+    return dict(sorted(counts.items()))
+
+
+_LENGTHS = "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
+
+
+def check_range(varied: DimRange | None, has_lengths: bool, has_budget: bool) -> None:
+    """Raises :class:`OptionError` for what does not go with a range, or without one."""
+    if varied is None:
+        if has_lengths:
+            raise OptionError(
+                "lengths are given, and no dimension has a range", hint='Give it one: dims={"B": 8, "S": (64, 2048)}.'
+            )
+        return
+    if not has_budget:
+        raise OptionError(
+            f"a range of {varied.symbol} asks for plans that meet a budget at all its sizes, and there is none",
+            hint='Add budget="8GiB", or budget=0.6 for that share of the original\'s peak at the largest size.',
+        )
 
 
 def amount(name: str, given: str | float) -> int | float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from memopt_cli.records import (
     PredictedStep,
     ReplicaAdvice,
     SegmentPlan,
+    ShorterStep,
     StepMemory,
     from_data,
     refuse_unknown,
@@ -109,8 +110,12 @@ def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
 
 
 def baseline_json(baseline: Baseline) -> bytes:
-    """The content of a baseline: the header's keys, ``conditions`` and ``memory``; :func:`read_measured` reads it."""
+    """The content of a baseline: the header's keys, ``conditions``, ``memory``, and ``shorter`` steps if it has some.
+
+    :func:`read_measured` reads it.
+    """
     parts = {"conditions": to_data(baseline.conditions), "memory": to_data(baseline.memory)}
+    parts |= {"shorter": to_data(baseline.shorter)} if baseline.shorter else {}
     return json_text({**to_data(baseline.header), **parts}).encode()
 
 
@@ -127,8 +132,9 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         data = _as_of_today(data) if version == 1 else data
         header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
         if "summary" in data:
-            memory = _summarized(from_data(MemOptSummary, data["summary"], where="summary"))
-            return Baseline(header=header, conditions=None, memory=memory)
+            summary = from_data(MemOptSummary, data["summary"], where="summary")
+            shorter = tuple(_shorter(summary))
+            return Baseline(header=header, conditions=None, memory=_summarized(summary), shorter=shorter)
         parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
         return _checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
     except FileNotFoundError as err:
@@ -145,7 +151,10 @@ def _checked(found: Baseline) -> Baseline:
     """
     if found.conditions is not None and (layout := found.conditions.layout) is not None:
         check_layout(layout)
-    deepest = max((module.path.count(".") for module in found.memory.modules), default=0)
+    for step in found.shorter:
+        check_spec(replace(found.header.spec, dims={step.dim: step.size}))
+    memories = (found.memory, *(step.memory for step in found.shorter))
+    deepest = max((module.path.count(".") for memory in memories for module in memory.modules), default=0)
     if deepest > _MOST_LEVELS:
         raise UsageError(f"its modules lie {deepest} levels within each other; memopt compares {_MOST_LEVELS}")
     return found
@@ -179,8 +188,22 @@ def _summarized(summary: MemOptSummary) -> StepMemory:
     measured = next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
     if measured is None:
         raise UsageError(f"it is a summary whose level {summary.applied_level} has no measurement")
+    return _as_measured(summary.plan or Plan(), measured)
+
+
+def _shorter(summary: MemOptSummary) -> Iterator[ShorterStep]:
+    """Of the ranges of a plan by length, all but the longest."""
+    by = None if summary.plan is None else summary.plan.by
+    if by is not None:
+        for row in summary.ranges[:-1]:
+            if row.outcome is None:
+                raise UsageError(f"it is a summary whose range up to {by.dim}={row.up_to} was not measured")
+            yield ShorterStep(dim=by.dim, size=row.up_to, memory=_as_measured(row.plan, row.outcome))
+
+
+def _as_measured(plan: Plan, measured: Measurement) -> StepMemory:
     return StepMemory(
-        plan=summary.plan or Plan(),
+        plan=plan,
         tensor_peak_bytes=measured.tensor_peak_bytes,
         allocated_peak_bytes=measured.allocated_peak_bytes,
         step_s=measured.step_s,

@@ -16,15 +16,18 @@ from memopt_cli.apply import apply_plan, plan_of, taken_off
 from memopt_cli.arguments import (
     Given,
     Inputs,
+    Lengths,
     Loss,
     Named,
     Optimizer,
     amount,
     budget_of,
     card_given,
+    check_range,
     checked_model,
     functions_given,
     given_inputs,
+    lengths_given,
     names,
     one_of,
     path_given,
@@ -32,6 +35,7 @@ from memopt_cli.arguments import (
     search_of,
     seconds,
     settings_of,
+    split_dims,
     whole,
 )
 from memopt_cli.cards import check_nothing_runs
@@ -58,6 +62,7 @@ from memopt_cli.records import (
     BatchRequest,
     CheckRequest,
     DeviceProfile,
+    DimRange,
     InputSpec,
     ModelSource,
     Objective,
@@ -78,7 +83,8 @@ def optimize(
     model: nn.Module,
     inputs: Inputs,
     *,
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, int | tuple[int, int]] | None = None,
+    lengths: Lengths | None = None,
     level: int | None = None,
     budget: str | float | None = None,
     max_slowdown: float | None = None,
@@ -101,7 +107,12 @@ def optimize(
     Parameters
     ----------
     inputs, dims:
-        Of a step at full size; ``dims`` are the sizes of symbols, ``{"B": 16}``, where they are text.
+        Of a step at full size; ``dims`` are the sizes of symbols, ``{"B": 16}``, where they are text.  With a range of
+        one, ``{"B": 16, "S": (64, 2048)}``, and a budget the plan is by length: each of a few ranges of sizes has its
+        own, and every forward takes that of its input.
+    lengths:
+        How often that dimension has which size, as for ``--lengths``: the path of a file, the size of each input, or
+        ``{64: 900, 2048: 3}``; ``None``: all of its range alike.
     level:
         What a plan may do, 0 to 4; ``None``: 3.
     budget:
@@ -138,8 +149,11 @@ def optimize(
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     search = search_of(level, max_slowdown, target, allow_inexact)
     goal = SearchGoal(budget=budget_of(budget))
-    given, wants_batch = given_inputs(inputs, dims), recommend_batch and card is None
-    return _searched(model, given, step, search, goal, search_time, wants_batch, verbose, card)
+    sizes, varied = split_dims(dims)
+    given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
+    counts = lengths_given(lengths)
+    check_range(varied, counts is not None, goal.budget is not None)
+    return _searched(model, given, step, search, goal, search_time, wants_batch, verbose, card, varied, counts)
 
 
 def frontier(
@@ -385,6 +399,8 @@ def _searched(
     recommend_batch: bool,
     verbose: bool,
     card: DeviceProfile | None = None,
+    varied: DimRange | None = None,
+    lengths: str | Mapping[int, int] | None = None,
 ) -> Optimized:
     started, resolved = time.monotonic(), resolve(search)
     check_goal(goal, resolved)
@@ -396,6 +412,8 @@ def _searched(
             settings=step.settings,
             search=search,
             goal=goal,
+            dim_range=varied,
+            lengths=lengths,
             search_limit_s=limit_s,
             recommend_batch=recommend_batch,
             card=card,

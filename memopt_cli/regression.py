@@ -25,6 +25,7 @@ from memopt_cli.records import (
     PlanChange,
     Rename,
     SavedTensor,
+    ShorterStep,
     StepMemory,
     Verdict,
     to_data,
@@ -51,6 +52,7 @@ def terms(measured: Baseline) -> dict[str, str]:
     of_any = {
         "device kind": header.device.partition(":")[0],
         "inputs": _inputs(header.spec),
+        "shorter inputs": ", ".join(step.name for step in measured.shorter) or "none",
         "seed": str(header.seed),
     }
     if conditions is None:
@@ -106,7 +108,28 @@ def _inputs(spec: InputSpec) -> str:
 
 
 def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> Comparison:
-    """What changed from ``before`` to ``after``, which limits that passes, and what explains it."""
+    """What changed from ``before`` to ``after``, which limits that passes, and what explains it.
+
+    Of plans by length, at each length that both have.
+    """
+    now = {step.name: _as_baseline(after, step) for step in after.shorter}
+    found = _compare(before, after, limits)
+    shorter = (
+        _compare(_as_baseline(before, step), now[step.name], limits, at=step.name)
+        for step in before.shorter
+        if step.name in now
+    )
+    return replace(found, shorter=tuple(shorter))
+
+
+def _as_baseline(measured: Baseline, step: ShorterStep) -> Baseline:
+    """Of shorter inputs alone."""
+    spec = measured.header.spec
+    header = replace(measured.header, spec=replace(spec, dims={**spec.dims, step.dim: step.size}))
+    return replace(measured, header=header, memory=step.memory, shorter=())
+
+
+def _compare(before: Baseline, after: Baseline, limits: Sequence[Limit], at: str = "") -> Comparison:
     old, new = before.memory, after.memory
     recorded = old.peak is not None and new.peak is not None
     renames, moves = find_renames(old.modules, new.modules)
@@ -116,26 +139,30 @@ def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> 
         before=before.header,
         after=after.header,
         changes=tuple(changes.values()),
-        verdicts=tuple(judge(limit, changes[limit.metric]) for limit in limits),
+        verdicts=tuple(judge(limit, changes[limit.metric], at) for limit in limits),
         modules=_module_changes(old.modules, new.modules, moves) if recorded else (),
         new_saved=_new_saved(old.saved, new.saved, moves) if recorded else (),
         renames=renames,
-        plan=_plan_change(old.plan, new.plan, moves),
+        plan=_plan_change(old.plan.at(before.header.spec.dims), new.plan.at(after.header.spec.dims), moves),
         peak_before=old.peak,
         peak_after=new.peak,
         peak_moved=_peak_moved(old.peak, new.peak, moves),
         unlike=differences(terms(before), terms(after)),
         surroundings=differences(surroundings(before), surroundings(after)),
         layout=None if after.conditions is None else after.conditions.layout,
+        at=at,
     )
 
 
-def judge(limit: Limit, change: Change) -> Verdict:
-    """Whether a metric grew by more than the limit; growth by exactly the limit is within it, and so is none at all."""
+def judge(limit: Limit, change: Change, at: str = "") -> Verdict:
+    """Whether a metric grew by more than the limit; growth by exactly the limit is within it, and so is none at all.
+
+    ``at``: of shorter inputs, of what length.
+    """
     # As written, not as stored in binary: 29 % of 100 bytes are 29 bytes.
     amount, before, after = (Fraction(str(number)) for number in (limit.amount, change.before, change.after))
     allowed = amount * before / 100 if limit.relative else amount
-    return Verdict(limit=limit, change=change, exceeded=after - before > allowed)
+    return Verdict(limit=limit, change=change, exceeded=after - before > allowed, at=at)
 
 
 def _values(memory: StepMemory) -> dict[Metric, float]:
@@ -189,7 +216,6 @@ def _likeness(saved: SavedTensor, moves: Paths) -> tuple[object, ...]:
 
 
 def _plan_change(before: Plan, after: Plan, moves: Paths) -> PlanChange:
-    before, after = before.longest, after.longest
     old = {path: replace(s, path=path) for s in before.segments for path in [moves.get(s.path, s.path)]}
     new = {s.path: s for s in after.segments}
     return PlanChange(

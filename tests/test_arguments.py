@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
-from memopt_cli.arguments import amount, budget_of, given_inputs, names
+from memopt_cli.arguments import amount, budget_of, given_inputs, lengths_given, names
 from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.records import Budget
 
 MODEL, X = nn.Linear(4, 4), torch.ones(2, 4)
+RANGE = {"inputs": "SxFx4", "dims": {"F": 2, "S": (4, 8)}, "budget": 0.5}
 ADAMW = torch.optim.AdamW(MODEL.parameters())
 
 
@@ -31,6 +32,30 @@ ADAMW = torch.optim.AdamW(MODEL.parameters())
         ({"inputs": "Bx3", "dims": {"B": 0}}, OptionError, r"dims\['B'\] is 0"),
         ({"inputs": "Bx3", "dims": "B=3"}, OptionError, "dims is 'B=3'"),
         ({"dims": {"B": 4}}, OptionError, "the inputs have sizes of their own"),
+        ({"dims": {"B": (4, 8)}}, OptionError, "the inputs have sizes of their own"),
+        ({**RANGE, "budget": None}, OptionError, "a range of S asks for plans that meet a budget at all its sizes"),
+        ({**RANGE, "dims": {"S": (8, 4)}}, OptionError, r"the range of S, \(8, 4\), is empty"),
+        ({**RANGE, "dims": {"S": (1, 4, 8)}}, OptionError, "the range of S is of 3 sizes, not two"),
+        ({**RANGE, "dims": {"S": (0, 8)}}, OptionError, "an end of the range of S is 0"),
+        ({**RANGE, "dims": {"S": (4, "8")}}, OptionError, "an end of the range of S is '8'"),
+        ({**RANGE, "dims": {"S": range(4, 8)}}, OptionError, r"dims\['S'\] is a range"),
+        ({**RANGE, "dims": {"F": 2, "S": [4, 8], "T": (4, 8)}}, OptionError, "two dimensions have a range: S and T"),
+        ({**RANGE, "dims": {"F": 2, "S": 8, "T": (4, 8)}}, UsageError, "no input has a dimension T"),
+        (
+            {**RANGE, "inputs": "BxSx4", "dims": {"B": (1, 2), "S": 4}},
+            UsageError,
+            "another dimension than the batch, B",
+        ),
+        ({**RANGE, "dims": {"F": 2, "S": 8}, "lengths": [8]}, OptionError, "no dimension has a range"),
+        ({**RANGE, "lengths": []}, OptionError, "lengths holds no lengths"),
+        ({**RANGE, "lengths": {8: 0}}, OptionError, "lengths holds no lengths"),
+        ({**RANGE, "lengths": [4, 0]}, OptionError, "a length is 0"),
+        ({**RANGE, "lengths": [4, 5.5]}, OptionError, "a length is 5.5"),
+        ({**RANGE, "lengths": {4: -1}}, OptionError, r"lengths\[4\] is -1"),
+        ({**RANGE, "lengths": 8}, OptionError, "lengths is 8"),
+        ({**RANGE, "lengths": torch.ones(2, 2)}, OptionError, "a length is a list"),
+        ({**RANGE, "lengths": [4, 16]}, UsageError, "lengths has the length 16, outside of the range S=4:8"),
+        ({**RANGE, "lengths": "nowhere.txt"}, UsageError, "cannot read lengths from nowhere.txt"),
         ({"budget": 1.5}, OptionError, "budget is 1.5, neither bytes nor a share up to 1"),
         ({"budget": 0}, OptionError, "budget is 0,"),
         ({"budget": True}, OptionError, "budget is True,"),
@@ -75,6 +100,20 @@ ADAMW = torch.optim.AdamW(MODEL.parameters())
 def test_what_is_wrong_is_named(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         memopt_cli.optimize(**{"model": MODEL, "inputs": X, **given})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[64, 80, 64], {80: 1, 64: 2, 16: 0}, torch.tensor([64, 64, 80]), numpy.array([64, 80, 64]), iter((80, 64, 64))],
+)
+def test_lengths_are_counted(given: Any) -> None:
+    assert lengths_given(given) == {64: 2, 80: 1}
+
+
+def test_a_range_is_for_optimize_alone() -> None:
+    for command in (memopt_cli.frontier, memopt_cli.profile, memopt_cli.recommend_batch, memopt_cli.baseline):
+        with pytest.raises(OptionError, match=r"dims\['S'\] is a tuple, and one size is asked for"):
+            command(MODEL, "BxSx4", dims={"B": 2, "S": (4, 8)})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

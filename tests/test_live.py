@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ from memopt_cli import live
 from memopt_cli.apply import apply_plan
 from memopt_cli.cli.app import main
 from memopt_cli.errors import BaselineError, UnsafeFileError, UsageError
-from memopt_cli.records import Measurement
+from memopt_cli.records import Measurement, from_data
 from tests.live_model import Block, mean_square
 
 pytestmark = pytest.mark.process
@@ -73,6 +75,68 @@ def test_the_answer_is_that_of_the_command_to_the_byte(
     assert [row["outcome"]["allocated_peak_bytes"] for row in told["levels"]] == peaks
     assert told["budget_bytes"] == found.summary.budget_bytes
     assert [s["path"] for s in told["plan"]["segments"]] == [s.path for s in found.plan.segments]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_range_of_lengths_has_a_plan_for_each_and_training_switches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(4)))
+    model[1].requires_grad_(False)
+    plain = copy.deepcopy(model)
+    found = memopt_cli.optimize(
+        model,
+        f"BxSx{WIDTH}",
+        dims={"B": 2, "S": (8, 256)},
+        lengths={8: 90, 64: 9, 256: 1},
+        budget=0.7,
+        level=1,
+        loss=lambda output: mean_square(output),  # which is called in this process alone
+    )
+    rows, plan = found.summary.ranges, found.plan
+    assert plan.by == memopt_cli.InputDimension(dim="S", argument=0, axis=1)
+    assert (rows[0].plan, rows[-1].up_to) == (memopt_cli.Plan(), 256)
+    assert rows[-1].plan.segments
+    assert all(row.outcome.allocated_peak_bytes <= (found.summary.budget_bytes or 0) for row in rows)
+    assert "S from" in repr(found)
+
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for planned in (model, pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)):
+        assert memopt_cli.plan_of(planned) == plan
+        for length in (4, 8, 65, 256):
+            x = torch.randn(2, length, WIDTH)
+            assert all(map(torch.equal, gradients(planned, x), gradients(plain, x)))
+            assert recomputed(planned, x) == len(plan.at({"S": length}).segments)
+    with pytest.warns(UserWarning, match="S is 300, beyond the 256"):
+        assert recomputed(model, torch.randn(2, 300, WIDTH)) == len(rows[-1].plan.segments)
+
+    # The command line finds the same: three blocks, in the one plan of this level that is within the budget at S=256.
+    file, lengths = tmp_path / "net.pt", tmp_path / "lengths.txt"
+    torch.save(plain, file)
+    lengths.write_text("8 90\n64 9\n256\n")
+    loss = f"{Path(__file__).with_name('live_model.py')}:mean_square"
+    flags = ["--dim", "B=2", "--dim", "S=8:256", "--lengths", str(lengths), "--budget", "70%", "--level", "1"]
+    flags += ["--loss", loss, "--allow-package", "tests", "--no-recommend-batch", "--dry-run", "--json", "-q"]
+    assert main(["optimize", str(file), "-i", f"BxSx{WIDTH}", *flags]) == 0
+    told = json.loads(capsys.readouterr().out)["summary"]
+    assert told["budget_bytes"] == found.summary.budget_bytes
+    assert from_data(memopt_cli.Plan, told["plan"]) == plan
+    for row, same in zip(told["ranges"], rows, strict=True):
+        assert row["outcome"]["allocated_peak_bytes"] == same.outcome.allocated_peak_bytes
+        assert row["outcome"]["tensor_peak_bytes"] == same.outcome.tensor_peak_bytes
+
+
+def recomputed(model: nn.Module, x: Tensor) -> int:
+    """How many blocks run once more in backward."""
+    calls: list[nn.Module] = []
+    hooks = [block.up.register_forward_hook(lambda module, *_: calls.append(module)) for block in model.children()]
+    gradients(model, x)
+    for hook in hooks:
+        hook.remove()
+    return len(calls) - len(hooks)
 
 
 def test_it_looks_like_the_report(optimized: tuple[nn.Module, Any]) -> None:
@@ -166,6 +230,7 @@ def test_a_plan_that_goes_missing_fails_a_check(x: Tensor, tmp_path: Path) -> No
     assert f"wrote {file}" in repr(recorded)
     same = memopt_cli.check(model, x, file, loss=mean_square)
     assert same.passed
+    assert "another file than before" not in repr(same)  # the file that subprocesses read is nobody's business
     grown = memopt_cli.check(memopt_cli.remove_plan(model), x, file, loss=mean_square)
     assert not grown.passed
     assert "2" in grown.result.plan.dropped

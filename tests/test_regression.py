@@ -20,14 +20,17 @@ from memopt_cli.records import (
     Comparison,
     Conditions,
     FileHeader,
+    InputDimension,
     InputSpec,
     ModuleBytes,
     PeakPlace,
     Plan,
     PlanChange,
+    PlanRange,
     Rename,
     SavedTensor,
     SegmentPlan,
+    ShorterStep,
     StepMemory,
     StepSettings,
     TensorSpec,
@@ -37,6 +40,7 @@ from memopt_cli.spec_text import parse_limit
 
 NOTHING = dict.fromkeys((f"{kind}_bytes" for kind in METRICS[3:]), 0)
 SETTINGS = StepSettings()
+PEAK = parse_limit("peak:0")
 
 
 def a_module(path: str, class_name: str = "Linear", output: int = 10, **held: int) -> ModuleBytes:
@@ -124,6 +128,35 @@ def test_each_limit_is_a_limit_of_its_own() -> None:
     found = compare(a_baseline(peak=1000), a_baseline(peak=1060), list(map(parse_limit, ("peak:5%", "peak:64"))))
     assert [verdict.exceeded for verdict in found.verdicts] == [True, False]
     assert [verdict.limit.text for verdict in found.exceeded] == ["peak:5%"]
+
+
+def by_length(shorter: dict[int, int], peak: int = 1000) -> Baseline:
+    """Peaks at shorter inputs."""
+    longest = a_baseline(peak=peak)
+    steps = (ShorterStep(dim="S", size=size, memory=a_baseline(peak=now).memory) for size, now in shorter.items())
+    return replace(longest, shorter=tuple(steps))
+
+
+def test_a_limit_is_one_at_every_length_that_both_have() -> None:
+    found = compare(by_length({16: 100, 64: 500, 128: 800}), by_length({16: 100, 64: 600, 96: 9999}), [PEAK])
+    assert [part.at for part in found.parts] == ["", "S=16", "S=64"]
+    assert [(verdict.at, verdict.exceeded) for part in found.parts for verdict in part.verdicts] == [
+        ("", False),
+        ("S=16", False),
+        ("S=64", True),
+    ]
+    assert [verdict.at for verdict in found.exceeded] == ["S=64"]
+    assert found.shorter[1].after.spec.dims == {"B": 8, "S": 64}
+    assert [(d.name, d.before, d.after) for d in found.unlike] == [
+        ("shorter inputs", "S=16, S=64, S=128", "S=16, S=64, S=96")
+    ]
+
+
+def test_a_plan_by_length_is_compared_where_it_is_measured() -> None:
+    ranges = (PlanRange(up_to=64, segments=(SegmentPlan(path="a"),)), PlanRange(up_to=128, packed=True))
+    plan = Plan(by=InputDimension(dim="B", argument=0, axis=0), ranges=ranges)
+    found = compare(a_baseline(plan=plan), a_baseline(plan=Plan()))
+    assert found.plan == PlanChange(dropped=("a",))  # the inputs are of 8
 
 
 # ---------------------------------------------------------------------------------------------- like with like

@@ -205,6 +205,16 @@ SearchTime = Annotated[
         help="End --search after this time and take the best so far, as Ctrl-C does.",
     ),
 ]
+Html = Annotated[
+    str | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+        help="With --search, also write a report as one HTML file. Needs memopt[html].",
+    ),
+]
 Output = Annotated[
     str | None,
     typer.Option(

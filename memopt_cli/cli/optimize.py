@@ -101,7 +101,7 @@ def optimize(
         ),
         goal=SearchGoal(budget=budget, frontier=frontier or pick is not None, pick=pick),
         dim_range=dim_range,
-        lengths_path=lengths,
+        lengths=lengths,
         output=output,
         card=card,
         layout=spread.layout(),

@@ -12,10 +12,12 @@ from memopt_cli.cli import batch_options as batch
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, PairSearchOptions, StepOptions, with_parts
+from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.errors import Interrupted
+from memopt_cli.errors import Interrupted, UsageError
 from memopt_cli.measure import processes
 from memopt_cli.records import LONGEST_STEP_S, BatchRequest
+from memopt_cli.report.html import fastest_page
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
@@ -47,6 +49,7 @@ def recommend_batch(
     config: options.Config = None,  # its callback has done the work
     output: batch.Output = None,
     force: options.Force = False,
+    html: batch.Html = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
@@ -78,14 +81,19 @@ def recommend_batch(
         card=card,
     )
     check_nothing_runs(request)
+    files = ReportFiles(html=html, snapshot=None, force=force)
     if request.search is not None:
         batch.check_search(request, objective)
+    elif files.wanted:
+        raise UsageError("--html is the report of a search", hint="Add --search.")
     elif request.strategies:
         batch.check_strategies(request, objective)
+    files.check()
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     report: Report = JsonReport() if json else TextReport()
+    written: tuple[str, ...] = ()
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         if request.strategies:
             from memopt_cli.pipeline.strategies import compare_strategies  # imports torch
@@ -96,9 +104,16 @@ def recommend_batch(
         if request.search is not None:
             fastest = pipeline.recommend_fastest(request, progress=progress, ask=ask)
             show, interrupted = functools.partial(report.fastest_found, fastest), fastest.interrupted
+            page = functools.partial(fastest_page, fastest)
         else:
             found = pipeline.recommend_batch(request, progress=progress, ask=ask)
             show, interrupted = functools.partial(report.recommended, found), found.interrupted
-    show(sys.stdout)
+    try:
+        show(sys.stdout)
+    finally:  # whatever became of stdout
+        if files.wanted:
+            with shown_progress(quiet=quiet, verbose=verbose):  # Ctrl-C leaves no part of a file
+                written = files.write(page)
+    report.written(written, sys.stdout)
     if interrupted:
         raise Interrupted("interrupted; what is recommended is the best of what had been run")

@@ -57,11 +57,12 @@ class ReportFiles:
         if self.html is not None:
             require_plotly()
 
-    def write(self, page: Callable[[], str], trace: StepTrace) -> tuple[str, ...]:
-        """Both or none; returns their paths.  ``trace`` is the step of the snapshot."""
+    def write(self, page: Callable[[], str], trace: StepTrace | None = None) -> tuple[str, ...]:
+        """Both or none; returns their paths.  ``trace`` is the step of the snapshot, if one is asked for."""
         contents: dict[Path, Fill] = {}
         if self.html is not None:
             contents[Path(self.html)] = content(page().encode(errors="backslashreplace"))
         if self.snapshot is not None:
+            assert trace is not None, "it was asked for"
             contents[Path(self.snapshot)] = content(snapshot_bytes(trace))
         return write_all(contents, force=self.force)

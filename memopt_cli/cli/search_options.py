@@ -45,16 +45,15 @@ def _budget(text: str) -> Budget:
 def check_ranges(request: OptimizeRequest) -> None:
     """Raise :class:`UsageError` for what cannot be asked together with a range of a dimension, or without one."""
     if request.dim_range is None:
-        if request.lengths_path is not None:
+        if request.lengths is not None:
             raise UsageError(
                 "--lengths says how long inputs are, and no dimension has a range",
                 hint="Add it, as in --dim S=64:2048.",
             )
         return
     others = {
-        "--frontier": request.goal.frontier,
-        "--for": request.card is not None,
-        "--html or --snapshot": request.record_steps,
+        "--frontier": request.goal.frontier and request.goal.pick is None,
+        "--pick": request.goal.pick is not None,
     }
     for flag, is_given in others.items():
         if is_given:

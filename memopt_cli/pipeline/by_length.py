@@ -2,7 +2,8 @@
 
 The longest comes first, for it must fit.  Then the largest length at which the original fits, and where lengths lie
 between the two, bounds there: each range has the fastest plan that meets the budget at its largest length, found,
-measured and verified as by :func:`~memopt_cli.pipeline.optimization.find_plan`.
+measured and verified as by :func:`~memopt_cli.pipeline.optimization.find_plan`.  For a device that is not here, nothing
+is measured, and estimates say what fits.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.batch_axis import BATCH
 from memopt_cli.batch_size.length_strategies import read_histogram
-from memopt_cli.errors import MemoptError, Terminated, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, CountJob
+from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.peaks_by_length import Peaks, allocated_share, largest
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
@@ -50,21 +52,22 @@ _RUNS = 3
 
 
 def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
-    """How often each length occurs; without a file of them, lengths that lie evenly in the range.
+    """How often each length occurs; where that is not said, lengths that lie evenly in the range.
 
-    Raises :class:`UsageError` for a length outside of the range.
+    Raises :class:`UsageError` for a file that holds none, and for a length outside of the range.
     """
-    if request.lengths_path is None:
+    if request.lengths is None:
         low, high = varied.low, varied.high
         unit = low if high % low == 0 else 1  # who goes from 64 to 2048 may run at multiples of 64 alone
         step = unit * max(1, -(-(high - low) // (unit * _EVEN)))
         return dict.fromkeys((*range(low, high, step), high), 1.0)
-    counts = read_histogram(request.lengths_path)
+    named, counts = "lengths", request.lengths
+    if isinstance(counts, str):
+        named, counts = counts, read_histogram(counts)
     outside = next((length for length in counts if not varied.low <= length <= varied.high), None)
     if outside is not None:
         raise UsageError(
-            f"{request.lengths_path} has the length {outside}, outside of --dim "
-            f"{varied.symbol}={varied.low}:{varied.high}",
+            f"{named} has the length {outside}, outside of the range {varied.symbol}={varied.low}:{varied.high}",
             hint=f"Widen the range to {min(*counts, varied.low)}:{max(*counts, varied.high)}, or leave the length out.",
         )
     return {length: float(count) for length, count in counts.items()}
@@ -83,8 +86,8 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
         position += tensor.name is None
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(
-        f"--dim {symbol}: which dimension of which input that is must be known, and no shape names it ({shapes})",
-        hint=f"Write it into a shape, as in -i Bx{symbol}@int64=0..32000.",
+        f"which dimension of which input {symbol} is must be known, and no shape names it ({shapes})",
+        hint=f"Write it into a shape, as in Bx{symbol}@int64=0..32000.",
     )
 
 
@@ -99,10 +102,10 @@ def find_by_length(
     progress: Progress,
     *,
     find_plan: FindPlan,
-) -> tuple[Prepared, Findings]:
-    """The model at its longest input, and what was found: the plan has ranges, all else is of the longest.
+) -> Findings:
+    """The plan has ranges; all else is of the longest, which is that of the model's inputs.
 
-    ``find_plan`` finds one for inputs of one length.  Raises :class:`MemoptError` as that does.
+    ``find_plan`` finds a plan for inputs of one length.  Raises :class:`MemoptError` as that does.
     """
     if prepared.facts.format == STEP:
         raise UsageError(
@@ -111,17 +114,17 @@ def find_by_length(
         )
     if varied.symbol == BATCH:
         raise UsageError(
-            f"--dim {BATCH}: a plan by length is for another dimension than the batch", hint="Give the batch one size."
+            f"a plan by length is for another dimension than the batch, {BATCH}", hint="Give the batch one size."
         )
     by = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
     search = _ByLength(request, resolved, prepared, progress, varied, counts, find_plan)
     search.check_sizes(by)
-    longest = search.find(varied.high)
+    longest = search.find_longest()
     found = longest.found
     assert found is not None
     if not longest.row_passes:
-        return search.at(varied.high), found
+        return found
     parts = search.all_ranges(longest)
     plan = Plan(by=by, ranges=tuple(_range_of(part) for part in parts))
     if all(part.found is None or part.found.plan.is_empty for part in parts):
@@ -131,10 +134,9 @@ def find_by_length(
         found.notes.append(f"One plan does at every {varied.symbol}: none that is faster at shorter inputs was found.")
     rows = list(search.rows(parts)) if plan.ranges else []
     found.notes.extend(search.estimate(parts))
-    if request.lengths_path is None and plan.ranges:
-        found.notes.append("All lengths are taken to be as frequent; --lengths FILE says how frequent each is.")
-    found = replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
-    return search.at(varied.high), found
+    if request.lengths is None and plan.ranges:
+        found.notes.append("All lengths are taken to be as frequent; --lengths says how frequent each is.")
+    return replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,8 @@ class _Part:
     """``None``: the original fits."""
     original: Measurement | None = None
     """Where it does."""
+    counted: Counted | None = None
+    """The same by an estimate, on a device that is not here."""
 
     @property
     def row(self) -> LevelRow:
@@ -203,7 +207,9 @@ class _ByLength:
         self._request, self._resolved, self._prepared, self._progress = request, resolved, prepared, progress
         self._varied, self._counts, self._find_plan = varied, counts, find_plan
         self._work = Work.of(counts)
-        self._open_session = functools.partial(prepared.session, request.timeout_s)
+        there = replace(prepared, subject=replace(prepared.subject, card=request.card))
+        self._open_session = functools.partial(there.session, request.timeout_s)
+        self._data: Data = "full size" if request.card is None else "small batch"
         self.interrupted = False
         self.notes: list[str] = []
 
@@ -215,11 +221,13 @@ class _ByLength:
         """Raises :class:`MemoptError` for a model that cannot look at its input, or does not run at both lengths."""
         symbol, looking = self._varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self._varied.high),))
         lengths = dict.fromkeys((self._varied.low, self._varied.high))
-        with Sessions(self._open_session, lambda: None, "full size") as sessions:
+        with Sessions(self._open_session, lambda: None, self._data) as sessions:
             for length in lengths:
                 job = CountJob(plan=looking, fake=True, dims={symbol: length})
                 found = sessions().ask(job)
-                if isinstance(found, StepFailed):  # it may not run on tensors without data alone
+                if (
+                    isinstance(found, StepFailed) and self._request.card is None
+                ):  # it may not run on tensors without data alone
                     found = sessions().ask(replace(job, fake=False))
                 if not isinstance(found, Counted | OutOfMemory):
                     raise_failure(found, f"the model does not run at {symbol}={length}: ")
@@ -233,6 +241,15 @@ class _ByLength:
             goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
             self._request = replace(self._request, goal=goal)
         return _Part(up_to=length, found=found)
+
+    def find_longest(self) -> _Part:
+        """That of the whole range.  Raises :class:`NothingFitsError` that names its length."""
+        longest = f"{self._varied.symbol}={self._varied.high}"
+        try:
+            return self.find(self._varied.high)
+        except NothingFitsError as err:
+            hint = f"Let the range end below {longest}. {err.hint}"
+            raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
     def all_ranges(self, longest: _Part) -> list[_Part]:
         """From the shortest on.  Ctrl-C ends the search for more of them."""
@@ -284,11 +301,13 @@ class _ByLength:
         self._progress.stage("the original within the budget")
         candidates = [length for length in self._work.lengths if length < longest.up_to]
         original = longest.found.rows[0]
-        share, is_fake = _allocated_share(original), original.predicted_tensor_peak_bytes is not None
-        with Sessions(self._open_session, lambda: None, "full size") as sessions:
-            peaks = _Peaks(sessions, self._varied.symbol, fake=is_fake)
+        share, is_fake = allocated_share(original), original.predicted_tensor_peak_bytes is not None
+        with Sessions(self._open_session, lambda: None, self._data) as sessions:
+            peaks = Peaks(sessions, self._varied.symbol, fake=is_fake)
+            if self._request.card is not None:
+                return self._plain_elsewhere(largest(candidates, peaks.allocated, budget), peaks)
             for _ in range(_RUNS):
-                fitting = _largest(candidates, peaks.of, budget / share)
+                fitting = largest(candidates, peaks.of, budget / share)
                 if fitting is None:
                     return None
                 measured = self._measured(fitting)
@@ -301,6 +320,17 @@ class _ByLength:
                 candidates = [length for length in candidates if length < fitting]
                 share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peaks.of(fitting))
         return None
+
+    def _plain_elsewhere(self, fitting: int | None, peaks: Peaks) -> _Part | None:
+        """The same on a device that is not here, by an estimate."""
+        counted = None if fitting is None else peaks.counted(fitting)
+        if fitting is None or counted is None:
+            return None
+        self._progress.note(
+            f"Up to {self._varied.symbol}={fitting} the original fits: it is estimated to take "
+            f"{format_bytes(counted.allocated_peak_bytes)} there."
+        )
+        return _Part(up_to=fitting, found=None, counted=counted)
 
     def _measured(self, length: int) -> Measurement | None:
         measurements = PlanMeasurements(
@@ -331,7 +361,9 @@ class _ByLength:
         for part in parts:
             inside = sum(count for length, count in self._counts.items() if low <= length <= part.up_to)
             outcome = part.original if part.found is None else part.row.outcome
-            assert isinstance(outcome, Measurement), "it was proven"
+            assert isinstance(outcome, Measurement | None), "it was proven"
+            assert outcome is not None or self._request.card is not None, "it was measured"
+            counted = None if part.counted is None else part.counted.allocated_peak_bytes
             yield RangeRow(
                 low=low,
                 up_to=part.up_to,
@@ -339,39 +371,8 @@ class _ByLength:
                 plan=part.plan,
                 original=part.original if part.found is None else part.found.rows[0].outcome,
                 outcome=outcome,
+                predicted_allocated_peak_bytes=part.row.predicted_allocated_peak_bytes if part.found else counted,
                 predicted_slowdown=None if part.found is None else part.row.predicted_slowdown,
                 verification=None if part.found is None else part.found.verification,
             )
             low = part.up_to + 1
-
-
-class _Peaks:
-    """Tensor peaks of the original's step at lengths, each counted once."""
-
-    def __init__(self, sessions: Sessions, symbol: str, *, fake: bool) -> None:
-        self._sessions, self._symbol, self._fake = sessions, symbol, fake
-        self._known: dict[int, float] = {}
-
-    def of(self, length: int) -> float:
-        """In bytes; infinite where the step does not run."""
-        if length not in self._known:
-            found = self._sessions().ask(CountJob(plan=ORIGINAL, fake=self._fake, dims={self._symbol: length}))
-            self._known[length] = found.tensor_peak_bytes if isinstance(found, Counted) else float("inf")
-        return self._known[length]
-
-
-def _allocated_share(original: LevelRow) -> float:
-    """The allocated peak over the tensor peak."""
-    if isinstance(original.outcome, Measurement):
-        return original.outcome.allocated_peak_bytes / original.outcome.tensor_peak_bytes
-    tensors, allocated = original.predicted_tensor_peak_bytes, original.predicted_allocated_peak_bytes
-    return allocated / tensors if tensors and allocated else 1.0
-
-
-def _largest(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
-    """The largest of ascending lengths whose peak, which grows with them, is no larger; ``None`` if none is."""
-    low, high = 0, len(lengths)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if peak_of(lengths[middle]) <= most_bytes else (low, middle)
-    return lengths[low - 1] if low else None

@@ -26,7 +26,7 @@ from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.module_calls import module_hooks
-from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import UserFunction, main_script, unreachable
 from memopt_cli.pipeline.summary import Findings
@@ -363,11 +363,11 @@ def taken_off_note(carried: Plan) -> list[str]:
 
 
 def found_and_proven(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
-    """What :func:`~memopt_cli.pipeline.optimization.find_plan` finds.
+    """What :func:`~memopt_cli.pipeline.optimization.find` finds.
 
     Raises :class:`VerificationError` for a plan that does not compute the same.
     """
-    found = find_plan(request, resolved, prepared, progress)
+    found = find(request, resolved, prepared, progress)
     if found.verification is not None and not found.verification.passed:
         raise difference_error(found.verification)
     return found

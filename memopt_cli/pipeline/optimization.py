@@ -77,12 +77,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     try:
         opening = opening_elsewhere(request) if is_elsewhere(request) else opening_of(request, request.settings)
         prepared = prepare(opening, progress=progress, ask=ask)
-        if request.dim_range is None:
-            found = find_plan(request, resolved, prepared, progress)
-        else:
-            prepared, found = find_by_length(
-                request, request.dim_range, resolved, prepared, progress, find_plan=find_plan
-            )
+        found = find(request, resolved, prepared, progress)
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
@@ -98,6 +93,13 @@ def check_goal(goal: SearchGoal, resolved: Resolved) -> None:
         raise OptionError(
             "a budget, the frontier and a pick of it are searched for, which level 0 does not", hint="Raise --level."
         )
+
+
+def find(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+    """As :func:`find_plan`, and where a dimension has a range a plan by length."""
+    if request.dim_range is None:
+        return find_plan(request, resolved, prepared, progress)
+    return find_by_length(request, request.dim_range, resolved, prepared, progress, find_plan=find_plan)
 
 
 def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -36,6 +36,7 @@ from memopt_cli.records import (
     PeakPlace,
     Plan,
     RankPrediction,
+    ShorterStep,
     StepMemory,
     StepSettings,
     StepTrace,
@@ -65,10 +66,13 @@ def record_prepared(request: BaselineRequest, prepared: Prepared, progress: Prog
         measured = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
             conditions=replace(_conditions(session), layout=request.layout),
-            memory=_measure(session, plan, progress) if rank is None else _predicted(session, rank, progress),
+            memory=_memory(session, rank, plan, progress),
         )
+    spec = prepared.subject.spec
+    lengths = _shorter_lengths(plan, spec)
+    measured = replace(measured, shorter=_shorter(request, lengths, prepared, request.layout, progress))
     (file,) = write_all({target: content(baseline_json(measured))}, force=request.force)
-    return BaselineResult(baseline=measured, file=file)
+    return BaselineResult(baseline=measured, file=file, notes=tuple(_left_out(plan, spec)))
 
 
 def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:
@@ -99,13 +103,14 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared, 
     """The same as :func:`check`, of a model that is ready."""
     _require_same_model(request, before, prepared)
     plan, layout = _plan(request.plan_path, prepared), _layout(request, before)
-    now = replace(before, header=file_header(prepared))
+    now = replace(before, header=replace(file_header(prepared), model=request.source.location))
     with prepared.session(request.timeout_s, _DATA if layout is None else "none") as session:
         now = replace(now, conditions=replace(_conditions(session), layout=layout))
     _require_alike(request, before, now)
     with _session(prepared, layout, plan, request.timeout_s, progress) as (session, rank):
-        memory = _measure(session, plan, progress) if rank is None else _predicted(session, rank, progress)
-    return compare(before, replace(now, memory=memory), request.limits)
+        memory = _memory(session, rank, plan, progress)
+    shorter = _shorter(request, [(step.dim, step.size) for step in before.shorter], prepared, layout, progress)
+    return compare(before, replace(now, memory=memory, shorter=shorter), request.limits)
 
 
 def compare_files(before: str, after: str) -> Comparison:
@@ -210,6 +215,13 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
 
 def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> None:
     unlike = differences(terms(before), terms(now))
+    nameless = next((step for step in before.shorter if step.dim not in now.header.spec.dims), None)
+    if nameless is not None and not unlike:
+        raise BaselineError(
+            f"{request.baseline_path} is not comparable: it has a step at {nameless.name}, too, and the inputs name no "
+            f"{nameless.dim}",
+            hint="Leave the inputs out, which are in the baseline, or name the dimension in their shapes.",
+        )
     if unlike:
         told = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
         raise BaselineError(
@@ -248,10 +260,56 @@ def _session(
         yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
 
 
+def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
+    """The dimension of a plan by length and the largest size of each range that the inputs go beyond."""
+    if plan.by is None:
+        return []
+    longest = spec.dims.get(plan.by.dim, 0)
+    return [(plan.by.dim, part.up_to) for part in plan.ranges if part.up_to < longest]
+
+
+def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
+    """Of a plan by length, which lengths are not recorded."""
+    if plan.by is None:
+        return
+    dim, last = plan.by.dim, plan.ranges[-1].up_to
+    longest = spec.dims.get(dim)
+    if longest is None:
+        yield (
+            f"The plan has ranges of {dim}, and the inputs name no {dim}: only their own length is recorded. "
+            f"Inputs as text name it: Bx{dim}x64, with a size of {dim} of {last}."
+        )
+    elif longest < last:
+        yield f"Nothing is recorded beyond {dim}={longest}, and the plan goes up to {last}."
+
+
+def _shorter(
+    request: BaselineRequest | CheckRequest,
+    lengths: Sequence[tuple[str, int]],
+    prepared: Prepared,
+    layout: Layout | None,
+    progress: Progress,
+) -> tuple[ShorterStep, ...]:
+    """The step at each of these lengths."""
+    plan = _plan(request.plan_path, prepared)
+    found = []
+    for dim, size in lengths:
+        sized = prepared.sized(dim, size)
+        progress.stage(f"{dim}={size}")
+        with _session(sized, layout, plan, request.timeout_s, progress) as (session, rank):
+            memory = _memory(session, rank, plan, progress)
+        found.append(ShorterStep(dim=dim, size=size, memory=replace(memory, plan=plan.at({dim: size}))))
+    return tuple(found)
+
+
 def _conditions(session: Session) -> Conditions:
     """Where the step will be run, and how."""
     found = session.ask(ConditionsJob())
     return found if isinstance(found, Conditions) else raise_failure(found)
+
+
+def _memory(session: Session, rank: RankPrediction | None, plan: Plan, progress: Progress) -> StepMemory:
+    return _measure(session, plan, progress) if rank is None else _predicted(session, rank, progress)
 
 
 def _measure(session: Session, plan: Plan, progress: Progress) -> StepMemory:

@@ -20,6 +20,7 @@ from memopt_cli.records.baseline import (
     PeakPlace,
     PlanChange,
     Rename,
+    ShorterStep,
     StepMemory,
     Verdict,
 )
@@ -255,6 +256,7 @@ __all__ = [
     "SelectionPolicy",
     "SelftestReport",
     "SelftestRow",
+    "ShorterStep",
     "SnapshotFacts",
     "StepFailed",
     "StepMemory",

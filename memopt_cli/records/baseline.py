@@ -104,6 +104,22 @@ class StepMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShorterStep:
+    """What a step needs whose input is shorter: as long as one range of a plan by length goes."""
+
+    dim: str
+    """The symbol of the dimension whose size is the length."""
+    size: int
+    memory: StepMemory
+    """Its plan is what acts at that length."""
+
+    @property
+    def name(self) -> str:
+        """``S=512``."""
+        return f"{self.dim}={self.size}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
     """What one training step needed when it was last looked at, and under what conditions."""
 
@@ -111,6 +127,8 @@ class Baseline:
     conditions: Conditions | None
     """``None``: read from a summary, which does not say."""
     memory: StepMemory
+    shorter: tuple[ShorterStep, ...] = ()
+    """Of a plan by length, at the largest length of each range that ends before that of the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +137,8 @@ class BaselineResult:
 
     baseline: Baseline
     file: str
+    notes: tuple[str, ...] = ()
+    """Of a plan by length, which lengths are not recorded, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +166,8 @@ class Verdict:
     limit: Limit
     change: Change
     exceeded: bool
+    at: str = ""
+    """Of a plan by length, at which length if that is not the one of the inputs: ``S=512``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,11 +231,20 @@ class Comparison:
     """Versions and machines that differ; most of them leave the tensor peak alone."""
     layout: Layout | None = None
     """How the model is spread now; both peaks are predicted, of one rank.  ``None``: over one device."""
+    at: str = ""
+    """As of its verdicts."""
+    shorter: tuple[Comparison, ...] = ()
+    """Of a plan by length, at the largest length of each shorter range."""
+
+    @property
+    def parts(self) -> tuple[Comparison, ...]:
+        """This one, and those of shorter inputs."""
+        return (self, *self.shorter)
 
     @property
     def exceeded(self) -> tuple[Verdict, ...]:
-        """The limits that were passed."""
-        return tuple(verdict for verdict in self.verdicts if verdict.exceeded)
+        """The limits that were passed, at any length."""
+        return tuple(verdict for part in self.parts for verdict in part.verdicts if verdict.exceeded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memopt_cli.errors import MemoptError
@@ -29,9 +30,10 @@ class OptimizeRequest:
     search: SearchOverrides = field(default_factory=SearchOverrides)
     goal: SearchGoal = SearchGoal()
     dim_range: DimRange | None = None
-    """The least and the largest size of a dimension: a plan for each of a few ranges, within the goal's budget."""
-    lengths_path: str | None = None
-    """A file of the sizes that it has in training; ``None``: all of its range alike."""
+    """The least and the largest size of a dimension: a plan for each of a few ranges, within the goal's budget.  The
+    inputs have the largest."""
+    lengths: str | Mapping[int, int] | None = None
+    """A file of the sizes that it has in training, or how often each occurs; ``None``: all of its range alike."""
     output: str | None = None
     """Path of the optimized model; ``None``: beside the original."""
     dry_run: bool = False

@@ -77,8 +77,10 @@ class RangeRow:
     plan: Plan
     original: Measurement | Failure | None
     """The original at the largest length; ``None``: not run."""
-    outcome: Measurement
-    """The plan there."""
+    outcome: Measurement | None
+    """The plan there; ``None``: it is for a device that is not here, and what is predicted has to do."""
+    predicted_allocated_peak_bytes: int | None = None
+    """Of the plan there, on such a device."""
     predicted_slowdown: float | None = None
     """Step time over that of the original, by the cost model."""
     verification: Verification | None = None
@@ -89,7 +91,7 @@ class RangeRow:
         """Step time over that of the original as measured, or as predicted where that does not run."""
         if self.plan.is_empty:
             return 1.0
-        if isinstance(self.original, Measurement):
+        if isinstance(self.original, Measurement) and self.outcome is not None:
             return self.outcome.slowdown(self.original)
         return self.predicted_slowdown
 

@@ -25,22 +25,38 @@ def headline(found: Comparison) -> Iterator[str]:
     for verdict in found.exceeded:
         yield judged(verdict)
     if not found.exceeded:
-        yield f"no regression: {_change(found.changes[0])}" if found.verdicts else _change(found.changes[0])
+        no_regression = "no regression: " if found.verdicts else ""
+        for part in found.parts:
+            yield f"{no_regression}{_where(part.at)}{_change(part.changes[0])}"
 
 
 def judged(verdict: Verdict) -> str:
     """``regression: tensor peak 12.0 MiB → 14.0 MiB (+2.0 MiB, +16.7 %), past the limit peak:5%``."""
+    change = _where(verdict.at) + _change(verdict.change)
     if verdict.exceeded:
-        return f"regression: {_change(verdict.change)}, past the limit {verdict.limit.text}"
-    return f"{_change(verdict.change)}, within the limit {verdict.limit.text}"
+        return f"regression: {change}, past the limit {verdict.limit.text}"
+    return f"{change}, within the limit {verdict.limit.text}"
+
+
+def grown(found: Comparison) -> Iterator[Comparison]:
+    """Of a plan by length the shorter inputs, of which more is to be told: a limit was passed there."""
+    return (part for part in found.shorter if part.exceeded)
 
 
 def reasons(found: Comparison) -> Iterator[str]:
-    """Sentences on what explains the change, and on what does not."""
+    """Sentences on what explains the change, and on what does not; of shorter inputs, beside what holds for all."""
+    if found.at:
+        yield from _causes(found)
+        return
     if found.layout is not None:
         yield f"{TENSOR_PEAK}: {found.layout.ranks} ranks, {format_layout(found.layout)}"
     if found.unlike:
         yield f"not like for like: {_listed(found.unlike)}"
+    yield from _causes(found)
+    yield from _circumstances(found)
+
+
+def _causes(found: Comparison) -> Iterator[str]:
     plan = {"dropped": found.plan.dropped, "added": found.plan.added, "changed": found.plan.changed}
     for what, paths in plan.items():
         if paths:
@@ -54,7 +70,6 @@ def reasons(found: Comparison) -> Iterator[str]:
     for rename in found.renames:
         names = f"{rename.before or '(root)'} → {rename.after or '(root)'}"
         yield f"renamed: {names} ({counted(rename.modules, 'module')}), which takes no memory"
-    yield from _circumstances(found)
 
 
 def growth(found: Comparison) -> Iterator[str]:
@@ -121,8 +136,8 @@ def _circumstances(found: Comparison) -> Iterator[str]:
     if found.surroundings:
         yield f"measured elsewhere than before: {_listed(found.surroundings)}"
     if not found.exceeded:
-        peak = found.changes[0]
-        if found.verdicts and peak.after < peak.before:
+        peaks = [part.changes[0] for part in found.parts]
+        if found.verdicts and any(peak.after < peak.before for peak in peaks):
             yield "record the baseline anew to keep what was gained"
         return
     if any(d.name in ("torch", "memopt") for d in found.surroundings):
@@ -151,6 +166,10 @@ def _first_few(names: Sequence[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- amounts
+
+
+def _where(at: str) -> str:
+    return f"at {at} " if at else ""
 
 
 def _change(change: Change) -> str:

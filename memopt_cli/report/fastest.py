@@ -17,13 +17,14 @@ def headline(found: FastestTraining) -> Iterator[str]:
     answer = found.answer
     under = "without a plan" if answer.plan.is_empty else f"under a plan ({in_words(answer.plan)})"
     yield f"recommended: batch {answer.batch} {under}, the fastest of those run within the limit"
-    yield _gain(found)
+    yield gain(found)
     if found.accumulation is not None:
         yield f"global batch {found.accumulation.global_batch}: {answer.steps} × batch {answer.batch}"
     yield f"memory limit: {found.limit}"
 
 
-def _gain(found: FastestTraining) -> str:
+def gain(found: FastestTraining) -> str:
+    """Samples a second, beside those of the original's best."""
     speed = found.answer.samples_per_s or 0.0
     if found.original is None:
         return f"{rate(speed)} samples/s; without a plan no batch fits"
@@ -36,23 +37,32 @@ def _gain(found: FastestTraining) -> str:
     return f"{rate(speed)} samples/s, {ratio:.2f} times those of the original's best (batch {original.batch})"
 
 
-def run_table(found: FastestTraining) -> Table:
-    """Every pair that was run: those without a plan first, by batch."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("batch", justify="right", no_wrap=True)
-    table.add_column("plan")
-    for heading in ("peak", "step", "samples/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+RUN_HEADINGS = ("batch", "plan", "peak", "step", "samples/s", "")
+
+
+def run_rows(found: FastestTraining) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Index and cells under :data:`RUN_HEADINGS` of every pair that was run: those without a plan first, by batch."""
     order = sorted(range(len(found.runs)), key=lambda i: (not found.runs[i].plan.is_empty, found.runs[i].batch))
     for index in order:
         run = found.runs[index]
-        cells = (str(run.batch), _name(run.plan), *_numbers(run), _verdict(found, index))
+        yield index, (str(run.batch), plan_name(run.plan), *_numbers(run), _verdict(found, index))
+
+
+def run_table(found: FastestTraining) -> Table:
+    """The same as a table."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in RUN_HEADINGS:
+        if heading in ("plan", ""):
+            table.add_column(heading)
+        else:
+            table.add_column(heading, justify="right", no_wrap=True)
+    for index, cells in run_rows(found):
         table.add_row(*cells, style="bold" if index == found.chosen else None)
     return table
 
 
-def _name(plan: Plan) -> str:
+def plan_name(plan: Plan) -> str:
+    """What it does, in words."""
     return "none" if plan.is_empty else in_words(plan)
 
 

@@ -24,10 +24,12 @@ class GithubReport:
         self._summary = summary
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
-        why = [*growth(found), *reasons(found)]
         lines = guarded(stream)
-        for verdict in found.exceeded:
-            lines.command(_annotation("error", f"memopt: {found.after.model}", [judged(verdict), *why]))
+        for part in found.parts:
+            why = [*growth(part), *reasons(part)]
+            for verdict in part.verdicts:
+                if verdict.exceeded:
+                    lines.command(_annotation("error", f"memopt: {found.after.model}", [judged(verdict), *why]))
         if not found.exceeded:
             lines.command(_annotation("notice", f"memopt: {found.after.model}", list(headline(found))))
         self._append(markdown(found))

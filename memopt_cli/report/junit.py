@@ -24,14 +24,16 @@ class JunitReport:
     """One test suite, ``memopt check`` or ``memopt verify``."""
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
-        why = "\n".join((*growth(found), *reasons(found)))
-        cases = []
-        for verdict in found.verdicts:
-            case = _case(found.after.model, verdict.limit.text)
-            if verdict.exceeded:
-                _fault(case, "failure", "regression", judged(verdict), f"{judged(verdict)}\n{why}")
-            cases.append(case)
-        _write(cases, why, stream)
+        cases, said = [], []
+        for part in found.parts:
+            why = "\n".join((*growth(part), *reasons(part)))
+            said += [part.at] * bool(part.at) + [why]
+            for verdict in part.verdicts:
+                case = _case(found.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
+                if verdict.exceeded:
+                    _fault(case, "failure", "regression", judged(verdict), f"{judged(verdict)}\n{why}")
+                cases.append(case)
+        _write(cases, "\n".join(said), stream)
 
     def verified(self, found: Equivalence, stream: TextIO) -> None:
         why = "\n".join((equivalence.headline(found), *equivalence.where(found)))

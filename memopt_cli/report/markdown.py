@@ -12,6 +12,7 @@ from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import (
     METRIC_HEADINGS,
     MODULE_HEADINGS,
+    grown,
     headline,
     metric_rows,
     module_rows,
@@ -45,11 +46,14 @@ def _lines(found: Comparison) -> Iterator[str]:
     yield f"### memopt: {_sentence(found.after.model)}"
     for line in headline(found):
         yield from ("", f"**{_sentence(line)}**")
-    yield from _table(METRIC_HEADINGS, metric_rows(found))
-    if rows := module_rows(found):
-        yield from _table(MODULE_HEADINGS, rows)
-    yield ""
-    yield from (f"- {_sentence(reason)}" for reason in reasons(found))
+    for part in (found, *grown(found)):
+        if part.at:
+            yield from ("", f"#### {_sentence(part.at)}")
+        yield from _table(METRIC_HEADINGS, metric_rows(part))
+        if rows := module_rows(part):
+            yield from _table(MODULE_HEADINGS, rows)
+        yield ""
+        yield from (f"- {_sentence(reason)}" for reason in reasons(part))
 
 
 def _equivalence(found: Equivalence) -> Iterator[str]:

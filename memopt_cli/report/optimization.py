@@ -162,29 +162,37 @@ def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
     ]
 
 
-def ranges(summary: MemOptSummary) -> Table:
-    """A row for each range of lengths of a plan that has some; peak and times are those of the largest length."""
+def range_headings(summary: MemOptSummary) -> tuple[str, ...]:
+    """Of :func:`range_rows`."""
     by = summary.plan.by if summary.plan is not None else None
     assert by is not None, "it has ranges"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(f"{by.dim} from")
-    for heading in ("to", "share of\nsteps", "allocated\npeak", "tensor\npeak", "step", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("plan")
+    return f"{by.dim} from", "to", "share of\nsteps", "allocated\npeak", "tensor\npeak", "step", "ratio", "plan"
+
+
+def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
+    """A row for each range of lengths of a plan that has some; peak and times are those of the largest length."""
     for row in summary.ranges:
         ratio = "–" if row.slowdown is None else f"{row.slowdown:.2f}×"
         if not isinstance(row.original, Measurement):
             ratio = f"~{ratio}"
-        table.add_row(
-            str(row.low),
-            str(row.up_to),
-            f"{row.share:.0%}",
-            format_bytes(row.outcome.allocated_peak_bytes),
-            format_bytes(row.outcome.tensor_peak_bytes),
-            format_seconds(row.outcome.step_s),
-            ratio,
-            in_words(row.plan),
-        )
+        predicted = row.predicted_allocated_peak_bytes
+        numbers = ["–" if predicted is None else f"~{format_bytes(predicted)}", "–", "–"]
+        if row.outcome is not None:
+            peaks = row.outcome.allocated_peak_bytes, row.outcome.tensor_peak_bytes
+            numbers = [*map(format_bytes, peaks), format_seconds(row.outcome.step_s)]
+        yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
+
+
+def ranges(summary: MemOptSummary) -> Table:
+    """The same as a table."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    first, *numbers, last = range_headings(summary)
+    table.add_column(first)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(last)
+    for row in range_rows(summary):
+        table.add_row(*row)
     return table
 
 

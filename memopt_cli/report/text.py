@@ -87,23 +87,31 @@ class TextReport:
         if result.baseline.conditions is not None and result.baseline.conditions.layout is not None:
             line = f"{rank.TENSOR_PEAK}: {format_bytes(memory.tensor_peak_bytes)}"
         _print(_console(stream), line, style="bold")
+        for step in result.baseline.shorter:
+            _print(_console(stream), f"at {step.name}: tensor peak {format_bytes(step.memory.tensor_peak_bytes)}")
+        for note in result.notes:
+            _print(_console(stream), note)
         _written(_console(stream), [result.file])
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
         console = _console(stream)
         for line in comparison.headline(found):
             _print(console, line, style="bold")
-        tables = (
-            (comparison.METRIC_HEADINGS, comparison.metric_rows(found)),
-            (comparison.MODULE_HEADINGS, comparison.module_rows(found)),
-        )
-        for headings, rows in tables:
-            if rows:
+        for part in (found, *comparison.grown(found)):
+            if part.at:
                 _print(console)
-                console.print(_plain_table(headings, rows))
-        _print(console)
-        for line in comparison.reasons(found):
-            _print(console, line)
+                _print(console, part.at, style="bold")
+            tables = (
+                (comparison.METRIC_HEADINGS, comparison.metric_rows(part)),
+                (comparison.MODULE_HEADINGS, comparison.module_rows(part)),
+            )
+            for headings, rows in tables:
+                if rows:
+                    _print(console)
+                    console.print(_plain_table(headings, rows))
+            _print(console)
+            for line in comparison.reasons(part):
+                _print(console, line)
 
     def refused(self, reason: str, stream: TextIO) -> None:
         """Nothing: stderr says it."""

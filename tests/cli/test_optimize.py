@@ -98,7 +98,7 @@ def test_a_range_of_lengths(optimize: Optimize) -> None:
         "--dim", "S=64:2048", "--dim", "B=4", "--lengths", "l.txt", "--budget", "1GiB", "-i", "BxS@int64"
     )
     assert request.dim_range == DimRange(symbol="S", low=64, high=2048)
-    assert request.lengths_path == "l.txt"
+    assert request.lengths == "l.txt"
     assert request.spec is not None
     assert request.spec.dims == {"B": 4, "S": 2048}
 

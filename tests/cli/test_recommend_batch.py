@@ -108,7 +108,9 @@ def test_what_does_not_go_with_a_search(
     assert searches == []
 
 
-@pytest.mark.parametrize("flag", [["--level", "2"], ["--target", "x"], ["--allow-inexact"], ["--search-time", "5"]])
+@pytest.mark.parametrize(
+    "flag", [["--level", "2"], ["--target", "x"], ["--allow-inexact"], ["--search-time", "5"], ["--html", "r.html"]]
+)
 def test_what_goes_with_a_search_alone(
     flag: list[str], searches: list[BatchRequest], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,7 +320,7 @@ def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], 
 @pytest.mark.usefixtures("in_process")
 def test_a_search_for_people(memopt: Callable[..., Any], net: str) -> None:
     flags = ("-i", "64x64", "--memory", "1MiB", "--global-batch", "4096", "--search", "--level", "1", "-o", "b.yaml")
-    done = memopt("recommend-batch", net, *flags)
+    done = memopt("recommend-batch", net, *flags, "--html", "r.html")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[0].startswith("recommended: batch ")
@@ -326,8 +328,9 @@ def test_a_search_for_people(memopt: Callable[..., Any], net: str) -> None:
     assert steps * batch == 4096
     (answer,) = (line for line in lines if line.rstrip().endswith("recommended"))
     assert answer.split()[0] == str(batch)
-    assert lines[-2:] == ["wrote b.yaml", "wrote b.plan.yaml"]
-    assert done.changed == {"b.yaml", "b.plan.yaml"}
+    assert lines[-3:] == ["wrote b.yaml", "wrote b.plan.yaml", "wrote r.html"]
+    assert done.changed == {"b.yaml", "b.plan.yaml", "r.html"}
+    assert f"<b>{batch}</b>" in Path("r.html").read_text()
 
 
 @pytest.mark.usefixtures("in_process")

@@ -103,5 +103,5 @@ def peak_of(snapshot: Path) -> int:
 
 def test_a_path_that_is_no_text(pipeline: Any) -> None:
     files = ReportFiles(html="r.html", snapshot=None, force=False)
-    assert files.write(lambda: "mod\udcff.pt", None) == ("r.html",)  # type: ignore[arg-type]
+    assert files.write(lambda: "mod\udcff.pt") == ("r.html",)
     assert Path("r.html").read_text() == "mod\\udcff.pt"

@@ -58,7 +58,7 @@ def summary_of(done: Any) -> MemOptSummary:
 
 @pytest.mark.slow
 def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, memopt: Memopt) -> None:
-    done = optimize(*KNOWN)
+    done = optimize(*KNOWN, "--html", "r.html")
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(Path("net.memopt.summary.json").read_text())["summary"])
     rows, plan, budget = summary.ranges, summary.plan, summary.budget_bytes
@@ -79,6 +79,9 @@ def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, me
     assert original.allocated_peak_bytes > budget
     longest = next(row for row in summary.levels if row.level == summary.applied_level)
     assert longest.plan == rows[-1].plan
+    page = Path("r.html").read_text()
+    assert f"all else on this page is of S={HIGH}." in page
+    assert all(f"<td>{row.up_to}</td>" in page for row in rows)
 
     # What is written is the plan, and acts as the rows say.
     assert read_plan("net.memopt.plan.yaml")[1] == plan
@@ -179,11 +182,10 @@ def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_proce
         (("--dim", "S=16:x", "--budget", "60%"), "'S=16:x' is not NAME=LOW:HIGH"),
         (("--dim", "S=16", "--dim", "T=16:64", "--budget", "60%"), "--dim T: no input has a dimension T"),
         ((*RANGE, "--budget", "60%", "--frontier"), "--frontier does not go with a range of --dim"),
-        ((*RANGE, "--budget", "60%", "--for", "a100-40gb"), "--for does not go with a range of --dim"),
-        ((*RANGE, "--budget", "60%", "--html", "r.html"), "--html or --snapshot does not go with a range of --dim"),
+        ((*RANGE, "--pick", "1"), "--pick does not go with a range of --dim"),
         (
             ("--dim", "S=16:64", "--budget", "60%", "--lengths", "lengths.txt"),
-            "has the length 90, outside of --dim S=16:64",
+            "has the length 90, outside of the range S=16:64",
         ),
         ((*RANGE, "--budget", "60%", "--lengths", "empty.txt"), "empty.txt holds no lengths"),
         ((*RANGE, "--budget", "60%", "--lengths", "nowhere.txt"), "cannot read lengths from nowhere.txt"),
@@ -203,7 +205,7 @@ def test_bad_input_is_one_sentence(flags: tuple[str, ...], said: str, optimize: 
 def test_the_batch_is_no_length(optimize: Memopt) -> None:
     done = optimize("--dim", "B=2:8", "--budget", "60%", spec=("-i", "Bx5x64"))
     assert done.code == 2
-    assert "--dim B: a plan by length is for another dimension than the batch" in done.err
+    assert "a plan by length is for another dimension than the batch, B" in done.err
 
 
 def test_a_model_that_does_not_run_at_another_length(optimize: Memopt) -> None:
@@ -213,11 +215,19 @@ def test_a_model_that_does_not_run_at_another_length(optimize: Memopt) -> None:
     assert f"the model does not run at S={LOW}: " in done.err
 
 
+def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
+    torch.save(deep_net(1), "net.pt")
+    done = optimize(*RANGE, "--budget", "1KiB", "--level", "1")
+    assert done.code == 6
+    assert f"error: at S={HIGH} no plan found takes 1.0 KiB or less" in done.err
+    assert f"hint: Let the range end below S={HIGH}. Raise --budget" in done.err
+
+
 def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
     Path("inputs.py").write_text("import torch\n\ndef make(batch, s):\n    return (torch.randn(batch, s, 64),)\n")
     done = optimize(*RANGE, "--budget", "60%", spec=("--input-script", "inputs.py:make", "--dim", "B=4"))
     assert done.code == 2
-    assert "--dim S: which dimension of which input that is must be known, and no shape names it" in done.err
+    assert "which dimension of which input S is must be known, and no shape names it" in done.err
 
 
 def test_the_root_of_a_plan_by_length_knows_where_the_length_stands() -> None:

@@ -77,6 +77,36 @@ def test_every_number_is_called_an_estimate(memopt: Memopt) -> None:
     assert not done.changed
 
 
+RANGE = "-i BxSx32 --dim B=2 --dim S=16:2048 --for slow.yaml --level 1 --budget 75% --dry-run".split()
+
+
+def test_a_plan_by_length_is_estimated_at_every_range(memopt: Memopt, net: nn.Module) -> None:
+    done = memopt("optimize", "net.pt", *RANGE, "--json")
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)["summary"]
+    rows, budget = summary["ranges"], summary["budget_bytes"]
+    assert len(rows) > 1
+    assert [row["outcome"] for row in rows] == [None] * len(rows)
+    assert all(row["predicted_allocated_peak_bytes"] <= budget for row in rows)
+    assert rows[-1]["predicted_allocated_peak_bytes"] == summary["estimates"]["planned"]["allocated_peak_bytes"]
+    assert [row["plan"]["segments"] == [] for row in rows] == [True] + [False] * (len(rows) - 1)
+    assert all(row["verification"]["passed"] for row in rows[1:])
+
+    # The original takes as much there as `memopt profile --for` says, and more than the budget beyond.
+    bound = rows[0]["up_to"]
+    for length, fits in ((bound, True), (bound + 16 * 2, False)):
+        profile = memopt_cli.profile(net, "BxSx32", dims={"B": 2, "S": length}, for_device="slow.yaml").result
+        assert profile.estimate is not None
+        assert (profile.estimate.allocated_peak_bytes <= budget) is fits
+
+    live = memopt_cli.optimize(
+        net, "BxSx32", dims={"B": 2, "S": (16, 2048)}, for_device="slow.yaml", level=1, budget=0.75
+    )
+    assert [row.up_to for row in live.summary.ranges] == [row["up_to"] for row in rows]
+    assert "~" in repr(live)
+    assert memopt_cli.plan_of(net) == live.plan
+
+
 def test_without_a_plan_there_is_none_to_confirm(memopt: Memopt) -> None:
     done = memopt("optimize", "net.pt", *STEP, "--level", "0", "--dry-run")
     assert "estimated for slow, not measured" in done.out

@@ -6,6 +6,7 @@ import io
 import json
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan
-from memopt_cli.contents import read_measured
+from memopt_cli.contents import plan_yaml, read_measured
 from memopt_cli.errors import BaselineError, UsageError
 from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.pipeline import baseline, check, compare_files
@@ -23,18 +24,22 @@ from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Baseline,
     BaselineRequest,
+    BaselineResult,
     CheckRequest,
     Comparison,
+    InputDimension,
     InputSpec,
     ModelSource,
     Plan,
     PlanChange,
+    PlanRange,
     Rename,
     SegmentPlan,
     StepSettings,
     Trust,
 )
 from memopt_cli.report.comparison import reasons
+from memopt_cli.report.text import TextReport
 from memopt_cli.spec_text import parse_limit, parse_tensor
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -81,13 +86,16 @@ class History:
         torch.save(COMMITS[name](), self.model)
 
     def record(self, spec: str = f"{BATCH}x128", **request: Any) -> Baseline:
+        return self.recorded(spec, **request).baseline
+
+    def recorded(self, spec: str, dims: dict[str, int] | None = None, **request: Any) -> BaselineResult:
         made = BaselineRequest(
             source=ModelSource(location=self.model),
-            spec=InputSpec(tensors=(parse_tensor(spec),), source="here"),
+            spec=InputSpec(tensors=(parse_tensor(spec),), dims=dims or {}, source="here"),
             output=self.baseline,
             **request,
         )
-        return baseline(made, progress=Progress(), ask=None).baseline
+        return baseline(made, progress=Progress(), ask=None)
 
     def check(self, *limits: str, **request: Any) -> Comparison:
         made = CheckRequest(
@@ -436,13 +444,65 @@ def test_a_summary_is_no_baseline_but_can_be_compared(history: History, tmp_path
         history.check()
 
 
+BY = InputDimension(dim="S", argument=0, axis=1)
+BY_LENGTH = Plan(by=BY, ranges=(PlanRange(up_to=16), PlanRange(up_to=64, segments=PLAN.segments)))
+
+
+def test_a_plan_by_length_is_held_at_the_end_of_every_range(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COMMITS, "by length", lambda: apply_plan(model(), BY_LENGTH))
+    wider = replace(BY_LENGTH, ranges=(PlanRange(up_to=32), *BY_LENGTH.ranges[1:]))
+    monkeypatch.setitem(COMMITS, "other bounds", lambda: apply_plan(model(), wider))
+    history.commit("by length")
+    recorded = history.record("BxSx128", dims={"B": 8, "S": 64})
+    assert read_measured(history.baseline) == recorded
+    assert [step.name for step in recorded.shorter] == ["S=16"]
+    (short,) = recorded.shorter
+    assert short.memory.plan == Plan()
+    assert 0 < short.memory.tensor_peak_bytes < recorded.memory.tensor_peak_bytes
+    assert [part.at for part in history.check().parts] == ["", "S=16"]
+
+    history.commit("other bounds")  # both lengths that the baseline has are as they were
+    assert not history.check().exceeded
+    data = json.loads(Path(history.baseline).read_text())
+    data["shorter"][0]["memory"]["tensor_peak_bytes"] -= 1
+    Path(history.baseline).write_text(json.dumps(data))
+    assert [(verdict.at, verdict.limit.text) for verdict in history.check().exceeded] == [("S=16", "peak:0")]
+
+    same = InputSpec(tensors=(parse_tensor("8x64x128"),), source="here")
+    with pytest.raises(BaselineError, match="it has a step at S=16, too, and the inputs name no S"):
+        history.check(spec=same)
+    data["shorter"][0]["size"] = -1
+    Path(history.baseline).write_text(json.dumps(data))
+    with pytest.raises(BaselineError, match="the dimension 'S' cannot have the size -1"):
+        history.check()
+
+
+def test_only_lengths_that_inputs_have_are_recorded(history: History, tmp_path: Path) -> None:
+    plan = tmp_path / "net.plan.yaml"
+    header = history.record().header
+    plan.write_bytes(plan_yaml(header, BY_LENGTH, 1))
+    cases = {
+        "BxSx128": ({"B": 8, "S": 12}, "Nothing is recorded beyond S=12, and the plan goes up to 64."),
+        "8x64x128": ({}, "The plan has ranges of S, and the inputs name no S: only their own length is recorded."),
+    }
+    for spec, (dims, said) in cases.items():
+        found = history.recorded(spec, dims=dims, plan_path=str(plan), force=True)
+        assert found.baseline.shorter == ()
+        (note,) = found.notes
+        assert note.startswith(said)
+        stream = io.StringIO()
+        TextReport().recorded(found, stream)
+        assert note in " ".join(stream.getvalue().split())
+
+
 @pytest.mark.slow
 def test_every_form_of_report_is_told_the_same(history: History) -> None:
     from memopt_cli.report.github import GithubReport
     from memopt_cli.report.json import JsonReport
     from memopt_cli.report.junit import JunitReport
     from memopt_cli.report.markdown import MarkdownReport
-    from memopt_cli.report.text import TextReport
 
     history.record()
     history.commit("widened")

@@ -243,6 +243,51 @@ def test_the_summary_page_is_appended_to(tmp_path: Path) -> None:
     )
 
 
+# ---------------------------------------------------------------------------------------------- by length
+
+
+def at(length: str, *limits: str, peak: int) -> Comparison:
+    made = a_comparison(*limits, peak=peak)
+    return replace(made, at=length, verdicts=tuple(replace(verdict, at=length) for verdict in made.verdicts))
+
+
+def by_length(longest: int) -> Comparison:
+    shorter = (at("S=16", "peak:5%", peak=12), at("S=64", "peak:5%", peak=20))
+    return replace(a_comparison("peak:5%", peak=longest), shorter=shorter)
+
+
+def test_a_regression_of_shorter_inputs_names_their_length() -> None:
+    said = "regression: at S=64 tensor peak 12.0 MiB → 20.0 MiB (+8.0 MiB, +66.7 %), past the limit peak:5%"
+    found = by_length(12)
+    assert list(headline(found)) == [said]
+    told = list(reasons(found.shorter[1]))
+    assert told[0] == "plan: 4 segments dropped (a, b, c, …)"
+    assert not any("model file" in reason or "measured elsewhere" in reason for reason in told)
+    text = shown(TextReport(), found)
+    assert text.splitlines()[0] == said
+    assert "\nS=64\n" in text
+    assert "\nS=16\n" not in text
+    assert "#### `S=64`" in shown(MarkdownReport(), found)
+    annotations = shown(GithubReport(None), found).splitlines()
+    assert len(annotations) == 1
+    assert annotations[0].startswith("::error title=memopt%3A net_a.pt::regression: at S=64 tensor peak 12.0 MiB")
+    suite = junit(found)
+    assert [(case.get("name"), len(case)) for case in suite.findall("testcase")] == [
+        ("peak:5%", 0),
+        ("peak:5% at S=16", 0),
+        ("peak:5% at S=64", 1),
+    ]
+    assert json.loads(shown(JsonReport(), found))["regression"] is True
+
+
+def test_without_a_regression_every_length_is_told() -> None:
+    found = replace(by_length(9), shorter=(at("S=16", "peak:5%", peak=12),))
+    assert list(headline(found)) == [
+        "no regression: tensor peak 12.0 MiB → 9.0 MiB (−3.0 MiB, −25.0 %)",
+        "no regression: at S=16 tensor peak 12.0 MiB, as before",
+    ]
+
+
 # ---------------------------------------------------------------------------------------------- JUnit
 
 NUMBER, TEXT, TIME = r"\d+(\.\d+)?", r"(?s).+", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"

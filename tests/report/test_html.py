@@ -21,9 +21,12 @@ import pytest
 
 from memopt_cli.errors import UsageError
 from memopt_cli.records import (
+    BatchProbe,
     Breakdown,
+    FastestTraining,
     FileHeader,
     FingerprintCheck,
+    InputDimension,
     InputSpec,
     Instant,
     LevelRow,
@@ -33,8 +36,11 @@ from memopt_cli.records import (
     OptimizeResult,
     OpTrace,
     OutOfMemory,
+    PairRun,
     ParetoPoint,
     Plan,
+    PlanRange,
+    RangeRow,
     RecordedSteps,
     SavedTensor,
     SegmentPlan,
@@ -43,7 +49,7 @@ from memopt_cli.records import (
     StorageTrace,
     Verification,
 )
-from memopt_cli.report.html import optimize_page, profile_page, require_plotly
+from memopt_cli.report.html import fastest_page, optimize_page, profile_page, require_plotly
 from memopt_cli.report.html.figure import bytes_axis
 from memopt_cli.report.html.frontier import FrontierPoint, frontier, points_of
 from memopt_cli.report.html.modules import kept_by_module, treemap_figure
@@ -410,6 +416,76 @@ def test_the_plan_is_on_the_module_tree() -> None:
     assert "117.0 MiB → 69.0 MiB" in text
     assert "0.59× of the original" in text
     assert "1.00 s → 1.25 s" in text
+
+
+def by_length() -> OptimizeResult:
+    result = a_result()
+    plan = Plan(
+        by=InputDimension(dim="S", argument=0, axis=1),
+        ranges=(PlanRange(up_to=64), PlanRange(up_to=256, segments=PLAN.segments)),
+    )
+    result.summary.plan = plan
+    result.summary.ranges = [
+        RangeRow(low=16, up_to=64, share=0.9, plan=Plan(), original=measured(50, 0.5), outcome=measured(50, 0.5)),
+        RangeRow(low=65, up_to=256, share=0.1, plan=PLAN, original=measured(117, 1.0), outcome=measured(69, 1.25)),
+    ]
+    return result
+
+
+def test_a_plan_by_length_has_a_row_for_each_range_and_the_tree_of_the_longest() -> None:
+    pytest.importorskip("plotly")
+    text = " ".join(" ".join(Strict(optimize_page(by_length())).texts).split())
+    assert "all else on this page is of S=256" in text
+    assert "S from to share of steps allocated peak tensor peak step ratio plan" in text
+    assert "16 64 90% 50.0 MiB 50.0 MiB 500.0 ms 1.00× no segments" in text
+    assert "65 256 10% 69.0 MiB 69.0 MiB 1.25 s 1.25× 2 segments, 1 in chunks, 1 packed" in text
+    assert "segment 4 chunks, axis 1" in text
+    assert "A plan for each range" not in optimize_page(a_result())
+
+
+def test_a_profile_under_a_plan_by_length_shows_what_acts_at_its_own() -> None:
+    pytest.importorskip("plotly")
+    plan = by_length().summary.plan
+    assert plan is not None
+    for size, is_there in ((64, False), (256, True)):
+        header = replace(HEADER, spec=replace(HEADER.spec, dims={"S": size}))
+        assert ("4 chunks" in profile_page(replace(a_profile(), header=header, plan=plan))) is is_there
+
+
+def pair(plan: Plan, batch: int, peak: int, samples_per_s: float) -> PairRun:
+    probe = BatchProbe(batch=batch, allocated_peak_bytes=peak * MIB, step_s=1.0)
+    return PairRun(plan=plan, batch=batch, steps=1, outcome=probe, samples_per_s=samples_per_s, usable=True)
+
+
+def test_the_pairs_of_a_search() -> None:
+    pytest.importorskip("plotly")
+    failed = replace(pair(PLAN, 64, 0, 0.0), outcome=OutOfMemory(detail=""), samples_per_s=None, usable=False)
+    found = FastestTraining(
+        header=HEADER,
+        budget_bytes=100 * MIB,
+        limit=f"100.0 MiB {EVIL}",
+        runs=(pair(Plan(), 16, 90, 16.0), pair(PLAN, 32, 95, 20.0), failed),
+        chosen=1,
+        original=0,
+        level=3,
+        accumulation=None,
+        verification=a_result().summary.verification,
+        priced=40,
+        dry_runs=5,
+        notes=("A note.",),
+        files=(),
+        spent_s=60.0,
+    )
+    page = fastest_page(found)
+    (figure,) = figures_of(page).values()
+    assert figure["data"][1]["x"] == [1 / 16, 1 / 20]
+    assert figure["data"][1]["marker"]["symbol"] == ["circle", "star"]
+    text = " ".join(" ".join(Strict(page).texts).split())
+    assert "1.25 times those of the original's best (batch 16)" in text
+    assert "95.0 MiB limit: 100.0 MiB" in text
+    assert "16 none 90.0 MiB 1.00 s" in text
+    assert "7 tensors, bit for bit" in text
+    assert "A note." in text
 
 
 def test_without_recorded_steps_the_rest_is_there() -> None:

@@ -78,8 +78,8 @@ def frontier(points: Iterable[FrontierPoint]) -> Iterator[FrontierPoint]:
             yield point
 
 
-def frontier_figure(points: Sequence[FrontierPoint]) -> Figure:
-    """Down and to the left is better; the applied plan is a star."""
+def frontier_figure(points: Sequence[FrontierPoint], times: str = "time of a step") -> Figure:
+    """Down and to the left is better; the applied plan is a star.  ``times``: what those of the points are."""
     best = list(frontier(points))
     hover = [f"<b>{text(p.label)}</b><br>{format_bytes(p.peak_bytes)}, {format_seconds(p.step_s)}" for p in points]
     edge = {
@@ -113,7 +113,7 @@ def frontier_figure(points: Sequence[FrontierPoint]) -> Figure:
         "margin": {"l": 64, "r": 12, "t": 12, "b": 44},
         "showlegend": False,
         "xaxis": {
-            "title": {"text": "time of a step, seconds"},
+            "title": {"text": f"{times}, seconds"},
             "range": [fastest - margin, slowest + margin],
             "fixedrange": True,
         },

@@ -12,7 +12,9 @@ from pathlib import PurePath
 
 from memopt_cli.errors import UsageError
 from memopt_cli.records import (
+    BatchProbe,
     DeviceEstimate,
+    FastestTraining,
     FileHeader,
     Measurement,
     MemOptSummary,
@@ -24,12 +26,13 @@ from memopt_cli.records import (
     StepTrace,
     Verification,
 )
-from memopt_cli.report import rank
+from memopt_cli.report import fastest, rank
 from memopt_cli.report.html.figure import Figure
 from memopt_cli.report.html.frontier import FrontierPoint, frontier_figure, points_of
 from memopt_cli.report.html.module_tree import module_tree
 from memopt_cli.report.html.modules import kept_by_module, treemap_figure
 from memopt_cli.report.html.timeline import CATEGORIES, timeline, timeline_figure
+from memopt_cli.report.optimization import range_headings, range_rows
 from memopt_cli.units import format_bytes, format_seconds
 
 _SAVED = 12
@@ -47,7 +50,7 @@ def profile_page(found: StepProfile) -> str:
     page = _Page(found.header)
     page.tiles(_profile_tiles(found))
     page.steps({"": found.trace})
-    page.modules({"": found.trace}, found.plan.longest)
+    page.modules({"": found.trace}, found.plan.at(found.header.spec.dims))
     page.saved(found.saved[:_SAVED])
     page.remarks(found.notes)
     return page.html()
@@ -61,12 +64,25 @@ def optimize_page(result: OptimizeResult) -> str:
     page, summary = _Page(result.header), result.summary
     plan = summary.plan or Plan()
     page.tiles(_optimize_tiles(summary))
+    page.ranges(summary)
     if result.steps is not None:
         traces = _before_and_after(result.steps, plan)
         page.steps(traces)
-        page.modules(traces, plan)
+        page.modules(traces, plan.longest)
     page.frontier(points_of(summary))
     page.remarks(summary.notes)
+    return page.html()
+
+
+def fastest_page(found: FastestTraining) -> str:
+    """The HTML of the batch and the plan that train fastest, beside all that was run.
+
+    Raises :class:`UsageError` without plotly.
+    """
+    page = _Page(found.header)
+    page.tiles(_fastest_tiles(found))
+    page.pairs(found)
+    page.remarks(fastest.remarks(found))
     return page.html()
 
 
@@ -125,6 +141,19 @@ def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
         yield _verified(summary.verification)
     else:
         yield "applied", "nothing", "choose a plan with --pick N or --budget"
+
+
+def _fastest_tiles(found: FastestTraining) -> Iterable[Tile]:
+    answer = found.answer
+    steps = "" if found.accumulation is None else f"× {answer.steps} for a step of the optimizer"
+    yield "batch", str(answer.batch), steps
+    yield "plan", fastest.plan_name(answer.plan), f"level {found.level} at most"
+    speed, _, beside = fastest.gain(found).partition(" samples/s")
+    yield "samples/s", speed, beside.lstrip(",; ")
+    if isinstance(answer.outcome, BatchProbe):
+        yield "allocated peak", format_bytes(answer.outcome.allocated_peak_bytes), f"limit: {found.limit}"
+    if found.verification is not None:
+        yield _verified(found.verification)
 
 
 def _verified(found: Verification) -> Tile:
@@ -218,16 +247,36 @@ class _Page:
             lead = "Allocated peak against the time of a step. No plan beats those on the line in both."
             self.section("Memory against time", lead, self.figure("", frontier_figure(points)))
 
+    def pairs(self, found: FastestTraining) -> None:
+        """Every batch and plan that were run together."""
+        points = [
+            FrontierPoint(
+                label=f"batch {run.batch}" + ("" if run.plan.is_empty else f", {fastest.plan_name(run.plan)}"),
+                peak_bytes=run.outcome.allocated_peak_bytes,
+                step_s=1 / run.samples_per_s,
+                applied=index == found.chosen,
+            )
+            for index, run in enumerate(found.runs)
+            if isinstance(run.outcome, BatchProbe) and run.samples_per_s
+        ]
+        table = _table(fastest.RUN_HEADINGS, (cells for _, cells in fastest.run_rows(found)))
+        figure = self.figure("", frontier_figure(points, "time of a sample")) if points else ""
+        lead = "Allocated peak against the time of a sample, of each batch and plan that were run together."
+        self.section("Batches and plans", lead, figure, table)
+
+    def ranges(self, summary: MemOptSummary) -> None:
+        """Of a plan by length, what each range does."""
+        if summary.plan is None or summary.plan.by is None:
+            return
+        longest = f"{summary.plan.by.dim}={summary.plan.ranges[-1].up_to}"
+        lead = f"Each is measured and verified at its largest length; all else on this page is of {escape(longest)}."
+        self.section("A plan for each range of lengths", lead, _table(range_headings(summary), range_rows(summary)))
+
     def saved(self, tensors: Sequence[SavedTensor]) -> None:
         """The largest tensors that autograd keeps."""
-        rows = "".join(
-            f"<tr><td>{format_bytes(s.nbytes)}</td><td>{escape(s.made_by or 'an input')}</td>"
-            f"<td>{escape(s.op)}</td><td>{escape(s.module or '(model)')}</td></tr>"
-            for s in tensors
-        )
+        rows = [(format_bytes(s.nbytes), s.made_by or "an input", s.op, s.module or "(model)") for s in tensors]
         if rows:
-            head = "<tr><th>bytes</th><th>made by</th><th>saved by</th><th>in</th></tr>"
-            table = f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+            table = _table(("bytes", "made by", "saved by", "in"), rows)
             self.section("Largest tensors saved for backward", "What autograd holds until their gradients run.", table)
 
     def remarks(self, notes: Iterable[str]) -> None:
@@ -274,6 +323,12 @@ _PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
+
+
+def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _side_by_side(plots: Iterable[str]) -> str:
