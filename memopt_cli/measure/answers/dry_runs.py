@@ -67,7 +67,12 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     allocated = None if card is None else _allocator_of(bench, card, to_fit=job.batch is not None)
     codecs = bench.known(_codecs) if job.plan != ORIGINAL else None
     with _planned(bench, job.plan, job.batch, job.dims) as fake:
-        return fake.count(workspaces, codecs, allocated)
+        counted = fake.count(workspaces, codecs, allocated)
+        if bench.subject.layout is None:
+            return counted
+        from memopt_cli.sharded import data_ranks  # takes seconds to import
+
+        return replace(counted, data_ranks=data_ranks(fake.step.model))
 
 
 def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.AllocatedPeak:
@@ -228,7 +233,9 @@ def _of_rank(
         return trace.FakeStep(step, bench.mode, has.model)
 
     try:
-        yield bench.held((plan, batch, dims), make)
+        fake = bench.held(plan, make)
+        fake.feed(_sized(bench, batch, dims))
+        yield fake
     except Exception as error:  # the model's own code may raise anything on tensors without data
         if isinstance(error, MemoptError) or is_out_of_memory(error):
             raise
