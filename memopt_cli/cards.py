@@ -92,7 +92,7 @@ def device_profile(text: str) -> DeviceProfile:
 
 
 def check_nothing_runs(request: BatchRequest) -> None:
-    """Raises :class:`OptionError` for what takes steps that are run, where the answer is for a card."""
+    """Raises :class:`OptionError` for what takes steps that are run, where none is: for a card, for ranks, or by wish."""
     wanted = {
         "a search": request.search is not None,
         "strategies": bool(request.strategies),
@@ -102,10 +102,14 @@ def check_nothing_runs(request: BatchRequest) -> None:
         "a longest step": request.longest_step_s != LONGEST_STEP_S,
     }
     what = next((what for what, is_wanted in wanted.items() if is_wanted), None)
-    if request.card is not None and what is not None:
+    if not request.runs and what is not None:
+        where = "without data"
+        if request.card is not None:
+            where = f"for {request.card.name}, which is not here"
+        elif request.layouts:
+            where = "of many ranks, of which one is predicted"
         raise OptionError(
-            f"{what} takes steps that are run, and none is run for {request.card.name}, which is not here",
-            hint="Leave one of them out.",
+            f"{what} takes steps that are run, and none is run {where}", hint="Leave one of them out."
         )
 
 

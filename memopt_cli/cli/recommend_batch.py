@@ -11,7 +11,7 @@ from memopt_cli.cards import check_nothing_runs
 from memopt_cli.cli import batch_options as batch
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, PairSearchOptions, StepOptions, with_parts
+from memopt_cli.cli.parts import LoadingOptions, PairSearchOptions, RangeOptions, StepOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import Interrupted
 from memopt_cli.measure import processes
@@ -39,7 +39,9 @@ def recommend_batch(
     lengths: batch.Lengths = None,
     strategy: batch.Strategies = None,
     search: PairSearchOptions,
+    fake: batch.Fake = False,
     step: StepOptions,
+    spread: RangeOptions,
     timeout: options.Timeout = 600.0,
     longest_step: options.LongestStep = LONGEST_STEP_S,
     card: options.Card = None,
@@ -53,7 +55,8 @@ def recommend_batch(
 ) -> None:
     """Find the largest and the fastest batch that fit.
 
-    Each is proven by a run. With --search, the plan that trains fastest is found, too.
+    Each is proven by a run. With --search, the plan that trains fastest is found, too; with --ranks, how many ranks it
+    takes.
     """
     sizes, dim_range = batch.split_dims(dims)
     request = BatchRequest(
@@ -76,8 +79,12 @@ def recommend_batch(
         timeout_s=timeout,
         longest_step_s=longest_step,
         card=card,
+        fake=fake,
+        layouts=spread.layouts(),
     )
     check_nothing_runs(request)
+    if request.layouts:
+        batch.check_ranks(request)
     if request.search is not None:
         batch.check_search(request, objective)
     elif request.strategies:
@@ -93,7 +100,10 @@ def recommend_batch(
             compared = compare_strategies(request, progress=progress, ask=ask)
             report.strategies_compared(compared, sys.stdout)
             return
-        if request.search is not None:
+        if request.layouts:
+            ranks = pipeline.recommend_ranks(request, progress=progress, ask=ask)
+            show, interrupted = functools.partial(report.ranks_recommended, ranks), ranks.interrupted
+        elif request.search is not None:
             fastest = pipeline.recommend_fastest(request, progress=progress, ask=ask)
             show, interrupted = functools.partial(report.fastest_found, fastest), fastest.interrupted
         else:

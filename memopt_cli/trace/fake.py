@@ -21,7 +21,6 @@ from memopt_cli.runtime.private_torch import (
     is_fake,
     mend_copies_of_fakes,
     parameters_of,
-    tree_leaves,
 )
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
@@ -77,10 +76,6 @@ def _generators_of(model: nn.Module) -> Iterator[torch.Generator]:
     return (value for m in model.modules() for value in vars(m).values() if isinstance(value, torch.Generator))
 
 
-def _sizes(inputs: Any) -> list[torch.Size]:
-    return [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-
-
 class FakeStep:
     """A step on fake tensors: no data, no memory, the same storages.
 
@@ -105,13 +100,12 @@ class FakeStep:
             self.count()  # makes the optimizer's state, which a first step does not have yet
 
     def feed(self, step: Step) -> None:
-        """Go on with the inputs of another step of the model; of a sharded model, for which that is worth it."""
+        """Go on with the inputs of another step, of a model of its own."""
         with self._mode:
             args, kwargs = map_leaves(self._fake, (step.args, step.kwargs))
-        if _sizes((args, kwargs)) != _sizes((self.step.args, self.step.kwargs)):
-            self.step = replace(self.step, args=args, kwargs=kwargs)
-            self._start.enter()
-            self._settle()
+        self.step = replace(self.step, args=args, kwargs=kwargs)
+        self._start.enter()
+        self._settle()
 
     def _settle(self) -> None:
         """The first step of a ``DTensor`` finds out by more tensors how its operators are sharded."""

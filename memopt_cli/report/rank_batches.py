@@ -1,0 +1,66 @@
+"""``memopt recommend-batch --ranks`` for people: the fewest ranks that fit, and the largest batch of each number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from memopt_cli.records import NoBatchFits, NotPredicted, RankBatch, RanksRecommendation, RanksRow
+from memopt_cli.report.rank import NOTE, TENSOR_PEAK
+from memopt_cli.spec_text import format_layout
+from memopt_cli.units import format_bytes, format_seconds
+
+
+def headline(found: RanksRecommendation) -> Iterator[str]:
+    """How few ranks will do, and within what."""
+    fewest = _fewest(found)
+    under = " under the plan" if fewest.planned else ""
+    yield f"fewest ranks that fit: {found.fewest_ranks}{under}{_fewer(found, fewest)}"
+    yield f"memory limit of a rank: {found.limit}"
+    yield f"spread by {format_layout(fewest.layout)} and the like"
+
+
+def _fewest(found: RanksRecommendation) -> RanksRow:
+    return next(row for row in found.rows if isinstance(row.outcome, RankBatch))
+
+
+def _fewer(found: RanksRecommendation, fewest: RanksRow) -> str:
+    """What is known of the next smaller number."""
+    smaller = [row.layout.ranks for row in found.rows if row.layout.ranks < fewest.layout.ranks]
+    if smaller:
+        return f", of those tried; {smaller[-1]} {'does' if smaller[-1] == 1 else 'do'} not"
+    return ", the fewest that were tried" if len({row.layout.ranks for row in found.rows}) > 1 else ""
+
+
+def table(found: RanksRecommendation) -> Table:
+    """A line for each number of ranks, and for the plan."""
+    planned = any(row.planned for row in found.rows)
+    peak = "peak of one rank,\nestimated" if found.card else TENSOR_PEAK.replace(", ", ",\n")
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    headings = ("ranks", *(["plan"] if planned else []), "batch of\none rank", "global\nbatch", peak)
+    for heading in (*headings, "exchanged by a rank\nin a step", ""):
+        shown.add_column(heading, justify="left" if heading in ("plan", "") else "right")
+    for row in found.rows:
+        plan = ["with" if row.planned else "without"] if planned else []
+        shown.add_row(f"{row.layout.ranks}", *plan, *_cells(row))
+    return shown
+
+
+def _cells(row: RanksRow) -> tuple[str, ...]:
+    match row.outcome:
+        case RankBatch() as fit:
+            largest, most = f"{fit.batch}", format_bytes(fit.peak_bytes)
+            return (largest, f"{fit.global_batch}", most, format_bytes(fit.exchanged_bytes), "")
+        case NoBatchFits() as nothing:
+            return ("none", "–", "–", "–", f"batch {nothing.batch}: {nothing.reason}")
+        case NotPredicted(reason=reason):
+            return ("–", "–", "–", "–", reason)
+
+
+def remarks(found: RanksRecommendation) -> Iterator[str]:
+    """What the answer rests on."""
+    yield "batches are the largest to 1 %; what is exchanged is given in bytes of the tensors as a whole"
+    yield NOTE
+    yield f"{found.dry_runs} dry runs, nothing was run; total time {format_seconds(found.spent_s)}"
+    yield from found.notes
