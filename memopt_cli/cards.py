@@ -92,13 +92,13 @@ def device_profile(text: str) -> DeviceProfile:
 
 
 def check_nothing_runs(request: BatchRequest) -> None:
-    """Raises :class:`OptionError` for what takes steps that are run, where none is: for a card, for ranks, or by wish."""
+    """Raises :class:`OptionError` for what takes steps that are run, where none is."""
     wanted = {
         "a search": request.search is not None,
-        "strategies": bool(request.strategies),
-        "copies": request.replicas is not None,
+        "a comparison of strategies": bool(request.strategies),
+        "a comparison of copies": request.replicas is not None,
         "the throughput": request.objective == "throughput",
-        "lengths": request.lengths_path is not None,
+        "a comparison of lengths": request.lengths_path is not None,
         "a longest step": request.longest_step_s != LONGEST_STEP_S,
     }
     what = next((what for what, is_wanted in wanted.items() if is_wanted), None)
@@ -108,9 +108,7 @@ def check_nothing_runs(request: BatchRequest) -> None:
             where = f"for {request.card.name}, which is not here"
         elif request.layouts:
             where = "of many ranks, of which one is predicted"
-        raise OptionError(
-            f"{what} takes steps that are run, and none is run {where}", hint="Leave one of them out."
-        )
+        raise OptionError(f"{what} takes steps that are run, and none is run {where}", hint="Leave one of them out.")
 
 
 def _read(path: Path) -> DeviceProfile:

@@ -318,7 +318,9 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
     product = math.prod(axes.values())
     if product != ranks:
         told = " × ".join(map(str, axes.values()))
-        raise UsageError(f"the mesh has {told} = {product} ranks, not {ranks}", hint=f"Let its lengths give {ranks}. {_REST}")
+        raise UsageError(
+            f"the mesh has {told} = {product} ranks, not {ranks}", hint=f"Let its lengths give {ranks}. {_REST}"
+        )
     most = {"ddp": 1, "fsdp": 2}.get(parallel, len(axes))
     if len(axes) > most:
         raise UsageError(

@@ -182,4 +182,5 @@ class BatchProbes:
 
     def _where(self, batch: int) -> str:
         copies = f"{self.replicas} × " if self.replicas > 1 else ""
-        return copies + ", ".join([str(batch), *(f"{symbol}={size}" for symbol, size in self.dims.items())]) + self.place
+        sizes = [str(batch), *(f"{symbol}={size}" for symbol, size in self.dims.items())]
+        return copies + ", ".join(filter(None, [*sizes, self.place]))

@@ -33,7 +33,7 @@ from memopt_cli.records import (
     predicted,
 )
 from memopt_cli.spec_text import ranks_asked
-from memopt_cli.units import format_bytes
+from memopt_cli.units import counted, format_bytes
 
 
 def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> RanksRecommendation:
@@ -72,7 +72,7 @@ def recommend_ranks_prepared(
     job.check()
     return RanksRecommendation(
         header=file_header(prepared),
-        limit=f"{format_bytes(limits.budget_bytes)} ({limits.name})",
+        limit=job.limit,
         rows=tuple(job.rows),
         fewest_ranks=job.fitting[0].layout.ranks,
         notes=tuple(job.notes),
@@ -101,16 +101,26 @@ class _Job:
         """Rows of which a batch fits."""
         return [row for row in self.rows if isinstance(row.outcome, RankBatch)]
 
+    @property
+    def limit(self) -> str:
+        """For people."""
+        return f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name})"
+
     def find(self, layout: Layout, plan: Plan | None) -> Iterator[RanksRow]:
         """A row without the plan, and one under it."""
         for each in [ORIGINAL] if plan is None else [ORIGINAL, plan]:
             under = " under the plan" if each is plan else ""
-            self.progress.stage(f"finding the batch that fits on {layout.ranks} ranks{under}")
+            self.progress.stage(f"finding the batch that fits on {counted(layout.ranks, 'rank')}{under}")
             found = self._largest(layout, each, self._start(planned=each is plan))
-            if not isinstance(found, RankBatch | NoBatchFits):
-                self.failures.append(found)
-                found = NotPredicted(reason=found.message if isinstance(found, StepFailed) else raise_failure(found))
-            yield RanksRow(layout=layout, planned=each is plan, outcome=found)
+            outcome = found if isinstance(found, RankBatch | NoBatchFits) else self._failed(found)
+            yield RanksRow(layout=layout, planned=each is plan, outcome=outcome)
+
+    def _failed(self, failure: Failure) -> NotPredicted:
+        """Raises :class:`MemoptError` for what has nothing to do with the number of ranks."""
+        if not isinstance(failure, StepFailed):
+            raise_failure(failure)
+        self.failures.append(failure)
+        return NotPredicted(reason=failure.message)
 
     def check(self) -> None:
         """Raises :class:`MemoptError` where nothing fits, or nothing is known."""
@@ -122,9 +132,10 @@ class _Job:
         most = nothing[-1]
         assert isinstance(most.outcome, NoBatchFits)
         under = " under the plan" if most.planned else ""
+        ranks = counted(most.layout.ranks, "rank")
         raise NothingFitsError(
-            f"not even batch {most.outcome.batch} of each rank{under} fits into {format_bytes(self.limits.budget_bytes)} "
-            f"({self.limits.name}) on {most.layout.ranks} ranks: {most.outcome.reason}",
+            f"not even batch {most.outcome.batch} of each rank{under} fits into {self.limit} on {ranks}: "
+            f"{most.outcome.reason}",
             hint="Give more --memory, more ranks or smaller inputs, or a plan of memopt optimize --ranks with --plan.",
         )
 
@@ -169,8 +180,8 @@ class _Job:
             return of_rank.session(self.request.timeout_s, data)
 
         with Sessions(open_session, lambda: self.notes.append(SESSION_LOST), "none") as session:
-            where = f", rank {rank} of {layout.ranks}"
-            probes = BatchProbes(session=session, plan=plan, progress=self.progress, place=where)
+            place = f"rank {rank} of {layout.ranks}"
+            probes = BatchProbes(session=session, plan=plan, progress=self.progress, place=place)
             first = probes.count(start)
             if not isinstance(first, Counted):
                 return first
@@ -181,9 +192,9 @@ class _Job:
                     if isinstance(outcome, NoBatchFits):
                         return outcome
                     batch = search.model.largest_within(limits.budget_bytes)
-                    counted = probes.count(batch)  # what was told of it by others may be a little off
-                    if isinstance(counted, Counted) and counted.allocated_peak_bytes <= limits.budget_bytes:
-                        return batch, counted
+                    found = probes.count(batch)  # what was told of it by others may be a little off
+                    if isinstance(found, Counted) and found.allocated_peak_bytes <= limits.budget_bytes:
+                        return batch, found
             finally:
                 self.dry_runs += len(probes.dry_runs)
                 if (loop := looped_over(probes)) and loop not in self.notes:

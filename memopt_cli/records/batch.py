@@ -202,7 +202,6 @@ class BatchRequest:
     longest_step_s: float = LONGEST_STEP_S
     """No step that is run is to take longer."""
 
-
     @property
     def runs(self) -> bool:
         """Whether steps are run here at full size."""

@@ -9,7 +9,7 @@ from rich.table import Table
 from memopt_cli.records import NoBatchFits, NotPredicted, RankBatch, RanksRecommendation, RanksRow
 from memopt_cli.report.rank import NOTE, TENSOR_PEAK
 from memopt_cli.spec_text import format_layout
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.units import counted, format_bytes, format_seconds
 
 
 def headline(found: RanksRecommendation) -> Iterator[str]:
@@ -18,7 +18,13 @@ def headline(found: RanksRecommendation) -> Iterator[str]:
     under = " under the plan" if fewest.planned else ""
     yield f"fewest ranks that fit: {found.fewest_ranks}{under}{_fewer(found, fewest)}"
     yield f"memory limit of a rank: {found.limit}"
-    yield f"spread by {format_layout(fewest.layout)} and the like"
+    yield f"spread by {_layouts(found)}"
+
+
+def _layouts(found: RanksRecommendation) -> str:
+    """``train.py:shard over dp 8``, or ``… to dp 512``."""
+    first, last = (format_layout(found.rows[n].layout) for n in (0, -1))
+    return first if first == last else f"{first} to {last.partition(' over ')[2]}"
 
 
 def _fewest(found: RanksRecommendation) -> RanksRow:
@@ -62,5 +68,5 @@ def remarks(found: RanksRecommendation) -> Iterator[str]:
     """What the answer rests on."""
     yield "batches are the largest to 1 %; what is exchanged is given in bytes of the tensors as a whole"
     yield NOTE
-    yield f"{found.dry_runs} dry runs, nothing was run; total time {format_seconds(found.spent_s)}"
+    yield f"{counted(found.dry_runs, 'dry run')}, nothing was run; total time {format_seconds(found.spent_s)}"
     yield from found.notes

@@ -64,8 +64,9 @@ def data_ranks(model: nn.Module) -> int:
 
     Ranks that share a gradient's work in another way, as tensor parallel ones, are given the same samples.
     """
-    sharded = (reducing_ranks(module) for module in model.modules() if isinstance(module, FSDPModule))
-    replicas = (module.process_group.size() for module in model.modules() if isinstance(module, DistributedDataParallel))
+    parts = list(model.modules())
+    sharded = (reducing_ranks(part) for part in parts if isinstance(part, FSDPModule))
+    replicas = (part.process_group.size() for part in parts if isinstance(part, DistributedDataParallel))
     return max((*sharded, *replicas), default=1)
 
 
