@@ -93,7 +93,7 @@ class BatchProbes:
     dry_runs: dict[int, float] = field(default_factory=dict)
     """Peaks of one copy so far, by batch: of tensors, or in the blocks of a device that is not here."""
     operators: dict[int, int] = field(default_factory=dict)
-    """That these dry runs ran."""
+    """That these dry runs ran, of more than one sample."""
     inferred: dict[int, float] = field(default_factory=dict)
     """Peaks of other batches, that lie on a line with dry runs, or beyond those that are quick enough."""
     place: str = ""
@@ -137,7 +137,7 @@ class BatchProbes:
             self._counted[batch] = counted
             self.inferred.pop(batch, None)
             self.dry_runs[batch] = counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
-            if isinstance(counted, Counted):
+            if isinstance(counted, Counted) and batch > 1:  # a single sample may take an operator less
                 self.operators[batch] = counted.operators
         return self._counted[batch]
 

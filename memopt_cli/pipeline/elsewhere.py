@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import replace
 
-from memopt_cli.errors import NothingFitsError, OptionError, StepError
+from memopt_cli.errors import NothingFitsError, OptionError
 from memopt_cli.estimation import estimate
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced, TraceJob
 from memopt_cli.measure.runner import Session
@@ -92,7 +92,6 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         progress.stage(f"recording a step for {where}")
         started = time.monotonic()
         traced = record_step(sessions(), ORIGINAL, None, notes)
-        _refuse_wrapper(traced)
         counted = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
         if not isinstance(counted, Counted):
             raise_failure(counted, "a step of the model could not be counted: ")
@@ -137,17 +136,6 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         estimates=estimates,
         parallel=parallel,
     )
-
-
-def _refuse_wrapper(traced: Traced) -> None:
-    """Plans name the modules of the model, which a wrapper names otherwise.  Raises :class:`StepError`."""
-    root = next((module.class_name for module in traced.trace.modules if not module.path), "")
-    if root == "DistributedDataParallel":
-        raise StepError(
-            "no plan is searched for a model within DistributedDataParallel, whose buckets no plan makes smaller",
-            hint="Search without --ranks, with a budget less the bytes of all gradients; memopt profile --ranks --plan "
-            "predicts the rank.",
-        )
 
 
 def _of_ranks(

@@ -41,6 +41,17 @@ def test_a_plan_of_one_rank_is_one_of_the_model(tmp_path: Path, monkeypatch: pyt
     assert predicted.tensor_peak_bytes == first["tensor_peak_bytes"]
 
 
-def test_no_plan_makes_buckets_smaller(capsys: pytest.CaptureFixture[str]) -> None:
-    assert optimized("ddp", "--dry-run") == 3
-    assert "no plan is searched for a model within DistributedDataParallel" in capsys.readouterr().err
+def test_a_plan_of_a_replica_names_modules_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of ``DistributedDataParallel``, which is around it; its buckets are counted."""
+    monkeypatch.chdir(tmp_path)
+    assert optimized("ddp", "--budget", "1.6MiB", "-o", "net.pt") == 0
+    summary = json.loads(Path("net.summary.json").read_text())["summary"]
+    first, original = summary["parallel"]["planned"][0], summary["parallel"]["original"]
+    assert first["tensor_peak_bytes"] <= 1.6 * 2**20 < original["tensor_peak_bytes"]
+    assert first["breakdown"]["reduction_bytes"] > 0
+    assert summary["verification"]["passed"]
+    plan = read_plan("net.plan.yaml")[1]
+    assert plan.segments
+    assert not any(segment.path.startswith("module") for segment in plan.segments)
+    predicted = predict_rank(models.transformer, INPUTS, ranks=4, parallelize=models.replicate, plan=plan)
+    assert predicted.tensor_peak_bytes == first["tensor_peak_bytes"]
