@@ -13,10 +13,14 @@ from memopt_cli.units import counted, format_bytes, format_seconds
 
 
 def headline(found: RanksRecommendation) -> Iterator[str]:
-    """How few ranks will do, and within what."""
+    """How few ranks will do, or how many samples where there is one number of them; and within what."""
     fewest = _fewest(found)
-    under = " under the plan" if fewest.planned else ""
-    yield f"fewest ranks that fit: {found.fewest_ranks}{under}{_fewer(found, fewest)}"
+    if len({row.layout.ranks for row in found.rows}) > 1:
+        yield f"fewest ranks that fit: {found.fewest_ranks}{_under(fewest)}{_fewer(found, fewest)}"
+    else:
+        row, fit = max(_fits(found), key=lambda each: each[1].batch)
+        ranks = counted(row.layout.ranks, "rank")
+        yield f"batch {fit.batch} should fit on each of {ranks}{_under(row)}: global batch {fit.global_batch}"
     yield f"memory limit of a rank: {found.limit}"
     yield f"spread by {_layouts(found)}"
 
@@ -27,8 +31,16 @@ def _layouts(found: RanksRecommendation) -> str:
     return first if first == last else f"{first} to {last.partition(' over ')[2]}"
 
 
+def _fits(found: RanksRecommendation) -> list[tuple[RanksRow, RankBatch]]:
+    return [(row, row.outcome) for row in found.rows if isinstance(row.outcome, RankBatch)]
+
+
 def _fewest(found: RanksRecommendation) -> RanksRow:
-    return next(row for row in found.rows if isinstance(row.outcome, RankBatch))
+    return _fits(found)[0][0]
+
+
+def _under(row: RanksRow) -> str:
+    return " under the plan" if row.planned else ""
 
 
 def _fewer(found: RanksRecommendation, fewest: RanksRow) -> str:
@@ -36,7 +48,7 @@ def _fewer(found: RanksRecommendation, fewest: RanksRow) -> str:
     smaller = [row.layout.ranks for row in found.rows if row.layout.ranks < fewest.layout.ranks]
     if smaller:
         return f", of those tried; {smaller[-1]} {'does' if smaller[-1] == 1 else 'do'} not"
-    return ", the fewest that were tried" if len({row.layout.ranks for row in found.rows}) > 1 else ""
+    return ", the fewest that were tried"
 
 
 def table(found: RanksRecommendation) -> Table:
