@@ -13,6 +13,7 @@ from memopt_cli.cli.app import main
 from memopt_cli.pipeline.batch_probes import BatchProbes
 from tests.sharded import models, wrong
 
+pytestmark = pytest.mark.process
 MODELS, WRONG = (Path(module.__file__) for module in (models, wrong))
 MEMORY = 950 << 10
 FLAGS = ("-i", f"4x{models.LENGTH}@int64=0..{models.WORDS}", "--memory", str(MEMORY), "-q")
@@ -28,7 +29,6 @@ def of_batch(batch: int, ranks: int, rank: int = 0) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_the_largest_batch_of_every_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert recommended("1:4", f"{MODELS}:shard", "--fake", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -45,7 +45,6 @@ def test_the_largest_batch_of_every_number_of_ranks(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_it_is_called_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert recommended("2:4", f"{MODELS}:split", "--mesh", "dp=1,tp=-1", "--memory", "2MiB") == 2
     assert "split failed: " in capsys.readouterr().err  # it is given a mesh of two axes
@@ -58,9 +57,8 @@ def test_it_is_called_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_a_number_that_cannot_be_had_has_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recommended("2:4", f"{WRONG}:of_two", "--json") == 0
+    assert recommended("2:4", f"{WRONG}:of_two", "--memory", "2MiB", "--json") == 0
     two, four = (row["outcome"] for row in json.loads(capsys.readouterr().out)["rows"])
     assert two["kind"] == "RankBatch"
     assert four["kind"] == "NotPredicted"
@@ -70,10 +68,21 @@ def test_a_number_that_cannot_be_had_has_its_reason(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert recommended("2:4", "fsdp", "--memory", "64KiB") == 6
     assert "not even batch 1 of each rank fits into 64.0 KiB (--memory 64KiB) on 4 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_function_that_no_subprocess_finds_is_run_here() -> None:
+    found = recommend_ranks(
+        models.transformer, FLAGS[1], ranks=2, parallelize=lambda model, mesh: models.shard(model, mesh), memory=MEMORY
+    )
+    assert "Predicted in this process" in found.result.notes[-2]
+    by_name = recommend_ranks(models.transformer, FLAGS[1], ranks=2, parallelize=models.shard, memory=MEMORY)
+    here, there = (each.result.rows[0].outcome for each in (found, by_name))
+    assert here.peak_bytes == there.peak_bytes  # type: ignore[union-attr]
+    assert str(found).startswith("batch ")
 
 
 @pytest.mark.slow
