@@ -43,7 +43,8 @@ def folder(memopt: Memopt, tmp_path: Path, user_code: str, monkeypatch: pytest.M
     Path("random.pt").write_bytes(random.Random(0).randbytes(4096))
     Path("taken.pt").write_text("somebody's")
     Path("config.yaml").write_text("lvl: 3\n")
-    Path("loss.py").write_text("def mean(output):\n    return output.mean()\n\n\ndef against(output, target): ...\n")
+    functions = "def mean(output): return output.mean()", "def endless(output): return output.mean() / 0"
+    Path("loss.py").write_text("\n".join([*functions, "def against(output, target): ...", ""]))
     Path("plan.yaml").write_text("segments: [\n")
     os.mkdir("a_folder")
     return tmp_path
@@ -127,6 +128,7 @@ IN_A_STEP = [
     ("optimize good.pt -i 2x3 --target Conv2d --level 1", 3, ["Conv2d", "--target"]),
     ("optimize good.pt -i 2x3 --loss missing.py:mean", 2, ["missing.py"]),
     ("optimize good.pt -i 2x3 --loss loss.py:median", 2, ["loss.py has no function median"]),
+    ("optimize good.pt -i 2x3 --loss loss.py:endless", 3, ["the loss is NaN or infinite", "Check the input values"]),
     ("optimize good.pt -i 2x3 --loss loss.py:against", 3, ["the loss failed", "'target'", "the model's output"]),
 ]
 

@@ -163,7 +163,7 @@ def test_a_scaler_of_ones_own_finds_its_scale_first() -> None:
 
 
 def test_optimizers_that_never_step_are_named() -> None:
-    with pytest.raises(StepError, match="none of the step's optimizers has stepped in 17 steps"):
+    with pytest.raises(StepError, match="none of the step's optimizers has stepped in 33 steps"):
         own_step("always_skipped", rows=4).settle()
 
 
@@ -172,7 +172,7 @@ def test_optimizers_that_never_step_are_named() -> None:
     [
         ("nothing", "the step's function returned nothing, and no tensor"),
         ("closure_of_another", "SGD runs forward and backward within its step, by a closure"),
-        ("nan_loss", "what the step returned holds NaN or infinity"),
+        ("nan_loss", "what the step returned is NaN or infinite"),
         ("nan_gradient", "the gradient of 'net.0.0.weight' holds NaN or infinity"),
         ("sparse", "the gradient of 'net.0.weight' is sparse"),
         ("unlisted", "the step uses an optimizer, SGD, that it does not list"),

@@ -134,8 +134,16 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped() -> None:
 class Steep(Loss):
     """Its gradients overflow float16 at the scales that a scaler tries first."""
 
+    factor = 1e3
+
     def forward(self, x: Tensor) -> Tensor:
-        return 1e3 * self.layers(x).float().square().sum()  # type: ignore[no-any-return]
+        return self.factor * self.layers(x).float().square().sum()  # type: ignore[no-any-return]
+
+
+class Steepest(Steep):
+    """At a scale of 1, too."""
+
+    factor = 1e7
 
 
 def bench(tmp_path: Path, model: nn.Module, **settings: Any) -> Bench:
@@ -157,8 +165,9 @@ def test_a_scaler_has_found_its_scale_when_a_step_is_measured(tmp_path: Path) ->
     assert dry == pytest.approx({peak.phase: peak.tensor_peak_bytes for peak in found.phases}, rel=0.01)
 
 
-def test_what_a_measured_step_leaves_is_finite(tmp_path: Path) -> None:
-    at = bench(tmp_path, Steep(), optimizer="adamw", precision="fp16")
+@pytest.mark.parametrize("model", [Steep, Steepest])
+def test_what_a_measured_step_leaves_is_finite(model: type[nn.Module], tmp_path: Path) -> None:
+    at = bench(tmp_path, model(), optimizer="adamw", precision="fp16")
     with at.cleared():
         left = measure(at, MeasureJob(plan=Plan())).left
     assert all(math.isfinite(number) for tensor in left.tensors for number in tensor.projections)

@@ -32,7 +32,7 @@ class BatchModule(nn.Module):
     found out, on few models and samples, with ``example_inputs`` (models, images, …) at construction, else with the
     first inputs, and once more for each combination of training modes; :attr:`trials` tells what was found.  ``route``
     names the one to use instead of measuring; it is compared with the loop all the same.  With ``check=False`` nothing
-    is compared or timed: the first of the three that runs is used.
+    is tried before: the first of the three that runs is used, which the first call finds.
 
     What couples the models is outside: the sum of their losses does not (each gradient is zero elsewhere), nor do SGD,
     Adam, AdamW and RMSprop; Adafactor and clipping by the global norm do (see

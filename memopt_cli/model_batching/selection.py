@@ -25,6 +25,8 @@ from memopt_cli.model_batching.routes.loop import LoopRoute
 from memopt_cli.model_batching.routes.vmap import VmapRoute
 from memopt_cli.model_batching.stacked import first_models, slots_of
 from memopt_cli.records import StepSettings
+from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import Convolution, TorchDispatchMode, schema_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything, seeds_of_backward, synchronize
@@ -113,11 +115,14 @@ def select(
 
     Everything is tried on copies of a few models, on a few samples of each: the model, its gradients and the random
     generators stay as they are.  Dropout is off while routes are compared, for each draws its own numbers.  Without
-    ``check`` the first route that runs is taken.  Raises :class:`UsageError` with the reasons if the wanted route
-    cannot be used.
+    ``check`` nothing is tried: the first call finds the first route that runs.  Raises :class:`UsageError` with the
+    reasons if the wanted route cannot be used.
     """
     if wanted == "loop":
         return LoopRoute(tree, models), [RouteTrial(name="loop", used=True)]
+    if not check:
+        first = _FirstThatRuns(tree, models, wanted)
+        return first, first.trials
     with (
         warnings.catch_warnings(),
         torch.enable_grad(),
@@ -125,20 +130,13 @@ def select(
     ):
         warnings.simplefilter("ignore")  # vmap says where it is slow; that is measured
         whole = _Given(tree, models, args, kwargs)
-        found = candidates(tree, wanted)
-        if not check:
-            tried = _tried(found, _unchecked(whole), most_s=0.0)
-        else:
-            reference = _Reference(whole)
-            tried = _tried(found, reference.trial_of, most_s=reference.patience_s if wanted == "auto" else 0.0)
-            tried = _timed(tried, [reference.given, whole]) if wanted == "auto" else tried
+        reference = _Reference(whole)
+        patience_s = reference.patience_s if wanted == "auto" else 0.0
+        tried = _tried(candidates(tree, wanted), reference.trial_of, most_s=patience_s)
+        tried = _timed(tried, [reference.given, whole]) if wanted == "auto" else tried
     usable = [(math.inf if math.isnan(t.step_s) else t.step_s, i) for i, (_, t) in enumerate(tried) if not t.refused]
     if not usable:
-        reasons = "; ".join(dict.fromkeys(trial.refused for _, trial in tried))
-        raise UsageError(
-            f"the {wanted} route cannot run {type(tree).__name__}: {reasons}",
-            hint='Use route="auto", which takes the fastest route that can.',
-        )
+        raise _unusable(wanted, tree, [trial for _, trial in tried])
     _, fastest = min(usable)
     trials = [replace(trial, used=index == fastest) for index, (_, trial) in enumerate(tried)]
     return tried[fastest][0].build(tree, models), trials
@@ -162,20 +160,68 @@ def _tried(found: list[Candidate], compare: Callable[[Candidate], RouteTrial], m
 _NOT_TRIED = "it was not tried: another one can be used"
 
 
-def _unchecked(whole: _Given) -> Callable[[Candidate], RouteTrial]:
-    """Says of a candidate whether its forward runs, and no more."""
+def _kept(tree: nn.Module) -> Callable[[], None]:
+    """Puts back what a route that fails may have changed by then: buffers, which it writes, and random generators."""
+    state, generators = ModuleState(tree), Generators()
+    copies = [(buffer, buffer.detach().clone()) for buffer in tree.buffers()]
 
-    def trial_of(candidate: Candidate) -> RouteTrial:
-        refused = ""
-        try:
-            if candidate.name != "loop":  # it runs anything
-                few = _few(whole)
-                _Trial(candidate, few.tree, few.models)(*few.args, **few.kwargs)
-        except Exception as error:
-            refused = first_line(error)
-        return RouteTrial(name=candidate.name, variant=candidate.variant, refused=refused, difference=math.nan)
+    def put_back() -> None:
+        state.restore()
+        generators.restore()
+        with torch.no_grad():
+            for buffer, copy_before in copies:
+                buffer.copy_(copy_before)
 
-    return trial_of
+    return put_back
+
+
+def _unusable(wanted: str, tree: nn.Module, trials: Sequence[RouteTrial]) -> UsageError:
+    reasons = "; ".join(dict.fromkeys(trial.refused for trial in trials))
+    return UsageError(
+        f"the {wanted} route cannot run {type(tree).__name__}: {reasons}",
+        hint='Use route="auto", which takes the fastest route that can.',
+    )
+
+
+class _FirstThatRuns:
+    """The first route whose call raises nothing, which the first call finds; what another changed is put back."""
+
+    def __init__(self, tree: nn.Module, models: int, wanted: str) -> None:
+        self._tree = tree
+        self._models = models
+        self._wanted = wanted
+        self._route: Route | None = None
+        self.trials: list[RouteTrial] = []
+        """What the first call found."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
+        return self._first(args, kwargs) if self._route is None else self._route(args, kwargs)
+
+    def reset(self) -> None:
+        """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
+        if self._route is not None:
+            self._route.reset()
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = candidates(self._tree, self._wanted)
+        self.trials[:] = [RouteTrial(name=c.name, variant=c.variant, difference=math.nan) for c in found]
+        for number, candidate in enumerate(found):
+            put_back = _kept(self._tree)
+            try:
+                route = candidate.build(self._tree, self._models)
+                output = route(args, kwargs)
+            except Exception as error:
+                put_back()
+                if candidate.name == "loop":  # which runs whatever the model itself does
+                    raise
+                self.trials[number] = replace(self.trials[number], refused=first_line(error))
+                continue
+            self._route = route
+            self.trials[number] = replace(self.trials[number], used=True)
+            self.trials[number + 1 :] = [replace(trial, refused=_NOT_TRIED) for trial in self.trials[number + 1 :]]
+            return output
+        raise _unusable(self._wanted, self._tree, self.trials)
 
 
 @dataclass(frozen=True, slots=True)

@@ -338,15 +338,40 @@ def test_a_named_route_is_compared_and_not_timed(monkeypatch: pytest.MonkeyPatch
     assert "not tried" in batched.trials[1].refused
 
 
-def test_without_a_check_the_first_route_that_runs_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_check_the_first_call_finds_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(selection, "_Reference")
     monkeypatch.delattr(selection, "Step")  # nor a backward
+    monkeypatch.delattr(selection, "first_models")  # nor a copy
     batched = BatchModule(small(), G, check=False, example_inputs=(images(),))
+    assert not batched.trials
+    batched(images())
     assert [(t.name, t.used) for t in batched.trials] == [("fused", True), ("vmap", False), ("loop", False)]
     assert all(t.step_s != t.step_s and t.difference != t.difference for t in batched.trials)  # NaN
     recurrent = BatchModule(nn.GRU(5, 4), G, check=False, route="vmap")
     with pytest.raises(UsageError, match=r"the vmap route cannot run GRU: .*gru"):
         recurrent(images(4, 5))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):  # as the model itself says it
+        BatchModule(small(), G, check=False)(images(3))
+
+
+def test_a_route_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(run: Callable[..., Any]) -> Callable[..., None]:
+        def fails_at_its_end(*given: Any) -> None:
+            run(*given)
+            raise RuntimeError("no such kernel")
+
+        return fails_at_its_end
+
+    for route in (selection.FusedRoute, selection.VmapRoute):
+        monkeypatch.setattr(route, "__call__", failing(route.__call__))
+    net, x = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)), torch.randn(G, 5, 4)
+    found = []
+    for batched in (BatchModule(net, G, check=False), BatchModule(net, G, route="loop")):
+        torch.manual_seed(1)
+        found.append([batched(x), *batched.buffers()])
+        assert [trial.name for trial in batched.trials if trial.used] == ["loop"]
+        assert {trial.refused for trial in batched.trials if not trial.used} <= {"RuntimeError: no such kernel"}
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_steps_that_take_long_are_timed_on_few_models_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,20 +7,26 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.batch_size.runs import Limits
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
+from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import BatchProbes, looped_over
 from memopt_cli.progress import Progress
-from memopt_cli.records import Counted, Plan, SegmentPlan, break_down
+from memopt_cli.records import BatchProbe, Counted, Plan, SegmentPlan, break_down
 
 
 class Session:
-    """Counts a step that holds 100 bytes a sample."""
+    """Counts a step that holds 100 bytes a sample, or runs one that takes 10 ms a sample."""
 
     def __init__(self, operators_per_sample: int) -> None:
         self.operators_per_sample = operators_per_sample
         self.asked: list[int] = []
+        self.ran: list[int] = []
 
-    def ask(self, job: Any) -> Counted:
+    def ask(self, job: Any) -> Counted | BatchProbe:
+        if isinstance(job, ProbeJob):
+            self.ran.append(job.batch)
+            return BatchProbe(batch=job.batch, allocated_peak_bytes=1000 + 100 * job.batch, step_s=0.01 * job.batch)
         self.asked.append(job.batch)
         return Counted(
             tensor_peak_bytes=100 * job.batch,
@@ -84,3 +90,17 @@ def test_few_samples_run_in_fewer_chunks_and_are_no_loop() -> None:
     assert probes.predict(1000) == 101_000
     assert session.asked == [1, 8, 1000]
     assert not looped_over(probes)
+
+
+@pytest.mark.parametrize(("operators", "most"), [(0, 3000), (20, 60)])
+def test_runs_of_a_step_that_loops_over_its_batch_are_short(operators: int, most: int) -> None:
+    limits = Limits(
+        budget_bytes=1_000_000, device_bytes=1 << 30, runnable_bytes=1 << 30, name="all", longest_step_s=30.0
+    )
+    search = CaseSearch(
+        batch=16, replicas=(), progress=Progress(), notes=[], limits=limits, why_fixed=lambda search: "", most_runs=6
+    )
+    session = Session(operators_per_sample=operators)
+    search.find([case := Case(planned=False, plan=ORIGINAL, dims={})], lambda: session)
+    assert case.search.runs.best == max(session.ran) == most
+    assert [("0.6 s, a fiftieth of --longest-step" in note) for note in search.notes] == [True] * bool(operators)
