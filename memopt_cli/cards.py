@@ -111,6 +111,15 @@ def check_nothing_runs(request: BatchRequest) -> None:
         raise OptionError(f"{what} takes steps that are run, and none is run {where}", hint="Leave one of them out.")
 
 
+def check_memory_known(request: BatchRequest) -> None:
+    """Raises :class:`UsageError` for a share of the memory of a device that is not here and has no name."""
+    if request.layouts and request.card is None and isinstance(request.memory, float):
+        raise UsageError(
+            "how much memory the device of a rank has is not known",
+            hint="Give bytes, --memory 80GiB, or a card, --for h100-80gb.",
+        )
+
+
 def _read(path: Path) -> DeviceProfile:
     data = read_mapping(path, _EXAMPLE)
     values: dict[str, Any] = {"name": printable(path.stem)[:LONGEST_NAME], **data}

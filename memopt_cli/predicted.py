@@ -28,6 +28,7 @@ from memopt_cli.arguments import (
     settings_of,
     whole,
 )
+from memopt_cli.cards import check_memory_known
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import ORIGINAL, Subject
@@ -156,6 +157,7 @@ def recommend_ranks(
         card=card,
         layouts=tuple(layout_of(number, way.reference, mesh) for number in _numbers(ranks)),
     )
+    check_memory_known(request)
     with logged(verbose) as progress, once(), processes.kept():
         prepared = prepared_factory(given.subject, chosen or ORIGINAL, given.model, given.functions, limit_s, progress)
         return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen, progress))
@@ -189,7 +191,7 @@ def plan_rank(
 
     It is verified on the model as a whole, in one process and with a few samples.
     ``parallelize(memopt_cli.apply_plan(build(), found.plan), mesh)`` takes it.  The search's arguments are those of
-    :func:`memopt_cli.optimize`; the others, and errors, those of :func:`predict_rank`;  :class:`NothingFitsError` if
+    :func:`memopt_cli.optimize`; the others, and errors, those of :func:`predict_rank`; :class:`NothingFitsError` if
     no plan is within the budget, and :class:`VerificationError` if one computes something else.
     """
     started, way, limit_s = time.monotonic(), _way(parallelize), seconds("timeout", timeout, 1)

@@ -75,7 +75,7 @@ PARTS: dict[str, set[str]] = {
     "oom": BELOW_STAGES | {"arguments", "write"},
     "verified": BELOW_STAGES | {"arguments", "apply", "measure.processes", "pipeline", "report", "shown"},
     "predicted": BELOW_STAGES
-    | {"arguments", "measure", "measure.local", "measure.processes", "pipeline", "plan", "shown"},
+    | {"arguments", "cards", "measure", "measure.local", "measure.processes", "pipeline", "plan", "shown"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
     "cli": BASE | {"cards", "progress", "pipeline", "report", "write", "measure.processes"},

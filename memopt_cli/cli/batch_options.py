@@ -105,11 +105,6 @@ def check_ranks(request: BatchRequest) -> None:
             f"{given[0]} cannot be used with --ranks, which tabulates what fits on one rank of so many",
             hint="Leave it out; --json tells all that is found.",
         )
-    if request.card is None and isinstance(request.memory, float):
-        raise UsageError(
-            "how much memory the device of a rank has is not known",
-            hint="Give bytes, --memory 80GiB, or a card, --for h100-80gb.",
-        )
 
 
 def check_search(request: BatchRequest, objective: ObjectiveName | None) -> None:

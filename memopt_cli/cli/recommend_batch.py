@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from memopt_cli.cards import check_nothing_runs
+from memopt_cli.cards import check_memory_known, check_nothing_runs
 from memopt_cli.cli import batch_options as batch
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
@@ -83,6 +83,7 @@ def recommend_batch(
         layouts=spread.layouts(),
     )
     check_nothing_runs(request)
+    check_memory_known(request)
     if request.layouts:
         batch.check_ranks(request)
     if request.search is not None:
@@ -111,4 +112,4 @@ def recommend_batch(
             show, interrupted = functools.partial(report.recommended, found), found.interrupted
     show(sys.stdout)
     if interrupted:
-        raise Interrupted("interrupted; what is recommended is the best of what had been run")
+        raise Interrupted("interrupted; what is shown is what had been found")

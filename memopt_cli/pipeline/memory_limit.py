@@ -38,11 +38,10 @@ def limits_without_runs(memory: int | float, device: str, multiple_of: int) -> L
 def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_of: int) -> Limits:
     """Of a device that is not here, where no step runs: ``memory`` in bytes, or as a float the share of a card's.
 
-    Raises :class:`UsageError` for more than a card has, and for a share of what nobody named.
+    Raises :class:`UsageError` for more than a card has.
     """
     if isinstance(memory, float):
-        if card is None:
-            raise UsageError("how much memory the device of a rank has is not known", hint=_NAME_IT)
+        assert card is not None, "checked before"
         budget, name = int(card.memory_bytes * memory), f"{100 * memory:g} % of the memory of {card.name}"
     else:
         budget, name = memory, f"--memory {exact_bytes(memory)}"
@@ -60,6 +59,3 @@ def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_o
         multiple_of=multiple_of,
         probes=0,
     )
-
-
-_NAME_IT = "Give bytes, --memory 80GiB, or a card, --for h100-80gb."

@@ -30,6 +30,7 @@ from memopt_cli.records import (
     RanksRecommendation,
     RanksRow,
     StepFailed,
+    describe,
     predicted,
 )
 from memopt_cli.spec_text import ranks_asked
@@ -116,11 +117,11 @@ class _Job:
             yield RanksRow(layout=layout, planned=each is plan, outcome=outcome)
 
     def _failed(self, failure: Failure) -> NotPredicted:
-        """Raises :class:`MemoptError` for what has nothing to do with the number of ranks."""
-        if not isinstance(failure, StepFailed):
+        """Raises :class:`MemoptError` for what does not come from the number of ranks, unless a batch was found."""
+        if not isinstance(failure, StepFailed) and not self.fitting:
             raise_failure(failure)
         self.failures.append(failure)
-        return NotPredicted(reason=failure.message)
+        return NotPredicted(reason=describe(failure))
 
     def check(self) -> None:
         """Raises :class:`MemoptError` where nothing fits, or nothing is known."""
@@ -163,7 +164,7 @@ class _Job:
         largest_rank = predictions[peaks.index(max(peaks))]
         return RankBatch(
             batch=batch,
-            global_batch=batch * largest_rank.data_ranks,
+            global_batch=batch * largest_rank.data_ranks * self.request.settings.micro_batches,
             peak_bytes=max(peaks),
             exchanged_bytes=largest_rank.exchanged_bytes,
             ranks=predictions,

@@ -70,11 +70,11 @@ class RankBatch:
     batch: int
     """Samples of one rank, to 1 %."""
     global_batch: int
-    """Samples of all ranks."""
+    """Samples of all ranks in a step of the optimizer."""
     peak_bytes: int
     """Of the rank that needs most: the tensor peak, or for a card what its allocator would reserve."""
     exchanged_bytes: int
-    """By one rank in a step, of the tensors as a whole."""
+    """By one rank in one pass, of the tensors as a whole."""
     ranks: tuple[RankPrediction, ...]
     """The first and the last, at that batch."""
 

@@ -57,7 +57,7 @@ def table(found: RanksRecommendation) -> Table:
     peak = "peak of one rank,\nestimated" if found.card else TENSOR_PEAK.replace(", ", ",\n")
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     headings = ("ranks", *(["plan"] if planned else []), "batch of\none rank", "global\nbatch", peak)
-    for heading in (*headings, "exchanged by a rank\nin a step", ""):
+    for heading in (*headings, "exchanged by a rank\nin a pass", ""):
         shown.add_column(heading, justify="left" if heading in ("plan", "") else "right")
     for row in found.rows:
         plan = ["with" if row.planned else "without"] if planned else []

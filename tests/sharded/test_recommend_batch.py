@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,19 @@ import pytest
 
 from memopt_cli import predict_rank, recommend_ranks
 from memopt_cli.cli.app import main
+from memopt_cli.errors import MeasurementError, UsageError
 from memopt_cli.pipeline.batch_probes import BatchProbes
+from memopt_cli.records import (
+    Breakdown,
+    Counted,
+    Crashed,
+    Failure,
+    NotPredicted,
+    RankBatch,
+    TimedOut,
+    describe,
+    from_data,
+)
 from tests.sharded import models, wrong
 
 pytestmark = pytest.mark.process
@@ -123,6 +136,39 @@ def test_what_was_found_before_an_interruption_is_shown(monkeypatch: pytest.Monk
     assert [row.layout.ranks for row in found.result.rows] == [2]
     with pytest.raises(KeyboardInterrupt):
         recommend_ranks(models.transformer, FLAGS[1], ranks=4, parallelize=models.shard, memory=MEMORY)
+
+
+@pytest.mark.parametrize("failed", [Crashed(reason="exit code 7", output_tail=""), TimedOut(limit_s=5)])
+def test_what_was_found_outlives_a_lost_subprocess(failed: Failure, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(probes: BatchProbes, batch: int) -> Counted | Failure:
+        if probes.place.endswith("of 4"):
+            return failed
+        peak = 1000 * batch
+        probes.dry_runs[batch] = peak
+        return Counted(
+            tensor_peak_bytes=peak,
+            allocated_peak_bytes=peak,
+            resident_bytes=0,
+            breakdown=from_data(Breakdown, dict.fromkeys((field.name for field in fields(Breakdown)), 0)),
+            holders=(),
+            data_ranks=2,
+        )
+
+    monkeypatch.setattr(BatchProbes, "count", count)
+    found = recommend_ranks(
+        models.transformer, FLAGS[1], ranks=(2, 4), parallelize=models.shard, memory=8500, accumulate=3
+    ).result
+    two, four = (row.outcome for row in found.rows)
+    assert isinstance(two, RankBatch)
+    assert (two.batch, two.global_batch) == (8, 8 * 2 * 3)
+    assert four == NotPredicted(reason=describe(failed))
+    with pytest.raises(MeasurementError):
+        recommend_ranks(models.transformer, FLAGS[1], ranks=4, parallelize=models.shard, memory=8500)
+
+
+def test_a_share_of_unknown_memory_is_refused_before_the_model_is_built() -> None:
+    with pytest.raises(UsageError, match="how much memory the device of a rank has is not known"):
+        recommend_ranks(lambda: pytest.fail("built"), FLAGS[1], ranks=2, parallelize="fsdp", memory=0.5)
 
 
 @pytest.mark.parametrize(
