@@ -12,13 +12,14 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.apply import apply_plan, taken_off, unwrapped
+from memopt_cli.apply import apply_plan, taken_off
 from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.model_batching.module import refuse_batched
+from memopt_cli.module_calls import unwrapped
 from memopt_cli.pipeline.live_model import (
     FORMAT,
     codecs_failing_on_zeros,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from memopt_cli.errors import PlanError
+from memopt_cli.module_calls import unwrapped
 from memopt_cli.records import InputDimension, Plan, PlanRange, SegmentPlan, from_data
 from memopt_cli.runtime import (
     ConfigsByLength,
@@ -33,7 +33,6 @@ from memopt_cli.runtime.in_backward import (
     optimizers_in_backward,
     remove_in_backward,
 )
-from memopt_cli.runtime.private_torch import original_of
 
 _SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 """What an entry of a plan and the segment that it becomes both say, by the same names."""
@@ -55,16 +54,6 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
         )
     _install_all(unwrapped(model), plan, optimizer)
     return model
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within wrappers that only run it: ``DistributedDataParallel``, ``DataParallel``, ``torch.compile``.
-
-    FSDP2 wraps nothing: it changes the model itself.
-    """
-    runs = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    within: Any = model.module if runs else original_of(model)
-    return model if within is model else unwrapped(within)
 
 
 def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> None:

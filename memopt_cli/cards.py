@@ -92,20 +92,31 @@ def device_profile(text: str) -> DeviceProfile:
 
 
 def check_nothing_runs(request: BatchRequest) -> None:
-    """Raises :class:`OptionError` for what takes steps that are run, where the answer is for a card."""
+    """Raises :class:`OptionError` for what takes steps that are run, where none is."""
     wanted = {
         "a search": request.search is not None,
-        "strategies": bool(request.strategies),
-        "copies": request.replicas is not None,
+        "a comparison of strategies": bool(request.strategies),
+        "a comparison of copies": request.replicas is not None,
         "the throughput": request.objective == "throughput",
-        "lengths": request.lengths_path is not None,
+        "a comparison of lengths": request.lengths_path is not None,
         "a longest step": request.longest_step_s != LONGEST_STEP_S,
     }
     what = next((what for what, is_wanted in wanted.items() if is_wanted), None)
-    if request.card is not None and what is not None:
-        raise OptionError(
-            f"{what} takes steps that are run, and none is run for {request.card.name}, which is not here",
-            hint="Leave one of them out.",
+    if not request.runs and what is not None:
+        where = "without data"
+        if request.card is not None:
+            where = f"for {request.card.name}, which is not here"
+        elif request.layouts:
+            where = "of many ranks, of which one is predicted"
+        raise OptionError(f"{what} takes steps that are run, and none is run {where}", hint="Leave one of them out.")
+
+
+def check_memory_known(request: BatchRequest) -> None:
+    """Raises :class:`UsageError` for a share of the memory of a device that is not here and has no name."""
+    if request.layouts and request.card is None and isinstance(request.memory, float):
+        raise UsageError(
+            "how much memory the device of a rank has is not known",
+            hint="Give bytes, --memory 80GiB, or a card, --for h100-80gb.",
         )
 
 

@@ -14,6 +14,7 @@ from memopt_cli import apply
 from memopt_cli.contents import read_plan
 from memopt_cli.equality import generators_kept, gradients_kept
 from memopt_cli.errors import OptionError, VerificationError
+from memopt_cli.module_calls import unwrapped
 from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.tree import tensors_of
@@ -80,7 +81,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> None:
-    model = apply.unwrapped(model)
+    model = unwrapped(model)
     args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     tensors = [*tensors_of((args, kwargs)), *model.parameters()]

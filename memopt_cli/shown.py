@@ -15,6 +15,7 @@ from memopt_cli.records import (
     MemOptSummary,
     OptimizeResult,
     Plan,
+    RanksRecommendation,
     StepProfile,
 )
 from memopt_cli.report.text import TextReport
@@ -86,6 +87,21 @@ class Recommended(Shown):
             TextReport().fastest_found(self.result, stream)
         else:
             TextReport().recommended(self.result, stream)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RanksRecommended(Shown):
+    """On how many ranks a step fits, as ``memopt recommend-batch --ranks`` shows it."""
+
+    result: RanksRecommendation
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Of those that were tried, the least on which the smallest batch fits."""
+        return self.result.fewest_ranks
+
+    def _write(self, stream: TextIO) -> None:
+        TextReport().ranks_recommended(self.result, stream)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

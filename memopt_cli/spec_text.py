@@ -290,14 +290,14 @@ def _check_bounds(low: int, high: int, dtype: str) -> None:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """``"dp=32,tp=2"`` -> the axes of a mesh of ranks, the outermost first.
+    """``"dp=32,tp=2"`` -> the axes of a mesh of ranks, the outermost first; -1 is a length that the others leave.
 
-    Raises :class:`UsageError` for what is no list of them, an axis twice, and a length below 1.
+    Raises :class:`UsageError` for what is no list of them, an axis twice, and another length below 1.
     """
     axes: dict[str, int] = {}
     for part in text.replace(" ", "").split(","):
         name, _, length = part.partition("=")
-        if not name.isidentifier() or not _SIZE.fullmatch(length):
+        if not name.isidentifier() or not (_SIZE.fullmatch(length) or length == "-1"):
             raise UsageError(f"{shortened(text, 200)} is no mesh: {shortened(part)} is no NAME=SIZE", hint=_MESH)
         if name in axes:
             raise UsageError(f"{shortened(text, 200)} is no mesh: it has the axis {name} twice", hint=_MESH)
@@ -305,7 +305,8 @@ def parse_mesh(text: str) -> dict[str, int]:
     return axes
 
 
-_MESH = "Write its axes and their lengths, the outermost first: dp=32,tp=2."
+_REST = "-1 is a length that the others leave: dp=-1,tp=2."
+_MESH = f"Write its axes and their lengths, the outermost first: dp=32,tp=2. {_REST}"
 
 
 def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) -> Layout:
@@ -313,11 +314,13 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
 
     Raises :class:`UsageError` for a mesh of another number of ranks, or with more axes than a built-in way has.
     """
-    axes = {"dp": ranks} if mesh is None else dict(mesh)
+    axes = {"dp": ranks} if mesh is None else _completed(mesh, ranks)
     product = math.prod(axes.values())
     if product != ranks:
         told = " × ".join(map(str, axes.values()))
-        raise UsageError(f"the mesh has {told} = {product} ranks, not {ranks}", hint=f"Let its lengths give {ranks}.")
+        raise UsageError(
+            f"the mesh has {told} = {product} ranks, not {ranks}", hint=f"Let its lengths give {ranks}. {_REST}"
+        )
     most = {"ddp": 1, "fsdp": 2}.get(parallel, len(axes))
     if len(axes) > most:
         raise UsageError(
@@ -327,12 +330,27 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
     return Layout(ranks=ranks, parallel=parallel, mesh=axes)
 
 
+def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """The axes, the one of length -1 as long as the others leave.  Raises :class:`UsageError`."""
+    told = ",".join(f"{name}={length}" for name, length in mesh.items())
+    rest = [name for name, length in mesh.items() if length == -1]
+    if any(length < 1 and name not in rest for name, length in mesh.items()):
+        raise UsageError(f"the mesh {told} has an axis of a length below 1", hint=_MESH)
+    if len(rest) > 1:
+        raise UsageError(f"the mesh {told} has {len(rest)} axes of length -1", hint="Give all but one a length.")
+    others = math.prod(length for name, length in mesh.items() if name not in rest)
+    if rest and ranks % others:
+        raise UsageError(f"the mesh {told} does not divide {ranks} ranks", hint=f"Take a multiple of {others} ranks.")
+    return {name: ranks // others if name in rest else length for name, length in mesh.items()}
+
+
 def check_layout(layout: Layout) -> None:
     """Make sure that a file tells a layout as a user could.  Raises :class:`UsageError`."""
     if not 1 <= layout.ranks <= MOST_RANKS:
         raise UsageError(f"it is of {layout.ranks} ranks", hint=f"There may be 1 to {MOST_RANKS}.")
-    axes = parse_mesh(",".join(f"{name}={length}" for name, length in layout.mesh.items()))
-    layout_of(layout.ranks, layout.parallel, axes)
+    told = ",".join(f"{name}={length}" for name, length in layout.mesh.items())
+    if layout_of(layout.ranks, layout.parallel, parse_mesh(told)) != layout:
+        raise UsageError(f"its mesh has an axis without a length: {told}")
 
 
 MOST_RANKS = 2**20

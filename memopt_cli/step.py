@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import StepError, first_line
-from memopt_cli.module_calls import rejection, watched_modules
+from memopt_cli.module_calls import rejection, unwrapped, watched_modules
 from memopt_cli.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.records import Phase, StepSettings
 from memopt_cli.runtime.deferred import DeferredLinear
@@ -47,6 +47,11 @@ class Step:
     buckets: Sequence[Tensor] = ()
     """In which gradients are reduced over ranks: there all the time, and nothing of the model leads to them.  Others
     may be there after a step."""
+
+    @property
+    def named(self) -> nn.Module:
+        """The model, whose modules have their own names: what wraps it to run it, as DDP, has none."""
+        return unwrapped(self.model)
 
     def forward(self) -> Any:
         """The model's output, under the precision's autocast."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,12 @@ def test_slow_outputs_are_made_if_that_is_asked_for(
     page.write_text("<!-- made by (slow): echo new -->\n```\nold\n```\n")
     monkeypatch.setattr(sys, "argv", ["check", *(["--slow"] if slow else []), str(page)])
     assert check.main() == wrong
+
+
+def test_tests_that_documentation_names_exist() -> None:
+    root = FILE.parents[1]
+    pages = [page.read_text() for page in sorted((root / "docs").glob("*.md"))]
+    named = [found for page in pages for found in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)]
+    assert named
+    for file, function in named:
+        assert f"def {function}(" in (root / file).read_text(), f"{file} has no {function}"

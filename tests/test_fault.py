@@ -650,7 +650,7 @@ def test_ctrl_c_keeps_the_best_batch_that_was_run(tmp_path: Path, user_code: str
     command = "recommend-batch faulty:SleepsOverMuch -i 2x3 --memory 1MiB --global-batch 64 -o b.yaml"
     with running(command, tmp_path, user_code, ASLEEP=str(asleep)) as process:
         assert wait_for(asleep.exists)
-        answer = assert_interrupted(process, "interrupted; what is recommended is the best of what had been run")
+        answer = assert_interrupted(process, "interrupted; what is shown is what had been found")
     assert answer.startswith("recommended: batch 2, the largest of those run within the limit\nglobal batch 64: 32 × ")
     kept = yaml.safe_load((tmp_path / "b.yaml").read_text())["recommended"]
     assert (kept["batch_size"], kept["limited_by"], kept["verified"]) == (2, "the interruption", True)

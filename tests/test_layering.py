@@ -74,7 +74,8 @@ PARTS: dict[str, set[str]] = {
     | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "shown", "write"},
     "oom": BELOW_STAGES | {"arguments", "write"},
     "verified": BELOW_STAGES | {"arguments", "apply", "measure.processes", "pipeline", "report", "shown"},
-    "predicted": BELOW_STAGES | {"arguments", "measure", "measure.local", "measure.processes", "pipeline", "report"},
+    "predicted": BELOW_STAGES
+    | {"arguments", "cards", "measure", "measure.local", "measure.processes", "pipeline", "plan", "shown"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
     "cli": BASE | {"cards", "progress", "pipeline", "report", "write", "measure.processes"},

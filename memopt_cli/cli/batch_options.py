@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from memopt_cli.cli.help import ANSWER, OUTPUT, SEARCH
+from memopt_cli.cli.help import ANSWER, OUTPUT, RANKS, SEARCH, STEP
 from memopt_cli.cli.options import dims_option
 from memopt_cli.cli.values import memory, seconds, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, StrategyName
 from memopt_cli.records import Objective as ObjectiveName
-from memopt_cli.spec_text import parse_dims
+from memopt_cli.spec_text import MOST_RANKS, parse_dims
 
 
 def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min) -> tuple[list[str], DimRange | None]:
@@ -41,15 +41,19 @@ def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min)
     return [f"{symbol}={described(int(low), int(high))}" if text == ranges[0] else text for text in texts], found
 
 
-def _parse_replicas(text: str) -> DimRange:
-    """``1:64``, or one number."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""), re.ASCII)
-    if match is None:
-        raise typer.BadParameter(f"'{text}' is not LOW:HIGH, as in 1:64")
-    low, high = (whole(1)(number) for number in (match[1], match[2] or match[1]))
-    if low > high:
-        raise typer.BadParameter(f"the range {text} is empty; write the smaller number first")
-    return DimRange(symbol="replicas", low=low, high=high)
+def _numbers(symbol: str, most: int = 2**63 - 1) -> Callable[[str], DimRange]:
+    """A parser of ``1:64``, or of one number."""
+
+    def parse(text: str) -> DimRange:
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""), re.ASCII)
+        if match is None:
+            raise typer.BadParameter(f"'{text}' is not LOW:HIGH, as in 1:64")
+        low, high = (whole(1, most)(number) for number in (match[1], match[2] or match[1]))
+        if low > high:
+            raise typer.BadParameter(f"the range {text} is empty; write the smaller number first")
+        return DimRange(symbol=symbol, low=low, high=high)
+
+    return parse
 
 
 def parse_strategies(text: str | None) -> tuple[StrategyName, ...]:
@@ -86,6 +90,20 @@ def check_strategies(request: BatchRequest, objective: ObjectiveName | None) -> 
         raise UsageError(
             f"--strategy {','.join(request.strategies)} has no use for --plan",
             hint="Add plan to --strategy, or leave --plan out.",
+        )
+
+
+def check_ranks(request: BatchRequest) -> None:
+    """Raise :class:`UsageError` for what cannot be asked together with ``--ranks``."""
+    others = {
+        "--global-batch": request.global_batch is not None,
+        "--dim with a range": request.dim_range is not None,
+        "--output": request.output is not None,
+    }
+    if given := [flag for flag, is_given in others.items() if is_given]:
+        raise UsageError(
+            f"{given[0]} cannot be used with --ranks, which tabulates what fits on one rank of so many",
+            hint="Leave it out; --json tells all that is found.",
         )
 
 
@@ -150,10 +168,26 @@ Replicas = Annotated[
     DimRange | None,
     typer.Option(
         metavar="LOW:HIGH",
-        parser=_parse_replicas,
+        parser=_numbers("replicas"),
         rich_help_panel=ANSWER,
         show_default=False,
         help="Find how many copies of the model train fastest as one BatchModule: 1:64.",
+    ),
+]
+Ranks = Annotated[
+    DimRange | None,
+    typer.Option(
+        metavar="LOW:HIGH",
+        parser=_numbers("ranks", MOST_RANKS),
+        rich_help_panel=RANKS,
+        show_default=False,
+        help="Predict the batch of one rank of so many, each number twice the one before: 8:512. Needs --parallel.",
+    ),
+]
+Fake = Annotated[
+    bool,
+    typer.Option(
+        "--fake", rich_help_panel=STEP, help="Estimate on tensors without data, and run nothing, as --ranks does."
     ),
 ]
 Lengths = Annotated[

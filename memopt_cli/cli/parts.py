@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
@@ -83,16 +83,39 @@ class SpreadOptions:
 
     def layout(self) -> Layout | None:
         """``None``: of one device.  Raises :class:`UsageError` for flags that do not go together."""
-        if self.ranks is not None and self.parallel is not None:
-            return layout_of(self.ranks, self.parallel, None if self.mesh is None else parse_mesh(self.mesh))
-        given = next((f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None), None)
-        if given is not None:
-            missing = "--ranks N" if self.ranks is None else "--parallel fsdp, ddp or FILE.py:NAME"
-            raise UsageError(
-                f"{given} says something of one rank of many, and {missing} is missing",
-                hint="For example: --ranks 8 --parallel train.py:shard",
-            )
-        return None
+        given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
+        numbers = None if self.ranks is None else (self.ranks,)
+        return next(iter(_layouts(numbers, self.parallel, self.mesh, given)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeOptions:
+    """The same of several numbers of ranks."""
+
+    ranks: batch_options.Ranks = None
+    parallel: options.Parallel = None
+    mesh: options.MeshAxes = None
+
+    def layouts(self) -> tuple[Layout, ...]:
+        """Empty: of one device.  Raises :class:`UsageError` for flags that do not go together."""
+        given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
+        return _layouts(None if self.ranks is None else self.ranks.sizes(), self.parallel, self.mesh, given)
+
+
+def _layouts(
+    numbers: Sequence[int] | None, parallel: str | None, mesh: str | None, given: Sequence[str]
+) -> tuple[Layout, ...]:
+    """One for each number of ranks.  Raises :class:`UsageError` for flags, of those ``given``, that lack another."""
+    if numbers is not None and parallel is not None:
+        axes = None if mesh is None else parse_mesh(mesh)
+        return tuple(layout_of(number, parallel, axes) for number in numbers)
+    if given:
+        missing = "--ranks N" if numbers is None else "--parallel fsdp, ddp or FILE.py:NAME"
+        raise UsageError(
+            f"{given[0]} says something of one rank of many, and {missing} is missing",
+            hint="For example: --ranks 8 --parallel train.py:shard",
+        )
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

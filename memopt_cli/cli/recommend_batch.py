@@ -7,11 +7,11 @@ import sys
 
 import typer
 
-from memopt_cli.cards import check_nothing_runs
+from memopt_cli.cards import check_memory_known, check_nothing_runs
 from memopt_cli.cli import batch_options as batch
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, PairSearchOptions, StepOptions, with_parts
+from memopt_cli.cli.parts import LoadingOptions, PairSearchOptions, RangeOptions, StepOptions, with_parts
 from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import Interrupted, UsageError
@@ -41,7 +41,9 @@ def recommend_batch(
     lengths: batch.Lengths = None,
     strategy: batch.Strategies = None,
     search: PairSearchOptions,
+    fake: batch.Fake = False,
     step: StepOptions,
+    spread: RangeOptions,
     timeout: options.Timeout = 600.0,
     longest_step: options.LongestStep = LONGEST_STEP_S,
     card: options.Card = None,
@@ -56,7 +58,8 @@ def recommend_batch(
 ) -> None:
     """Find the largest and the fastest batch that fit.
 
-    Each is proven by a run. With --search, the plan that trains fastest is found, too.
+    Each is proven by a run. With --search, the plan that trains fastest is found, too; with --ranks, how many ranks it
+    takes.
     """
     sizes, dim_range = batch.split_dims(dims)
     request = BatchRequest(
@@ -79,8 +82,13 @@ def recommend_batch(
         timeout_s=timeout,
         longest_step_s=longest_step,
         card=card,
+        fake=fake,
+        layouts=spread.layouts(),
     )
     check_nothing_runs(request)
+    check_memory_known(request)
+    if request.layouts:
+        batch.check_ranks(request)
     files = ReportFiles(html=html, snapshot=None, force=force)
     if request.search is not None:
         batch.check_search(request, objective)
@@ -101,7 +109,10 @@ def recommend_batch(
             compared = compare_strategies(request, progress=progress, ask=ask)
             report.strategies_compared(compared, sys.stdout)
             return
-        if request.search is not None:
+        if request.layouts:
+            ranks = pipeline.recommend_ranks(request, progress=progress, ask=ask)
+            show, interrupted = functools.partial(report.ranks_recommended, ranks), ranks.interrupted
+        elif request.search is not None:
             fastest = pipeline.recommend_fastest(request, progress=progress, ask=ask)
             show, interrupted = functools.partial(report.fastest_found, fastest), fastest.interrupted
             page = functools.partial(fastest_page, fastest)
@@ -116,4 +127,4 @@ def recommend_batch(
                 written = files.write(page)
     report.written(written, sys.stdout)
     if interrupted:
-        raise Interrupted("interrupted; what is recommended is the best of what had been run")
+        raise Interrupted("interrupted; what is shown is what had been found")

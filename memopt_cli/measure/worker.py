@@ -94,7 +94,7 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
         except ChangedFileError as error:
             changed = FileChanged(message=error.message, hint=error.hint)
             reply = {"kind": type(changed).__name__, **to_data(changed)}
-        except Exception as error:  # the user's code runs here: every failure is an answer
+        except (Exception, KeyboardInterrupt) as error:  # the user's code runs here, and no Ctrl-C reaches it
             reply = to_data(failure_of(error))
         replies.write(_line(reply, job.most_bytes) + "\n")
         replies.flush()
@@ -125,7 +125,7 @@ def _send_file(worker: Worker, job: SaveJob, replies: TextIO) -> Saved:
     return Saved(size_bytes=size_bytes)
 
 
-def failure_of(error: Exception) -> OutOfMemory | StepFailed:
+def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed:
     """What an exception of a job is to whoever asked."""
     if is_out_of_memory(error):
         first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -137,4 +137,4 @@ def failure_of(error: Exception) -> OutOfMemory | StepFailed:
     if isinstance(error, MemoptError):
         wanted = error.requests if isinstance(error, Unvouched) else ()
         return StepFailed(message=error.message, hint=hint, exit_code=error.exit_code, wanted=wanted)
-    return StepFailed(message=f"{type(error).__name__}: {error}", hint=hint)
+    return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

@@ -7,6 +7,7 @@ from memopt_cli.pipeline.fastest import recommend_fastest
 from memopt_cli.pipeline.inspection import inspect
 from memopt_cli.pipeline.optimization import optimize
 from memopt_cli.pipeline.profiling import profile
+from memopt_cli.pipeline.rank_batches import recommend_ranks
 from memopt_cli.pipeline.recommendation import recommend_batch
 from memopt_cli.pipeline.regression import baseline, check, compare_files
 
@@ -21,5 +22,6 @@ __all__ = [
     "profile",
     "recommend_batch",
     "recommend_fastest",
+    "recommend_ranks",
     "verify",
 ]

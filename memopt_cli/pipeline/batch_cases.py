@@ -160,7 +160,7 @@ class CaseSearch:
         if case.search.model.predict is None and not case.search.runs:
             limit, hint = f"{self.most_runs} runs are all there are", "Give a range of fewer sizes to --dim."
             if not self.most_runs:
-                limit, hint = "nothing is run for a device that is not here", "Run it on that device, without --for."
+                limit, hint = "nothing is to be run", "Run it on that device, without --for or --fake."
             raise StepError(
                 f"the step cannot run on tensors without data, so that nothing is known{case.text} without a run, and "
                 f"{limit}",

@@ -64,11 +64,15 @@ def looped_over(probes: BatchProbes) -> str:
 
 def memory_left_out(prepared: Prepared) -> tuple[str, ...]:
     """What training takes beside the steps that are run here, in words: an optimizer that nobody named."""
+    return optimizer_left_out(prepared, format_bytes(2 * prepared.facts.trainable_bytes))
+
+
+def optimizer_left_out(prepared: Prepared, adamw: str = "twice the bytes of a rank's parameters") -> tuple[str, ...]:
+    """That there is none, and what AdamW's would take."""
     settings, facts = prepared.subject.settings, prepared.facts
     if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
         return ()
-    state = format_bytes(2 * facts.trainable_bytes)
-    return (f"No optimizer is counted; AdamW's state would add {state}. Name yours with --optimizer (none: no).",)
+    return (f"No optimizer is counted; AdamW's state would add {adamw}. Name yours with --optimizer (none: no).",)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,9 +93,12 @@ class BatchProbes:
     dry_runs: dict[int, float] = field(default_factory=dict)
     """Peaks of one copy so far, by batch: of tensors, or in the blocks of a device that is not here."""
     operators: dict[int, int] = field(default_factory=dict)
-    """That these dry runs ran."""
+    """That these dry runs ran, of more than one sample."""
     inferred: dict[int, float] = field(default_factory=dict)
     """Peaks of other batches, that lie on a line with dry runs, or beyond those that are quick enough."""
+    place: str = ""
+    """What is shown beside a batch: where it is to fit."""
+    _counted: dict[int, Counted | Failure] = field(default_factory=dict)
 
     def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:
         """A search around ``batch``, by dry runs where the model can be run without data."""
@@ -119,12 +126,20 @@ class BatchProbes:
             known = self._beyond(batch) if self._is_long(batch) else between(self.dry_runs, batch)
             if known is not None:
                 return self.inferred.setdefault(batch, known)
+            self.count(batch)
+        return self.dry_runs[batch]
+
+    def count(self, batch: int) -> Counted | Failure:
+        """A dry run of one copy, whatever others tell of it."""
+        if batch not in self._counted:
             self.progress.update(0, None, f"batch {self._where(batch)}, without data")
             counted = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
+            self._counted[batch] = counted
+            self.inferred.pop(batch, None)
             self.dry_runs[batch] = counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
-            if isinstance(counted, Counted):
+            if isinstance(counted, Counted) and batch > 1:  # a single sample may take an operator less
                 self.operators[batch] = counted.operators
-        return self.dry_runs[batch]
+        return self._counted[batch]
 
     @property
     def operators_per_sample(self) -> float:
@@ -167,4 +182,5 @@ class BatchProbes:
 
     def _where(self, batch: int) -> str:
         copies = f"{self.replicas} × " if self.replicas > 1 else ""
-        return copies + ", ".join([str(batch), *(f"{symbol}={size}" for symbol, size in self.dims.items())])
+        sizes = [str(batch), *(f"{symbol}={size}" for symbol, size in self.dims.items())]
+        return copies + ", ".join(filter(None, [*sizes, self.place]))

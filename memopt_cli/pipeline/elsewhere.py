@@ -9,10 +9,9 @@ import math
 import time
 from dataclasses import replace
 
-from memopt_cli.errors import NothingFitsError, OptionError, StepError
+from memopt_cli.errors import NothingFitsError, OptionError
 from memopt_cli.estimation import estimate
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced, TraceJob
-from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.climb import found_row, is_worth_it, not_worth_it
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import NOTHING_FITS, TOO_SLOW, budget_bytes
@@ -32,12 +31,11 @@ from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Counted,
-    Layout,
     LevelRow,
     OptimizeRequest,
-    Plan,
     PlanEstimates,
     PlannedRanks,
+    RankPrediction,
     SearchGoal,
     Verification,
     predicted,
@@ -92,7 +90,6 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         progress.stage(f"recording a step for {where}")
         started = time.monotonic()
         traced = record_step(sessions(), ORIGINAL, None, notes)
-        _refuse_wrapper(traced)
         counted = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
         if not isinstance(counted, Counted):
             raise_failure(counted, "a step of the model could not be counted: ")
@@ -109,7 +106,8 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
         if not isinstance(planned, Traced):
             raise_failure(planned, "a step with the plan could not be recorded: ")
-        parallel = None if layout is None else _of_ranks(request, layout, searched, sessions(), first, plan)
+        of_first = None if layout is None else predict(sessions(), layout, 0, plan)
+    parallel = None if of_first is None else _of_ranks(request, of_first, searched, first)
     estimates = (
         None
         if card is None
@@ -139,26 +137,15 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     )
 
 
-def _refuse_wrapper(traced: Traced) -> None:
-    """Plans name the modules of the model, which a wrapper names otherwise.  Raises :class:`StepError`."""
-    root = next((module.class_name for module in traced.trace.modules if not module.path), "")
-    if root == "DistributedDataParallel":
-        raise StepError(
-            "no plan is searched for a model within DistributedDataParallel, whose buckets no plan makes smaller",
-            hint="Search without --ranks, with a budget less the bytes of all gradients; memopt profile --ranks --plan "
-            "predicts the rank.",
-        )
-
-
 def _of_ranks(
-    request: OptimizeRequest, layout: Layout, searched: Prepared, session: Session, first: CountedPlan, plan: Plan
+    request: OptimizeRequest, of_first: RankPrediction, searched: Prepared, first: CountedPlan
 ) -> PlannedRanks:
     """What the first rank needs with and without the plan, and what the last needs with it.
 
     Raises :class:`NothingFitsError` where the last needs more than the budget.
     """
-    last = layout.ranks - 1
-    planned = [predict(session, layout, 0, plan)]
+    layout, plan = of_first.layout, of_first.plan
+    last, planned = layout.ranks - 1, [of_first]
     if last:
         with replace(searched, subject=replace(searched.subject, rank=last)).session(
             request.timeout_s, "none"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.apply import remove_plan, unwrapped
+from memopt_cli.apply import remove_plan
 from memopt_cli.equality import gradients_kept
 from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line
 from memopt_cli.loading.input_spec import batch_of
@@ -25,7 +25,7 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
-from memopt_cli.module_calls import module_hooks
+from memopt_cli.module_calls import module_hooks, unwrapped
 from memopt_cli.pipeline.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import UserFunction, main_script, unreachable

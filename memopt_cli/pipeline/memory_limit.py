@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from memopt_cli.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
 from memopt_cli.batch_size.runs import Limits
@@ -29,23 +30,29 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
     )
 
 
-def limits_on_card(memory: int | float, card: DeviceProfile, multiple_of: int) -> Limits:
-    """Of a device that is not here, where no step runs: ``memory`` in bytes, or as a float the share of what it has.
+def limits_without_runs(memory: int | float, device: str, multiple_of: int) -> Limits:
+    """The same where no step runs."""
+    return replace(limits_of(memory, device, math.inf, multiple_of), runnable_bytes=0, probes=0)
 
-    Raises :class:`UsageError` for more than it has.
+
+def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_of: int) -> Limits:
+    """Of a device that is not here, where no step runs: ``memory`` in bytes, or as a float the share of a card's.
+
+    Raises :class:`UsageError` for more than a card has.
     """
     if isinstance(memory, float):
+        assert card is not None, "checked before"
         budget, name = int(card.memory_bytes * memory), f"{100 * memory:g} % of the memory of {card.name}"
     else:
         budget, name = memory, f"--memory {exact_bytes(memory)}"
-    if budget > card.memory_bytes:
+    if card is not None and budget > card.memory_bytes:
         raise UsageError(
             f"{card.name} has {format_bytes(card.memory_bytes)} for a process, less than {exact_bytes(budget)}",
             hint="Give less --memory, or a larger card.",
         )
     return Limits(
         budget_bytes=budget,
-        device_bytes=card.memory_bytes,
+        device_bytes=budget if card is None else card.memory_bytes,
         runnable_bytes=0,
         name=name,
         longest_step_s=math.inf,

@@ -17,12 +17,12 @@ from memopt_cli.batch_size.runs import Limits
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.errors import NothingFitsError, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
+from memopt_cli.measure.jobs import ORIGINAL, Data, ProbeJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
-from memopt_cli.pipeline.memory_limit import limits_of, limits_on_card
+from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of, limits_without_runs
 from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.replicas import check_replicas
@@ -43,6 +43,7 @@ from memopt_cli.records import (
     StepSettings,
     to_data,
 )
+from memopt_cli.spec_text import is_factory
 from memopt_cli.units import format_bytes, format_copies
 from memopt_cli.write import check_targets, content, write_all
 
@@ -63,13 +64,21 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
         settings,
         plan=plan or ORIGINAL,
         replicas=request.replicas is not None,
-        data="full size" if request.card is None else "small batch",
+        data=data_of(request),
     )
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     return recommend_prepared(request, prepared, plan, lengths, progress)
 
 
+def data_of(request: BatchRequest) -> Data:
+    """What steps of it may be run on."""
+    if request.runs:
+        return "full size"
+    return "none" if request.fake and is_factory(request.source.location) else "small batch"
+
+
 _ESTIMATED = "Peaks are estimates, in blocks of the allocator of {}, without workspace of kernels; nothing was run."
+_PREDICTED = "Peaks are tensor peaks, predicted without data; workspace of kernels is not counted, and nothing was run."
 
 
 def accumulating(settings: StepSettings, global_batch: int | None) -> StepSettings:
@@ -92,8 +101,11 @@ def recommend_prepared(
     notes, device = [*prepared.notes, *memory_left_out(prepared)], prepared.subject.settings.device
     if request.card is None:
         limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
+        if request.fake:
+            limits = limits_without_runs(request.memory, device, request.multiple_of)
+            notes.append(_PREDICTED)
     else:
-        limits = limits_on_card(request.memory, request.card, request.multiple_of)
+        limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
         prepared = replace(prepared, subject=replace(prepared.subject, card=request.card))
         notes.append(_ESTIMATED.format(request.card.name))
     search = CaseSearch(
@@ -116,7 +128,8 @@ def recommend_prepared(
     )
     open_session = functools.partial(prepared.session, request.timeout_s)
     try:
-        with Sessions(open_session, lambda: notes.append(SESSION_LOST), "small batch") as session:
+        data: Data = "small batch" if request.runs else data_of(request)
+        with Sessions(open_session, lambda: notes.append(SESSION_LOST), data) as session:
             found = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # on its way here it has ended the subprocess
         if not job.proven:
@@ -152,7 +165,7 @@ class _Job:
         plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
         cases = [Case(planned=p is plan, plan=p, dims=dims) for p in plans for dims in sizes]
         self.search.find(cases, session)
-        if len(sizes) == 1 and not lengths and self.request.card is None:
+        if len(sizes) == 1 and not lengths and self.request.runs:
             self._seek_faster(cases)
         main = self._main(cases)
         accumulation = self._accumulate(main)
@@ -293,7 +306,7 @@ class _Job:
         if main.search.runs.fitting and found.batch not in main.search.runs:
             self.notes.append(f"Batch {found.batch} was not run itself; a larger one was.")
         has_batch_norms = bool(self.prepared.facts.batch_norms)
-        self.notes += accumulation_notes(found, has_batch_norms=has_batch_norms, was_run=self.request.card is None)
+        self.notes += accumulation_notes(found, has_batch_norms=has_batch_norms, was_run=self.request.runs)
 
 
 def accumulation_notes(found: Accumulation, *, has_batch_norms: bool, was_run: bool = True) -> Iterator[str]:

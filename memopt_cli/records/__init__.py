@@ -112,7 +112,15 @@ from memopt_cli.records.plan import (
     SegmentPlan,
 )
 from memopt_cli.records.profile import Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
-from memopt_cli.records.rank import PlannedRanks, RankPrediction, predicted
+from memopt_cli.records.rank import (
+    NotPredicted,
+    PlannedRanks,
+    RankBatch,
+    RankPrediction,
+    RanksRecommendation,
+    RanksRow,
+    predicted,
+)
 from memopt_cli.records.search import (
     Budget,
     Preference,
@@ -217,6 +225,7 @@ __all__ = [
     "ModuleTrace",
     "ModuleUse",
     "NoBatchFits",
+    "NotPredicted",
     "Objective",
     "OnlineRule",
     "OpTrace",
@@ -242,7 +251,10 @@ __all__ = [
     "Profile",
     "ProfileRequest",
     "RangeRow",
+    "RankBatch",
     "RankPrediction",
+    "RanksRecommendation",
+    "RanksRow",
     "Rate",
     "RecordedSteps",
     "Refused",

@@ -8,6 +8,7 @@ from typing import Final, Literal
 from memopt_cli.records.device import DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
+from memopt_cli.records.layout import Layout
 from memopt_cli.records.learning import StrategyName
 from memopt_cli.records.model import ModelSource
 from memopt_cli.records.search import SearchOverrides
@@ -187,6 +188,10 @@ class BatchRequest:
     """Look for the batch and the plan that train fastest together, with these limits of plans."""
     card: DeviceProfile | None = None
     """Estimate for a device that is not here; nothing is run at full size."""
+    fake: bool = False
+    """Estimate on tensors without data; nothing is run at full size."""
+    layouts: tuple[Layout, ...] = ()
+    """Of each, predict one rank; empty: one device."""
     search_limit_s: float | None = None
     """No pair is tried any more when that search has taken this long: the best so far is taken."""
     output: str | None = None
@@ -196,6 +201,11 @@ class BatchRequest:
     """Time limit of one profiling subprocess answer."""
     longest_step_s: float = LONGEST_STEP_S
     """No step that is run is to take longer."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether steps are run here at full size."""
+        return self.card is None and not self.fake and not self.layouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

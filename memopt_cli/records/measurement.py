@@ -96,6 +96,8 @@ class Counted:
     """By kind, those first that exchange most."""
     operators: int = 0
     """Operators that ran."""
+    data_ranks: int = 1
+    """Ranks that have samples of their own; 1 for one device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

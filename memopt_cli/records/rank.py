@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memopt_cli.records.batch import NoBatchFits
+from memopt_cli.records.header import FileHeader
 from memopt_cli.records.layout import Collective, Layout
 from memopt_cli.records.measurement import Breakdown, Counted, PhasePeak
 from memopt_cli.records.plan import Plan
@@ -27,6 +29,13 @@ class RankPrediction:
     """In turn, those that the step has."""
     collectives: tuple[Collective, ...]
     """Of one step, by kind, those first that exchange most."""
+    data_ranks: int = 1
+    """Ranks that have samples of their own: those over which a gradient is reduced."""
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """In a step, of the tensors as a whole."""
+        return sum(each.whole_bytes for each in self.collectives)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,4 +59,58 @@ def predicted(counted: Counted, layout: Layout, rank: int, plan: Plan) -> RankPr
         breakdown=counted.breakdown,
         phases=counted.phases,
         collectives=counted.collectives,
+        data_ranks=counted.data_ranks,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBatch:
+    """The largest batch of one rank that fits, predicted."""
+
+    batch: int
+    """Samples of one rank, to 1 %."""
+    global_batch: int
+    """Samples of all ranks in a step of the optimizer."""
+    peak_bytes: int
+    """Of the rank that needs most: the tensor peak, or for a card what its allocator would reserve."""
+    exchanged_bytes: int
+    """By one rank in one pass, of the tensors as a whole."""
+    ranks: tuple[RankPrediction, ...]
+    """The first and the last, at that batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotPredicted:
+    """The model cannot be spread so, or its step cannot be predicted."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksRow:
+    """What fits on one rank of so many."""
+
+    layout: Layout
+    planned: bool
+    """Under the plan."""
+    outcome: RankBatch | NoBatchFits | NotPredicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksRecommendation:
+    """What ``memopt recommend-batch --ranks`` found: on how many ranks a step fits, and how large it may be."""
+
+    header: FileHeader
+    limit: str
+    """The memory limit of a rank, and what sets it."""
+    rows: tuple[RanksRow, ...]
+    """Ranks ascending; of one number, without the plan first."""
+    fewest_ranks: int
+    """Of those numbers of ranks that were tried, the least on which a step of the smallest batch fits."""
+    notes: tuple[str, ...]
+    dry_runs: int
+    spent_s: float
+    interrupted: bool = False
+    """Ranks were still to be tried."""
+    card: str = ""
+    """The card that each rank is to have (``--for``); empty: any."""

@@ -15,6 +15,7 @@ from memopt_cli.records import (
     FastestTraining,
     Inspection,
     OptimizeResult,
+    RanksRecommendation,
     SelftestReport,
     StepProfile,
     StrategyComparison,
@@ -38,6 +39,9 @@ class Report(Protocol):
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
         """``memopt recommend-batch`` is done."""
+
+    def ranks_recommended(self, found: RanksRecommendation, stream: TextIO) -> None:
+        """``memopt recommend-batch --ranks`` is done."""
 
     def fastest_found(self, found: FastestTraining, stream: TextIO) -> None:
         """``memopt recommend-batch --search`` is done."""

@@ -16,6 +16,7 @@ from memopt_cli.records import (
     FastestTraining,
     Inspection,
     OptimizeResult,
+    RanksRecommendation,
     SelftestReport,
     StepProfile,
     StrategyComparison,
@@ -47,6 +48,9 @@ class JsonReport:
         stream.write(json_text(to_data(data)))
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
+        stream.write(json_text(to_data(found)))
+
+    def ranks_recommended(self, found: RanksRecommendation, stream: TextIO) -> None:
         stream.write(json_text(to_data(found)))
 
     def fastest_found(self, found: FastestTraining, stream: TextIO) -> None:

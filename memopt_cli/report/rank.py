@@ -8,7 +8,7 @@ from rich.table import Table
 
 from memopt_cli.records import PlannedRanks, RankPrediction, StepProfile
 from memopt_cli.spec_text import format_layout
-from memopt_cli.units import format_bytes
+from memopt_cli.units import counted, format_bytes
 
 TENSOR_PEAK = "tensor peak of one rank, predicted"
 
@@ -35,11 +35,10 @@ def planned_headline(found: PlannedRanks) -> str:
 def planned_lines(found: PlannedRanks) -> Iterator[str]:
     """What each rank needs, what is exchanged, and what was run of it."""
     for rank in found.planned:
-        exchanged = sum(each.whole_bytes for each in rank.collectives)
-        calls = sum(each.calls for each in rank.collectives)
+        calls = counted(sum(each.calls for each in rank.collectives), "collective")
         yield (
-            f"rank {rank.rank}: {format_bytes(rank.tensor_peak_bytes)}, {calls} collectives of "
-            f"{format_bytes(exchanged)} in all"
+            f"rank {rank.rank}: {format_bytes(rank.tensor_peak_bytes)}, {calls} of "
+            f"{format_bytes(rank.exchanged_bytes)} in all"
         )
     yield "predicted on tensors without data: no group of ranks ran; the model was verified whole, in one process"
 

@@ -20,6 +20,7 @@ from memopt_cli.records import (
     FastestTraining,
     Inspection,
     OptimizeResult,
+    RanksRecommendation,
     SelftestReport,
     StepProfile,
     StrategyComparison,
@@ -34,6 +35,7 @@ from memopt_cli.report import (
     optimization,
     profiling,
     rank,
+    rank_batches,
     recommendation,
     strategies,
 )
@@ -150,6 +152,16 @@ class TextReport:
                 _print(console, line)
         for file in found.files:
             _print(console, f"wrote {file}")
+
+    def ranks_recommended(self, found: RanksRecommendation, stream: TextIO) -> None:
+        console = _console(stream)
+        for number, line in enumerate(rank_batches.headline(found)):
+            _print(console, line, style=None if number else "bold")
+        _print(console)
+        console.print(rank_batches.table(found), markup=False)
+        _print(console)
+        for line in rank_batches.remarks(found):
+            _print(console, line)
 
     def fastest_found(self, found: FastestTraining, stream: TextIO) -> None:
         console = _console(stream)

@@ -17,6 +17,7 @@ import copy
 import functools
 import inspect
 import io
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -717,6 +718,20 @@ def bucketed(tensors: Sequence[Tensor], limits_bytes: list[int]) -> list[list[in
     compute = torch.distributed._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     groups: list[list[int]] = compute(list(tensors), limits_bytes, [False] * len(tensors))[0]
     return groups
+
+
+def reducing_ranks(module: Any) -> int:
+    """Over how many ranks ``fully_shard`` reduces the gradients of a module's own parameters; 1 if it has none."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # there was one at most once
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return max((_ranks_of(group.mesh_info) for group in groups), default=1)
+
+
+def _ranks_of(mesh_info: Any) -> int:
+    axes = (mesh_info.shard_mesh_dim, mesh_info.replicate_mesh_dim)
+    return math.prod(mesh_info.mesh.size(axis) for axis in axes if axis is not None)
 
 
 # ---------------------------------------------------------------------------------------------- settings

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
 from memopt_cli.records import Layout
-from memopt_cli.runtime.private_torch import is_compiled, replaced
+from memopt_cli.runtime.private_torch import is_compiled, reducing_ranks, replaced
 from memopt_cli.sharded.replicated import without_reducer
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
@@ -57,6 +57,17 @@ def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard |
             hint="Call fully_shard, parallelize_module or DistributedDataParallel in it.",
         )
     return Spread(model=made, buckets=buckets)
+
+
+def data_ranks(model: nn.Module) -> int:
+    """Ranks that have samples of their own: those over which ``fully_shard`` or DDP reduces a gradient.
+
+    Ranks that share a gradient's work in another way, as tensor parallel ones, are given the same samples.
+    """
+    parts = list(model.modules())
+    sharded = (reducing_ranks(part) for part in parts if isinstance(part, FSDPModule))
+    replicas = (part.process_group.size() for part in parts if isinstance(part, DistributedDataParallel))
+    return max((*sharded, *replicas), default=1)
 
 
 def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Any:

@@ -31,7 +31,7 @@ def count(
     of equal chunks those in the middle do not run; of the holders, their module then has what its parts would.
     """
     reset_gradients(step)
-    with module_stack(step.model) as running:
+    with module_stack(step.named) as running:
         log = StorageLog(running, workspaces)
         lumped = lumps.counting(lambda: log.live_bytes) if lumps is not None else contextlib.nullcontext()
         with packed_as(log, codecs), active(log, step), lumped:

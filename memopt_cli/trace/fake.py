@@ -104,6 +104,14 @@ class FakeStep:
         elif self.step.optimizer is not None:
             self.count()  # makes the optimizer's state, which a first step does not have yet
 
+    def feed(self, step: Step) -> None:
+        """Go on with the inputs of another step, of a model of its own."""
+        with self._mode:
+            args, kwargs = map_leaves(self._fake, (step.args, step.kwargs))
+        self.step = replace(self.step, args=args, kwargs=kwargs)
+        self._start.enter()
+        self._settle()
+
     def _settle(self) -> None:
         """The first step of a ``DTensor`` finds out by more tensors how its operators are sharded."""
         with self._mode:

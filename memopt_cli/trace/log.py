@@ -342,11 +342,11 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
     """``log`` sees what runs, with what exists before the step already in it; the generators are seeded."""
     seed_everything(step.settings.seed)
     log.is_own = isinstance(step, OwnStep)
-    for name, parameter in step.model.named_parameters():
+    for name, parameter in step.named.named_parameters():
         log.see(parameter, "parameters", name.rpartition(".")[0])
         if parameter.grad is not None:
             log.see(parameter.grad, "gradients", name.rpartition(".")[0])
-    for name, buffer in step.model.named_buffers():
+    for name, buffer in step.named.named_buffers():
         log.see(buffer, "buffers", name.rpartition(".")[0])
     for tensor in tensors_of((step.args, step.kwargs)):
         log.see(tensor, "inputs", "")

@@ -53,14 +53,14 @@ def record(
     start.enter()  # copies take the place of the tensors that are held here
     reset_gradients(step)  # nothing holds what it finds: a step of one's own may drop that
     notes: dict[str, ModuleNotes] = {}
-    with module_stack(step.model) as running:
+    with module_stack(step.named) as running:
         log = StepLog(running, workspaces)
         looking = Contents(log) if contents else None
         with (
             packed_as(log, codecs),
             active(log, step),
-            taking_notes(step.model, log, notes, looking),
-            log.watching(step.model, looking),
+            taking_notes(step.named, log, notes, looking),
+            log.watching(step.named, looking),
         ):
             run_step(step, log)
     resident = resident_bytes(step)
@@ -75,7 +75,7 @@ def record(
         modules=(
             *([_around_models(saved[""])] if own else []),
             *(
-                note.to_record(path, find_part(step.model, path), order, saved[path])
+                note.to_record(path, find_part(step.named, path), order, saved[path])
                 for order, (path, note) in enumerate(notes.items(), own)
             ),
         ),
@@ -109,7 +109,7 @@ def _around_models(saved_bytes: int) -> ModuleTrace:
 def _lives_without_autograd(step: Step) -> list[tuple[int, int, int | None]]:
     """Birth, bytes and death of the storages of a forward of which autograd keeps nothing; same kernels as with it."""
     with (
-        module_stack(step.model) as running,
+        module_stack(step.named) as running,
         active(log := StorageLog(running), step),
         saved_tensors_hooks(lambda _: None, _nothing_saved),
     ):

@@ -70,6 +70,8 @@ class Net(torch.nn.Linear):
         said = Path("said").read_text() if os.path.exists("said") else ""
         if said.startswith("leave"):
             sys.exit("the last words" if said == "leave" else None)
+        if said == "interrupt":
+            raise KeyboardInterrupt
         return super().forward(x)
 """
 
@@ -205,6 +207,16 @@ def test_what_exits_is_told(said: str, code: int, tail: str, start: Callable[[],
     Path("said").write_text(said)
     with start() as session:
         assert session.ask(MeasureJob(plan=ORIGINAL)) == Crashed(reason=f"exit code {code}", output_tail=tail)
+
+
+def test_an_interruption_that_the_model_raises_is_a_failure_of_its_step(start: Callable[[], Session]) -> None:
+    """It is none of the user's, who waits in another process: its traceback was shown."""
+    Path("said").write_text("interrupt")
+    with start() as session:
+        found = session.ask(MeasureJob(plan=ORIGINAL))
+        assert isinstance(found, StepFailed)
+        assert found.message.endswith("KeyboardInterrupt")
+        assert not session.ended
 
 
 def test_a_function_that_ends_the_process_is_named(start: Callable[[], Session]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,30 @@ def test_any_other_step_is_dry_run_at_any_batch(batches: tuple[int, ...]) -> Non
     assert [probes.predict(batch) for batch in batches] == [1000 + 100 * batch for batch in batches]
     assert session.asked == [*batches]
     assert not looped_over(probes)
+
+
+def test_a_single_sample_may_take_an_operator_less() -> None:
+    """As one that is not expanded: that is no loop."""
+
+    class Expanding(Session):
+        def ask(self, job: Any) -> Counted:
+            return replace(super().ask(job), operators=50 if job.batch == 1 else 51)
+
+    probes = probes_of(session := Expanding(operators_per_sample=0))
+    assert [probes.predict(batch) for batch in (2, 1, 100_000)] == [1200, 1100, 10_001_000]
+    assert session.asked == [2, 1, 100_000]
+    assert not looped_over(probes)
+
+
+def test_what_was_told_by_others_may_be_counted() -> None:
+    probes = probes_of(session := Session(operators_per_sample=0))
+    for batch in (10, 20, 40, 30):
+        probes.predict(batch)
+    assert session.asked == [10, 20, 40]
+    counted = probes.count(30)
+    assert isinstance(counted, Counted)
+    assert counted.allocated_peak_bytes == probes.predict(30) == 4000
+    assert session.asked == [10, 20, 40, 30]
 
 
 def test_few_samples_run_in_fewer_chunks_and_are_no_loop() -> None:

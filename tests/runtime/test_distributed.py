@@ -217,6 +217,18 @@ def fsdp_inside(rank: int) -> None:
     assert_alike(other, plain, rank)
 
 
+def fsdp_compiled(rank: int) -> None:
+    torch._dynamo.reset()
+    net = _blocks()
+    plain = _sharded(copy.deepcopy(net), "0", "1", "2")
+    other = _sharded(optimized(net, "0", "1"), "0", "1", "2")
+    compiled = torch.compile(other, backend="aot_eager")
+    for model in (plain, compiled):
+        model(inputs(rank, 0)).square().mean().backward()
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad.full_tensor())
+
+
 def fsdp_removal(rank: int) -> None:
     net = _blocks()
     plain = _sharded(copy.deepcopy(net), "0", "1", "2")
@@ -245,6 +257,7 @@ CASES: tuple[Callable[[int], None], ...] = (
     fsdp_after,
     fsdp_before,
     fsdp_inside,
+    fsdp_compiled,
     fsdp_removal,
 )
 
@@ -273,7 +286,7 @@ def _process(rank: int, folder: str) -> None:
         before = recomputations()
         try:
             case(rank)
-            assert recomputations() > before or case is ddp_compiled, "nothing was recomputed"
+            assert recomputations() > before or case in (ddp_compiled, fsdp_compiled), "nothing was recomputed"
         except Exception as error:  # reported by the test of that name
             failures[case.__name__] = f"{type(error).__name__}: {error}"
         dist.barrier()

@@ -896,6 +896,19 @@ def test_a_group_that_sends_nothing_needs_no_other_rank() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_over_how_many_ranks_gradients_are_reduced() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    p.start_fake_group(0, 8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        assert p.reducing_ranks(fully_shard(nn.Linear(8, 8), mesh=mesh)) == 8
+        assert p.reducing_ranks(fully_shard(nn.Linear(8, 8), mesh=mesh["shard"])) == 4
+        assert p.reducing_ranks(fully_shard(nn.ReLU(), mesh=mesh)) == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_model_without_data_changes_its_dtype() -> None:
     """The first time, too, at which the mode remembers what an operator made."""
     with p.FakeTensorMode(), p.fakes_exchanged():

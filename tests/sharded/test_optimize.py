@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from memopt_cli import predict_rank
+from memopt_cli import plan_rank, predict_rank
 from memopt_cli.cli.app import main
 from memopt_cli.contents import read_plan
 from memopt_cli.records import Layout
@@ -41,6 +41,38 @@ def test_a_plan_of_one_rank_is_one_of_the_model(tmp_path: Path, monkeypatch: pyt
     assert predicted.tensor_peak_bytes == first["tensor_peak_bytes"]
 
 
-def test_no_plan_makes_buckets_smaller(capsys: pytest.CaptureFixture[str]) -> None:
-    assert optimized("ddp", "--dry-run") == 3
-    assert "no plan is searched for a model within DistributedDataParallel" in capsys.readouterr().err
+def test_a_plan_of_a_replica_names_modules_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of ``DistributedDataParallel``, which is around it; its buckets are counted."""
+    monkeypatch.chdir(tmp_path)
+    assert optimized("ddp", "--budget", "1.6MiB", "-o", "net.pt") == 0
+    summary = json.loads(Path("net.summary.json").read_text())["summary"]
+    first, original = summary["parallel"]["planned"][0], summary["parallel"]["original"]
+    assert first["tensor_peak_bytes"] <= 1.6 * 2**20 < original["tensor_peak_bytes"]
+    assert first["breakdown"]["reduction_bytes"] > 0
+    assert summary["verification"]["passed"]
+    plan = read_plan("net.plan.yaml")[1]
+    assert plan.segments
+    assert not any(segment.path.startswith("module") for segment in plan.segments)
+    predicted = predict_rank(models.transformer, INPUTS, ranks=4, parallelize=models.replicate, plan=plan)
+    assert predicted.tensor_peak_bytes == first["tensor_peak_bytes"]
+
+
+def test_a_plan_for_functions_of_this_process() -> None:
+    """Of which one is no subprocess's to find."""
+    found = plan_rank(
+        models.transformer,
+        INPUTS,
+        ranks=4,
+        parallelize=lambda model, mesh: models.shard(model, mesh),
+        budget="900KiB",
+        level=1,
+    )
+    assert found.plan.segments
+    assert found.summary.verification is not None
+    assert found.summary.verification.passed
+    assert found.summary.parallel is not None
+    first, last = found.summary.parallel.planned
+    assert (first.rank, last.rank) == (0, 3)
+    assert first.tensor_peak_bytes <= 900 << 10
+    predicted = predict_rank(models.transformer, INPUTS, ranks=4, parallelize=models.shard, plan=found.plan)
+    assert predicted.tensor_peak_bytes == first.tensor_peak_bytes

@@ -12,13 +12,26 @@ from torch import nn
 
 from memopt_cli import predict_rank, predicted
 from memopt_cli.errors import MemoptError, StepError, UsageError
+from memopt_cli.measure.jobs import CountJob, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.records import Counted, Plan
+from memopt_cli.records import Counted, InputSpec, Layout, ModelSource, Plan, StepSettings
 from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.sharded.spread import repeated_blocks
+from memopt_cli.spec_text import parse_tensor
 from tests.rows import quick
 from tests.sharded import models, wrong
-from tests.sharded.cases import FOUR, FULLY_SHARDED, REPLICATED, SEGMENTS, THREE, TWO, Case, counted_really
+from tests.sharded.cases import (
+    BOTH,
+    FOUR,
+    FULLY_SHARDED,
+    REPLICATED,
+    SEGMENTS,
+    TENSOR_PARALLEL,
+    THREE,
+    TWO,
+    Case,
+    counted_really,
+)
 
 pytestmark = pytest.mark.process
 Found = dict[str, list[list[Counted]]]
@@ -132,6 +145,43 @@ def test_more_ranks_need_less_each() -> None:
     peaks = [replace(FULLY_SHARDED, mesh={"dp": ranks}).predicted() for ranks in (2, 4, 16)]
     assert [p.tensor_peak_bytes for p in peaks] == sorted((p.tensor_peak_bytes for p in peaks), reverse=True)
     assert {p.collectives[0].kind for p in peaks} == {"all-gather"}
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [(FULLY_SHARDED, 2), (TENSOR_PARALLEL, 1), (BOTH, 2), (replace(FULLY_SHARDED, mesh={"a": 2, "b": 2}), 4)],
+    ids=["fsdp", "tp", "both", "hsdp"],
+)
+def test_ranks_that_have_samples_of_their_own(case: Case, ranks: int) -> None:
+    assert case.predicted().data_ranks == ranks
+
+
+@pytest.mark.usefixtures("here")
+def test_replicas_have_samples_of_their_own() -> None:
+    assert REPLICATED[0].predicted().data_ranks == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [TWO[2], BOTH, REPLICATED[0], REPLICATED[5]], ids=label)
+def test_a_rank_is_made_once_for_all_sizes_of_its_batch(case: Case) -> None:
+    def session() -> LocalSession:
+        subject = Subject(
+            source=ModelSource(location="of a test"),
+            spec=InputSpec(tensors=(parse_tensor(case.inputs),), source="a test"),
+            settings=StepSettings(device="cpu", optimizer=case.optimizer, clip_norm=case.clip_norm),
+            data="none",
+            layout=Layout(ranks=case.ranks, parallel="test.py:shard", mesh=case.mesh),
+        )
+        return LocalSession(subject, 60, case.build, {"test.py:shard": case.shard})
+
+    jobs = [CountJob(plan=case.plan, fake=True, batch=batch) for batch in (2, 7, 3)]
+    with session() as one:
+        together = [one.ask(job) for job in jobs]
+    for job, found in zip(jobs, together, strict=True):
+        with session() as another:
+            assert isinstance(found, Counted)
+            assert another.ask(job) == found
 
 
 @pytest.mark.parametrize(

@@ -76,3 +76,17 @@ def stage(model: nn.Module, mesh: DeviceMesh) -> Any:
         __module__ = "torch.distributed.pipelining.stage"
 
     return PipelineStage()
+
+
+def of_two(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    if mesh.size() > 2:
+        raise ValueError("no more than two")
+    return fully_shard(model, mesh=mesh)
+
+
+def last_gathers_all(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The last rank gathers the model at once, the others block by block."""
+    if dist.get_rank() < mesh.size() - 1:
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh)  # type: ignore[arg-type]
+    return fully_shard(model, mesh=mesh)

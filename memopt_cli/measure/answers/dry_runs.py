@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -67,7 +67,12 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     allocated = None if card is None else _allocator_of(bench, card, to_fit=job.batch is not None)
     codecs = bench.known(_codecs) if job.plan != ORIGINAL else None
     with _planned(bench, job.plan, job.batch, job.dims) as fake:
-        return fake.count(workspaces, codecs, allocated)
+        counted = fake.count(workspaces, codecs, allocated)
+        if bench.subject.layout is None:
+            return counted
+        from memopt_cli.sharded import data_ranks  # takes seconds to import
+
+        return replace(counted, data_ranks=data_ranks(fake.step.model))
 
 
 def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.AllocatedPeak:
@@ -216,19 +221,31 @@ def _sized(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
         return bench.step(batch, dims)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    """A step of one, which takes long to make and is made for all sizes."""
+
+    step: trace.FakeStep
+    sizes: tuple[int | None, Mapping[str, int]]
+
+
 @contextlib.contextmanager
 def _of_rank(
     bench: Bench, layout: Layout, plan: Plan, batch: int | None, dims: Mapping[str, int]
 ) -> Iterator[trace.FakeStep]:
     """Raises :class:`StepError` for a step that depends on data."""
 
-    def make(entered: contextlib.ExitStack) -> trace.FakeStep:
+    def make(entered: contextlib.ExitStack) -> _Rank:
         has = entered.enter_context(bench.rank(layout, plan))
         step = replace(_sized(bench, batch, dims), buckets=has.buckets)
-        return trace.FakeStep(step, bench.mode, has.model)
+        return _Rank(step=trace.FakeStep(step, bench.mode, has.model), sizes=(batch, dims))
 
     try:
-        yield bench.held((plan, batch, dims), make)
+        rank = bench.held(plan, make)
+        if rank.sizes != (batch, dims):
+            rank.step.feed(_sized(bench, batch, dims))
+            rank.sizes = (batch, dims)
+        yield rank.step
     except Exception as error:  # the model's own code may raise anything on tensors without data
         if isinstance(error, MemoptError) or is_out_of_memory(error):
             raise

@@ -1,0 +1,84 @@
+"""``memopt recommend-batch --ranks`` for people: the fewest ranks that fit, and the largest batch of each number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from memopt_cli.records import NoBatchFits, NotPredicted, RankBatch, RanksRecommendation, RanksRow
+from memopt_cli.report.rank import NOTE, TENSOR_PEAK
+from memopt_cli.spec_text import format_layout
+from memopt_cli.units import counted, format_bytes, format_seconds
+
+
+def headline(found: RanksRecommendation) -> Iterator[str]:
+    """How few ranks will do, or how many samples where there is one number of them; and within what."""
+    fewest = _fewest(found)
+    if len({row.layout.ranks for row in found.rows}) > 1:
+        yield f"fewest ranks that fit: {found.fewest_ranks}{_under(fewest)}{_fewer(found, fewest)}"
+    else:
+        row, fit = max(_fits(found), key=lambda each: each[1].batch)
+        ranks = counted(row.layout.ranks, "rank")
+        yield f"batch {fit.batch} should fit on each of {ranks}{_under(row)}: global batch {fit.global_batch}"
+    yield f"memory limit of a rank: {found.limit}"
+    yield f"spread by {_layouts(found)}"
+
+
+def _layouts(found: RanksRecommendation) -> str:
+    """``train.py:shard over dp 8``, or ``… to dp 512``."""
+    first, last = (format_layout(found.rows[n].layout) for n in (0, -1))
+    return first if first == last else f"{first} to {last.partition(' over ')[2]}"
+
+
+def _fits(found: RanksRecommendation) -> list[tuple[RanksRow, RankBatch]]:
+    return [(row, row.outcome) for row in found.rows if isinstance(row.outcome, RankBatch)]
+
+
+def _fewest(found: RanksRecommendation) -> RanksRow:
+    return _fits(found)[0][0]
+
+
+def _under(row: RanksRow) -> str:
+    return " under the plan" if row.planned else ""
+
+
+def _fewer(found: RanksRecommendation, fewest: RanksRow) -> str:
+    """What is known of the next smaller number."""
+    smaller = [row.layout.ranks for row in found.rows if row.layout.ranks < fewest.layout.ranks]
+    if smaller:
+        return f", of those tried; {smaller[-1]} {'does' if smaller[-1] == 1 else 'do'} not"
+    return ", the fewest that were tried"
+
+
+def table(found: RanksRecommendation) -> Table:
+    """A line for each number of ranks, and for the plan."""
+    planned = any(row.planned for row in found.rows)
+    peak = "peak of one rank,\nestimated" if found.card else TENSOR_PEAK.replace(", ", ",\n")
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    headings = ("ranks", *(["plan"] if planned else []), "batch of\none rank", "global\nbatch", peak)
+    for heading in (*headings, "exchanged by a rank\nin a pass", ""):
+        shown.add_column(heading, justify="left" if heading in ("plan", "") else "right")
+    for row in found.rows:
+        plan = ["with" if row.planned else "without"] if planned else []
+        shown.add_row(f"{row.layout.ranks}", *plan, *_cells(row))
+    return shown
+
+
+def _cells(row: RanksRow) -> tuple[str, ...]:
+    match row.outcome:
+        case RankBatch() as fit:
+            largest, most = f"{fit.batch}", format_bytes(fit.peak_bytes)
+            return (largest, f"{fit.global_batch}", most, format_bytes(fit.exchanged_bytes), "")
+        case NoBatchFits() as nothing:
+            return ("none", "–", "–", "–", f"batch {nothing.batch}: {nothing.reason}")
+        case NotPredicted(reason=reason):
+            return ("–", "–", "–", "–", reason)
+
+
+def remarks(found: RanksRecommendation) -> Iterator[str]:
+    """What the answer rests on."""
+    yield "batches are the largest to 1 %; what is exchanged is given in bytes of the tensors as a whole"
+    yield NOTE
+    yield f"{counted(found.dry_runs, 'dry run')}, nothing was run; total time {format_seconds(found.spent_s)}"
+    yield from found.notes
