@@ -30,7 +30,8 @@ Entered = Callable[[Phase], object]
 Updating = Callable[[Optimizer], object]
 """Told of an optimizer that is about to step."""
 
-_NUMBER = torch.ops.aten._local_scalar_dense.default
+NUMBER_READ = torch.ops.aten._local_scalar_dense.default
+"""What reads a number out of a tensor."""
 
 
 class OwnStep(Step):
@@ -240,7 +241,7 @@ def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
     Optimizers read counters, and divide by them and by 1 less them; what else is read is told to people, or asks
     whether something is not finite.
     """
-    if func is not _NUMBER or not is_fake(args[0]):
+    if func is not NUMBER_READ or not is_fake(args[0]):
         return None
     return 0.5 if updating else 0.0
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, schema_of, storage_key, unseen
+from memopt_cli.own_step import NUMBER_READ
+from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, memory_of, schema_of, unseen
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 
 _MOST_VALUES = 4096
 """Of what is computed: rates and sizes of layers are few."""
 _SOURCES = {"aten::arange", "aten::full", "aten::linspace", "aten::logspace", "aten::ones", "aten::zeros"}
 """They make a tensor of numbers."""
-_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -32,19 +32,19 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = tensors_of((args, kwargs))
-        if func is _NUMBER and (value := self._value_of(args[0])) is not None:
+        if func is NUMBER_READ and (value := self._value_of(args[0])) is not None:
             with unseen():
                 return value.item()
         made = func(*args, **kwargs)
         if schema_of(func).is_mutable:
-            for tensor in given:
-                self._values.pop(_storage_of(tensor), None)
+            for tensor in filter(_has_storage, given):
+                self._values.pop(memory_of(tensor), None)
         elif self._follows(func, given) and all(map(self._is_new_and_small, tensors_of(made))):
             with unseen():
                 really = func(*map_leaves(self._known, args), **map_leaves(self._known, kwargs))
             for fake, value in zip(tensors_of(made), tensors_of(really), strict=True):
                 if fake.stride() == value.stride():
-                    self._values[_storage_of(fake)] = fake.untyped_storage(), value
+                    self._values[memory_of(fake)] = fake.untyped_storage(), value
         return made
 
     def _follows(self, func: Any, given: list[Tensor]) -> bool:
@@ -55,12 +55,13 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_new_and_small(self, tensor: Tensor) -> bool:
         is_small = is_fake(tensor) and tensor.device.type == "cpu" and tensor.numel() <= _MOST_VALUES
-        return is_small and _storage_of(tensor) not in self._values  # a view has the values that it is of
+        # A view has the values that it is of.
+        return is_small and _has_storage(tensor) and memory_of(tensor) not in self._values
 
     def _value_of(self, tensor: Tensor) -> Tensor | None:
         if not is_fake(tensor):
             return tensor
-        _, values = self._values.get(_storage_of(tensor), (None, None))
+        _, values = self._values.get(memory_of(tensor), (None, None)) if _has_storage(tensor) else (None, None)
         if values is None or values.dtype != tensor.dtype:
             return None
         with unseen():
@@ -70,5 +71,5 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._value_of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _storage_of(tensor: Tensor) -> int:
-    return storage_key(tensor.untyped_storage())
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided

@@ -65,6 +65,14 @@ def test_other_numbers_are_not_known(read: Callable[[], float]) -> None:
         read()
 
 
+@pytest.mark.usefixtures("_without_data")
+def test_a_tensor_that_has_no_storage_of_its_own_is_left_alone() -> None:
+    places = torch.arange(4)
+    graph = torch.sparse_coo_tensor(torch.stack([places, places]), torch.ones(4), (4, 4), check_invariants=False)
+    assert graph.shape == torch.ones(4, 4).to_sparse().shape == (4, 4)
+    assert graph.neg_().shape == (4, 4)
+
+
 class Depth(nn.Module):
     """Layers that a rate leaves out in training; none where it is 0."""
 
