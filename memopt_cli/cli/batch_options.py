@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli.help import ANSWER, OUTPUT, RANKS, SEARCH, STEP
-from memopt_cli.cli.options import dims_option
+from memopt_cli.cli.options import dims_option, html_option
 from memopt_cli.cli.values import memory, seconds, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, StrategyName
@@ -239,16 +239,7 @@ SearchTime = Annotated[
         help="End --search after this time and take the best so far, as Ctrl-C does.",
     ),
 ]
-Html = Annotated[
-    str | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        rich_help_panel=OUTPUT,
-        show_default=False,
-        help="With --search, also write a report as one HTML file. Needs memopt[html].",
-    ),
-]
+Html = Annotated[str | None, html_option("With --search, also write a report")]
 Output = Annotated[
     str | None,
     typer.Option(

@@ -88,6 +88,17 @@ def dims_option(more: str = "") -> Any:
     )
 
 
+def html_option(what: str) -> Any:
+    """``--html``; ``what`` it writes."""
+    return typer.Option(
+        "--html",
+        metavar="FILE",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+        help=f"{what} as one HTML file. Needs memopt[html].",
+    )
+
+
 Dims = Annotated[list[str], dims_option()]
 InputData = Annotated[
     str | None,

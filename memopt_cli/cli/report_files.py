@@ -10,21 +10,13 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli.help import OUTPUT
+from memopt_cli.cli.options import html_option
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html import require_plotly
 from memopt_cli.report.snapshot import snapshot_bytes
 from memopt_cli.write import Fill, check_targets, content, write_all
 
-Html = Annotated[
-    str | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        rich_help_panel=OUTPUT,
-        show_default=False,
-        help="Also write a report as one HTML file. Needs memopt[html].",
-    ),
-]
+Html = Annotated[str | None, html_option("Also write a report")]
 Snapshot = Annotated[
     str | None,
     typer.Option(

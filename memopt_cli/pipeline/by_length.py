@@ -225,9 +225,8 @@ class _ByLength:
             for length in lengths:
                 job = CountJob(plan=looking, fake=True, dims={symbol: length})
                 found = sessions().ask(job)
-                if (
-                    isinstance(found, StepFailed) and self._request.card is None
-                ):  # it may not run on tensors without data alone
+                is_here = self._request.card is None
+                if is_here and isinstance(found, StepFailed):  # it may not run on tensors without data alone
                     found = sessions().ask(replace(job, fake=False))
                 if not isinstance(found, Counted | OutOfMemory):
                     raise_failure(found, f"the model does not run at {symbol}={length}: ")

@@ -99,15 +99,15 @@ def recommend_prepared(
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
     notes, device = [*prepared.notes, *memory_left_out(prepared)], prepared.subject.settings.device
-    if request.card is None:
-        limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
-        if request.fake:
-            limits = limits_without_runs(request.memory, device, request.multiple_of)
-            notes.append(_PREDICTED)
-    else:
+    if request.card is not None:
         limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
         prepared = replace(prepared, subject=replace(prepared.subject, card=request.card))
         notes.append(_ESTIMATED.format(request.card.name))
+    elif request.fake:
+        limits = limits_without_runs(request.memory, device, request.multiple_of)
+        notes.append(_PREDICTED)
+    else:
+        limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
     search = CaseSearch(
         batch=prepared.batch,
         replicas=request.replicas.sizes() if request.replicas is not None else (),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TextIO, cast
 
 from rich.console import Console
@@ -65,8 +65,7 @@ class TextReport:
 
     def profiled(self, found: StepProfile, stream: TextIO) -> None:
         console = _console(stream)
-        for number, line in enumerate(profiling.headline(found)):
-            _print(console, line, style=None if number else "bold")
+        _print_headline(console, profiling.headline(found))
         exchanged = [rank.collective_table(found.rank)] if found.rank is not None else []
         tables = (
             *exchanged,
@@ -137,8 +136,7 @@ class TextReport:
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
         console = _console(stream)
-        for number, line in enumerate(recommendation.headline(found)):
-            _print(console, line, style=None if number else "bold")
+        _print_headline(console, recommendation.headline(found))
         ways = [recommendation.length_table(found)] if found.lengths else []
         copies = recommendation.replica_tables(found)
         for part in (*copies, recommendation.case_table(found), recommendation.run_table(found), *ways):
@@ -155,8 +153,7 @@ class TextReport:
 
     def ranks_recommended(self, found: RanksRecommendation, stream: TextIO) -> None:
         console = _console(stream)
-        for number, line in enumerate(rank_batches.headline(found)):
-            _print(console, line, style=None if number else "bold")
+        _print_headline(console, rank_batches.headline(found))
         _print(console)
         console.print(rank_batches.table(found), markup=False)
         _print(console)
@@ -165,8 +162,7 @@ class TextReport:
 
     def fastest_found(self, found: FastestTraining, stream: TextIO) -> None:
         console = _console(stream)
-        for number, line in enumerate(fastest.headline(found)):
-            _print(console, line, style=None if number else "bold")
+        _print_headline(console, fastest.headline(found))
         _print(console)
         console.print(fastest.run_table(found), markup=False)
         for lines in (fastest.settings(found), fastest.remarks(found)):
@@ -177,8 +173,7 @@ class TextReport:
 
     def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:
         console = _console(stream)
-        for number, line in enumerate(strategies.headline(found)):
-            _print(console, line, style=None if number else "bold")
+        _print_headline(console, strategies.headline(found))
         if any(curve.points for curve in found.curves):
             _print(console)
             console.print(strategies.peak_table(found), markup=False)
@@ -226,8 +221,7 @@ class TextReport:
 
     def explained(self, found: Explanation, stream: TextIO) -> None:
         console = _console(stream)
-        for number, line in enumerate(explanation.headline(found)):
-            _print(console, line, style=None if number else "bold")
+        _print_headline(console, explanation.headline(found))
         for table in explanation.tables(found):
             _print(console)
             console.print(table, markup=False)
@@ -249,6 +243,11 @@ def _written(console: Console, files: Sequence[str]) -> None:
 
 def _console(stream: TextIO) -> Console:
     return Console(file=cast(TextIO, guarded(stream)), width=None if stream.isatty() else 1000, highlight=False)
+
+
+def _print_headline(console: Console, lines: Iterable[str]) -> None:
+    for number, line in enumerate(lines):
+        _print(console, line, style=None if number else "bold")
 
 
 def _print(console: Console, text: str = "", *, style: str | None = None) -> None:
