@@ -22,8 +22,12 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch's, he
 
 
 def _quit_at_once(*_: object) -> None:
-    """Nothing has been started or written yet, and an exception could be swallowed by the import that it meets."""
-    os.write(2, b"error: interrupted\n")
+    """Nothing has been started or written yet, and an exception could be swallowed by the import that it meets.
+
+    Of several ranks the first says so.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"error: interrupted\n")
     os._exit(130)
 
 

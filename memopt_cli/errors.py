@@ -11,6 +11,7 @@
     ├── PlanError                   3  a plan that does not fit the model
     ├── StepError                   3  the model's training step cannot be run
     ├── MeasurementError            3  a profiling subprocess gave no answer
+    │   └── RankLostError           3  another rank of a group is gone, or does not answer
     ├── ChangedFileError            3  the model's file is not what it was when the command began
     ├── MemoryBudgetError           3  not even the smallest batch, or one copy of a tensor, fits in memory
     │   └── NothingFitsError        6  of all that was asked about, nothing fits the budget
@@ -80,6 +81,10 @@ class StepError(MemoptError):
 
 class MeasurementError(MemoptError):
     """A profiling subprocess ended without an answer: time limit, signal, out of memory, crash."""
+
+
+class RankLostError(MeasurementError):
+    """Another rank of the group is gone, or does not answer: what failed is told there."""
 
 
 class ChangedFileError(MemoptError):

@@ -53,7 +53,7 @@ PARTS: dict[str, set[str]] = {
     "measure.model_file": BELOW_STAGES | STAGES,
     "measure.seccomp": set(),
     "measure.sandbox": {"measure.seccomp"},
-    "measure.answers": BELOW_STAGES | STAGES,
+    "measure.answers": BELOW_STAGES | STAGES | {"measure.model_file"},
     "measure.worker": BELOW_STAGES | {"loading", "measure", "measure.answers", "measure.model_file", "measure.sandbox"},
     "measure.processes": set(),
     "measure.server": {"measure.processes", "measure.sandbox", "measure.worker", "measure.answers", "runtime"},

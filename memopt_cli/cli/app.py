@@ -19,11 +19,13 @@ from memopt_cli.cli.baseline import baseline
 from memopt_cli.cli.check import check
 from memopt_cli.cli.compare import compare
 from memopt_cli.cli.explain import explain
-from memopt_cli.cli.help import GroupedCommand
+from memopt_cli.cli.help import GroupedCommand, RankCommand
 from memopt_cli.cli.inspect import inspect
+from memopt_cli.cli.measure import measure
 from memopt_cli.cli.optimize import optimize
 from memopt_cli.cli.options import is_verbose
 from memopt_cli.cli.profile import profile
+from memopt_cli.cli.ranks import speaks
 from memopt_cli.cli.recommend_batch import recommend_batch
 from memopt_cli.cli.selftest import selftest
 from memopt_cli.cli.verify import verify
@@ -50,6 +52,7 @@ app.command("inspect", cls=GroupedCommand)(inspect)
 app.command("profile", cls=GroupedCommand)(profile)
 app.command("optimize", cls=GroupedCommand)(optimize)
 app.command("recommend-batch", cls=GroupedCommand)(recommend_batch)
+app.command("measure", cls=RankCommand)(measure)
 app.command("apply", cls=GroupedCommand)(apply)
 app.command("explain", cls=GroupedCommand)(explain)
 app.command("verify", cls=GroupedCommand)(verify)
@@ -88,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failure = _as_memopt_error(err)
             if isinstance(failure, OutputError):
                 _drop_stdout()
-            if not isinstance(failure, NobodyReads):
+            if not isinstance(failure, NobodyReads) and speaks(failure, err):
                 with suppress(OSError):
                     _print_failure(failure, err)
             return failure.exit_code

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from typer.core import TyperCommand
 
+from memopt_cli.cli.ranks import launched
 from memopt_cli.errors import UsageError
 
 ARGUMENTS: Final = "Arguments"
@@ -33,14 +34,19 @@ class GroupedCommand(TyperCommand):
     """A command whose help lists its options in groups, and which is one process."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Raises :class:`UsageError` where ``torchrun`` started several, all of which would do the same."""
-        rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
-        if rank is not None and ranks != "1":
+        """Raises :class:`UsageError` where a launcher started more, or fewer, than the command is."""
+        self.check_launch(ctx.info_name)
+        return super().invoke(ctx)
+
+    def check_launch(self, name: str) -> None:
+        """Where ``torchrun`` started several, all of them would do the same."""
+        launch = launched()
+        if launch is not None and launch.ranks > 1:
             raise UsageError(
-                f"memopt {ctx.info_name} is one process, and this one is number {rank} of {ranks} (RANK, WORLD_SIZE)",
+                f"memopt {name} is one process, and this one is number {launch.rank} of {launch.ranks} "
+                "(RANK, WORLD_SIZE): under torchrun memopt measure is what all ranks do together",
                 hint="Run it by itself, without torchrun.",
             )
-        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """One section a group; an option that is hidden is in none."""
@@ -49,6 +55,19 @@ class GroupedCommand(TyperCommand):
             if rows := [_row(p, ctx) for p in parameters if group_of(p) == group and not p.hidden]:
                 with formatter.section(group):
                     formatter.write_dl(rows, col_max=_NAMES_WIDTH)
+
+
+class RankCommand(GroupedCommand):
+    """One that every rank of a group runs."""
+
+    def check_launch(self, name: str) -> None:
+        """There is such a group."""
+        if launched() is None or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise UsageError(
+                f"memopt {name} is what all ranks of a group do together, and this process is in none "
+                "(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)",
+                hint=f"torchrun --nproc-per-node 2 -m memopt_cli {name} … starts two; memopt profile --ranks predicts.",
+            )
 
 
 def _row(parameter: Any, ctx: Any) -> tuple[str, str]:

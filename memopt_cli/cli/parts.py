@@ -102,6 +102,22 @@ class RangeOptions:
         return _layouts(None if self.ranks is None else self.ranks.sizes(), self.parallel, self.mesh, given)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealOptions:
+    """How the model is spread over ranks that there are."""
+
+    parallel: options.Parallel = None
+    mesh: options.MeshAxes = None
+
+    def layout(self, ranks: int) -> Layout:
+        """Raises :class:`UsageError` for flags that do not go together, or a mesh of another number of ranks."""
+        if self.parallel is None:
+            raise UsageError(
+                "--parallel fsdp, ddp or FILE.py:NAME is missing", hint="For example: --parallel train.py:shard"
+            )
+        return layout_of(ranks, self.parallel, None if self.mesh is None else parse_mesh(self.mesh))
+
+
 def _layouts(
     numbers: Sequence[int] | None, parallel: str | None, mesh: str | None, given: Sequence[str]
 ) -> tuple[Layout, ...]:

@@ -25,6 +25,8 @@ from memopt_cli.records import (
     ModelFacts,
     ModelSource,
     Plan,
+    RankLost,
+    RanksMeasured,
     Refused,
     SnapshotFacts,
     StepSettings,
@@ -317,6 +319,29 @@ class ReplicasJob(StepJob[BatchProbe]):
     """Sizes of other symbols than described."""
     limit_bytes: int | None = None
     """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
+
+
+# ---------------------------------------------------------------------------------------------- of many ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InGroup:
+    """What became of it."""
+
+    outcome: RanksMeasured | RankLost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupJob(Job[InGroup]):
+    """Measure a step on the rank of a real group that the subject names, together with the others."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.ranks:measure"
+    most_bytes: ClassVar[int] = PER_TENSOR
+    plan: Plan
+    spec: InputSpec | None
+    """What is given of the inputs of one rank's step."""
+    timeout_s: float
+    """How long one rank waits for another."""
 
 
 # ---------------------------------------------------------------------------------------------- of verified steps

@@ -4,6 +4,7 @@ from memopt_cli.pipeline.application import apply
 from memopt_cli.pipeline.equivalence import verify
 from memopt_cli.pipeline.explanation import explain
 from memopt_cli.pipeline.fastest import recommend_fastest
+from memopt_cli.pipeline.group import measure
 from memopt_cli.pipeline.inspection import inspect
 from memopt_cli.pipeline.optimization import optimize
 from memopt_cli.pipeline.profiling import profile
@@ -18,6 +19,7 @@ __all__ = [
     "compare_files",
     "explain",
     "inspect",
+    "measure",
     "optimize",
     "profile",
     "recommend_batch",

@@ -141,7 +141,7 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
     assert facts.spec is not None
     if facts.format == STEP:
         _refuse_settings(settings, source.location)
-    notes = (*facts.notes, _inputs_note(facts.spec))
+    notes = (*facts.notes, inputs_note(facts.spec))
     for note in notes:
         progress.note(note)
     subject = Subject(source=source, spec=facts.spec, settings=settings)
@@ -209,7 +209,7 @@ def file_header(prepared: Prepared) -> FileHeader:
     )
 
 
-def _inputs_note(spec: InputSpec) -> str:
+def inputs_note(spec: InputSpec) -> str:
     """What the step is fed and who said so, a guess above all."""
     inputs = ", ".join(map(format_tensor, spec.tensors)) or spec.data_file or spec.script
     sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())

@@ -17,13 +17,14 @@ from memopt_cli.errors import UsageError, shortened
 from memopt_cli.records.batch import BatchAdvice, BatchEstimate, NoBatchFits
 from memopt_cli.records.measurement import Crashed, Measurement, OutOfMemory, StepFailed, TimedOut
 from memopt_cli.records.plan import ChunkRule, Refused
-from memopt_cli.records.rank import NotPredicted, RankBatch
+from memopt_cli.records.rank import NotPredicted, RankBatch, RankLost, RanksMeasured
 
 Record = TypeVar("Record")
 
 _TAGGED = (
     *(Measurement, OutOfMemory, TimedOut, Crashed, StepFailed, ChunkRule, Refused),
     *(BatchAdvice, BatchEstimate, NoBatchFits, RankBatch, NotPredicted),
+    *(RanksMeasured, RankLost),
 )
 """Members of a union of records, which plain data must tell apart."""
 

@@ -13,6 +13,7 @@ from memopt_cli.records import (
     Equivalence,
     Explanation,
     FastestTraining,
+    GroupMeasurement,
     Inspection,
     OptimizeResult,
     RanksRecommendation,
@@ -30,6 +31,9 @@ class Report(Protocol):
 
     def profiled(self, found: StepProfile, stream: TextIO) -> None:
         """``memopt profile`` is done."""
+
+    def measured(self, found: GroupMeasurement, stream: TextIO) -> None:
+        """``memopt measure`` is done; the first rank says so."""
 
     def recorded(self, result: BaselineResult, stream: TextIO) -> None:
         """``memopt baseline`` is done."""

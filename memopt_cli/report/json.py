@@ -14,6 +14,7 @@ from memopt_cli.records import (
     Equivalence,
     Explanation,
     FastestTraining,
+    GroupMeasurement,
     Inspection,
     OptimizeResult,
     RanksRecommendation,
@@ -31,6 +32,9 @@ class JsonReport:
         stream.write(json_text(to_data(found)))
 
     def profiled(self, found: StepProfile, stream: TextIO) -> None:
+        stream.write(json_text(to_data(found)))
+
+    def measured(self, found: GroupMeasurement, stream: TextIO) -> None:
         stream.write(json_text(to_data(found)))
 
     def recorded(self, result: BaselineResult, stream: TextIO) -> None:

@@ -1,4 +1,4 @@
-"""One rank of many, for people: its tensor peak, predicted, and what it exchanges with the others."""
+"""One rank of many, for people: its tensor peak, predicted or measured, and what it exchanges with the others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from memopt_cli.records import PlannedRanks, RankPrediction, StepProfile
+from memopt_cli.records import GroupMeasurement, PlannedRanks, RankMeasurement, RankPrediction, StepProfile
 from memopt_cli.spec_text import format_layout
-from memopt_cli.units import counted, format_bytes
+from memopt_cli.units import counted, format_bytes, format_seconds
 
 TENSOR_PEAK = "tensor peak of one rank, predicted"
 
@@ -43,7 +43,52 @@ def planned_lines(found: PlannedRanks) -> Iterator[str]:
     yield "predicted on tensors without data: no group of ranks ran; the model was verified whole, in one process"
 
 
-def collective_table(found: RankPrediction) -> Table:
+_SHOWN = 16
+"""Ranks in the table: the first ones, with the largest among them."""
+
+
+def measured_headline(found: GroupMeasurement) -> Iterator[str]:
+    """The peak of the largest rank, and how far the prediction is from what its rank counted."""
+    peak, largest = format_bytes(found.tensor_peak_bytes), found.largest
+    yield (
+        f"tensor peak of one rank, measured: {peak} on rank {largest.rank} of {found.layout.ranks} "
+        f"({format_layout(found.layout)})"
+    )
+    if found.predicted is not None:
+        counted_bytes = found.ranks[found.predicted.rank].tensor_peak_bytes
+        gap_bytes = found.predicted.tensor_peak_bytes - counted_bytes
+        told = f"{abs(gap_bytes) / counted_bytes:.2%} {'more' if gap_bytes > 0 else 'less'} than it counted"
+        yield (
+            f"predicted for rank {found.predicted.rank}: {format_bytes(found.predicted.tensor_peak_bytes)}, "
+            f"{told if gap_bytes else 'to the byte what it counted'}"
+        )
+    yield f"allocated peak {format_bytes(found.allocated_peak_bytes)}, step {format_seconds(found.step_s)}"
+
+
+def rank_table(found: GroupMeasurement) -> Table:
+    """What each rank needed."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("rank", "tensor peak", "allocated peak", "resident", "step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    shown = found.ranks[:_SHOWN]
+    for each in shown if found.largest in shown else (*shown[1:], found.largest):
+        sizes = (each.tensor_peak_bytes, each.allocated_peak_bytes, each.resident_bytes)
+        table.add_row(f"{each.rank}", *map(format_bytes, sizes), format_seconds(each.step_s))
+    return table
+
+
+def measured_remarks(found: GroupMeasurement) -> Iterator[str]:
+    """Which plan it was, and what else the user should know."""
+    if len(found.ranks) > _SHOWN:
+        yield f"{len(found.ranks) - _SHOWN} more ranks are in the JSON"
+    plan = (
+        "without a plan" if found.plan.is_empty else f"plan {found.plan_digest[:12]} (SHA-256), the same on every rank"
+    )
+    yield f"{plan}; peaks and times are the most of any rank; allocated peaks counted by {found.ranks[0].backend}"
+    yield from found.notes
+
+
+def collective_table(found: RankPrediction | RankMeasurement) -> Table:
     """What it exchanges in one step, by kind."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("exchanged in a step", "calls", "tensors as\na whole"):

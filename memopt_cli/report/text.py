@@ -18,6 +18,7 @@ from memopt_cli.records import (
     Equivalence,
     Explanation,
     FastestTraining,
+    GroupMeasurement,
     Inspection,
     OptimizeResult,
     RanksRecommendation,
@@ -79,6 +80,17 @@ class TextReport:
             console.print(part, markup=False)
         _print(console)
         for line in profiling.remarks(found):
+            _print(console, line)
+
+    def measured(self, found: GroupMeasurement, stream: TextIO) -> None:
+        console = _console(stream)
+        _print_headline(console, rank.measured_headline(found))
+        for table in (rank.rank_table(found), rank.collective_table(found.largest)):
+            if table.row_count:
+                _print(console)
+                console.print(table, markup=False)
+        _print(console)
+        for line in rank.measured_remarks(found):
             _print(console, line)
 
     def recorded(self, result: BaselineResult, stream: TextIO) -> None:

@@ -705,6 +705,12 @@ def start_fake_group(rank: int, ranks: int) -> None:
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
+def is_of_lost_rank(error: BaseException) -> bool:
+    """Whether a backend says that another rank is gone or late: gloo has no class of errors for it, but says where."""
+    is_of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    return is_of_gloo or isinstance(error, getattr(torch.distributed, "DistError", ()))
+
+
 MAKES_REDUCER: Final = "_ddp_init_helper"
 """The method of ``DistributedDataParallel`` that makes its reducer, and the logger of that."""
 SETS_HOOKS: Final = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook")

@@ -1,6 +1,19 @@
-"""A model spread over many ranks, of which this process is one and the others do not exist."""
+"""A model spread over many ranks: of a real group, or of one in which this process is the only rank that there is."""
 
-from memopt_cli.sharded.group import fake_group
-from memopt_cli.sharded.spread import Spread, data_ranks, spread
+from memopt_cli.sharded.agreement import Ranks, lost_ranks_told, ranks_of
+from memopt_cli.sharded.group import fake_group, real_group
+from memopt_cli.sharded.reduced import buckets_seen
+from memopt_cli.sharded.spread import Spread, data_ranks, spread, spread_really
 
-__all__ = ["Spread", "data_ranks", "fake_group", "spread"]
+__all__ = [
+    "Ranks",
+    "Spread",
+    "buckets_seen",
+    "data_ranks",
+    "fake_group",
+    "lost_ranks_told",
+    "ranks_of",
+    "real_group",
+    "spread",
+    "spread_really",
+]

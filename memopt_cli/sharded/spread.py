@@ -1,11 +1,11 @@
-"""A model without data as one rank of many has it: spread by the user's function, or in one of the usual ways."""
+"""A model as one rank of many has it: spread by the user's function, or in one of the usual ways."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,17 +38,29 @@ def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard |
     Raises :class:`UsageError` for a function that fails, gives no module or another model, spreads nothing or changes
     the default group, and :class:`StepError` for what cannot be predicted.
     """
+    with without_reducer() as buckets:
+        return Spread(model=_spread(model, mesh, layout, function, "predicted"), buckets=buckets)
+
+
+def spread_really(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> nn.Module:
+    """The same on a rank of a real group.  Raises :class:`StepError` for what is not counted there."""
+    return _spread(model, mesh, layout, function, "measured")
+
+
+def _spread(
+    model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None, what: Literal["predicted", "measured"]
+) -> nn.Module:
     parts = set(model.modules())
-    with without_reducer() as buckets, _without_older():
+    with _without_older(what):
         made = _called(function or _BUILT_IN[layout.parallel], model, mesh, layout)
-    _refuse(made)
+    _refuse(made, what)
     if not isinstance(made, nn.Module):
         raise UsageError(f"{layout.parallel} returned {_kind(made)}, no nn.Module", hint=_RETURN)
     if parts.isdisjoint(made.modules()):
         raise UsageError(f"{layout.parallel} returned another model than it was given", hint=_RETURN)
     if any(map(is_compiled, made.modules())):
         raise StepError(
-            f"{layout.parallel} compiles the model, and a compiled step cannot be predicted: it runs on data alone",
+            f"{layout.parallel} compiles the model, and a compiled step cannot be {what}: {_COMPILED[what]}",
             hint="Let it return the model before torch.compile; the compiled step keeps other tensors.",
         )
     if not _is_spread(made):
@@ -56,7 +68,10 @@ def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard |
             f"{layout.parallel} left every parameter of {type(made).__name__} whole: it spreads nothing",
             hint="Call fully_shard, parallelize_module or DistributedDataParallel in it.",
         )
-    return Spread(model=made, buckets=buckets)
+    return made
+
+
+_COMPILED = {"predicted": "it runs on data alone", "measured": "its tensors are not seen"}
 
 
 def data_ranks(model: nn.Module) -> int:
@@ -78,7 +93,8 @@ def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout)
         raise
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise UsageError(
-            f"{layout.parallel} failed: {first_line(err)}", hint=f"{_GIVEN.format(layout.mesh)} {_NO_GROUP}"
+            f"{layout.parallel} failed: {first_line(err)}",
+            hint=f"{_GIVEN.format(mesh.device_type, layout.mesh)} {_NO_GROUP}",
         ) from err
     if not dist.is_initialized() or dist.group.WORLD is not group:
         raise UsageError(f"{layout.parallel} made a process group of its own", hint=_NO_GROUP)
@@ -86,25 +102,25 @@ def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout)
 
 
 _RETURN = "Let it return the model that trains."
-_GIVEN = "It is called with the model and a DeviceMesh of the CPU with the axes {}."
+_GIVEN = "It is called with the model and a DeviceMesh of {} with the axes {}."
 _NO_GROUP = "The group and the mesh are there: let it make none."
 
 
-def _refuse(made: Any) -> None:
-    """Raises :class:`StepError` for what no step without data can be taken of."""
+def _refuse(made: Any, what: str) -> None:
+    """Raises :class:`StepError` for what is not counted, and of what no step without data can be taken."""
     parts = made.modules() if isinstance(made, nn.Module) else [made]
     kinds = [base for part in parts for base in type(part).__mro__]
     for base in kinds:
         for package, why in _UNPREDICTED.items():
             if f"{base.__module__}.".startswith(f"{package}."):
-                raise StepError(f"{base.__name__} cannot be predicted: {why}", hint=_OTHERS)
+                raise StepError(f"{base.__name__} cannot be {what}: {why}", hint=_OTHERS)
 
 
-def _without_older() -> contextlib.AbstractContextManager[None]:
+def _without_older(what: str) -> contextlib.AbstractContextManager[None]:
     """Within, making a module of FSDP1 raises :class:`StepError`."""
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise StepError(f"FullyShardedDataParallel (FSDP1) cannot be predicted: {_NOT_WATCHED}", hint=_OTHERS)
+        raise StepError(f"FullyShardedDataParallel (FSDP1) cannot be {what}: {_NOT_WATCHED}", hint=_OTHERS)
 
     return replaced(FullyShardedDataParallel, "__init__", lambda _: refuse)
 

@@ -68,7 +68,7 @@ class Bench:
         self.batch = batch_of(subject.spec)
         self._start = StartingState(self.model)
         self._loss = user_function(self.settings.loss, "--loss", functions) if self.settings.loss else None
-        self._make_optimizer = _optimizer_maker(self.settings.optimizer, functions)
+        self._make_optimizer = maker_of_optimizer(self.settings.optimizer, functions)
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
         self._known: dict[Callable[[Bench], Any], Any] = {}
@@ -96,19 +96,13 @@ class Bench:
         """
         from memopt_cli.sharded import fake_group, spread  # takes seconds to import
 
-        if isinstance(self.model, StepModels):
-            raise StepError("a step of one's own is not predicted for many ranks", hint="Give what builds the model.")
-        if plan.in_backward:
-            raise StepError(
-                "the optimizer in backward is not predicted for many ranks", hint="Take in_backward out of the plan."
-            )
-        named = None if is_built_in(layout.parallel) else layout.parallel
-        function = named and user_function(named, "--parallel", self._functions)
+        check_spreadable(self.model, plan, "predicted")
+        function = way_to_spread(layout, self._functions)
         with self._within():
             model = apply_plan(self._placed(self._built()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
             with fakes_exchanged():
-                made = spread(model, mesh, layout, function or None)
+                made = spread(model, mesh, layout, function)
             yield made
 
     def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
@@ -233,6 +227,23 @@ class Bench:
             self.reset()
 
 
+def check_spreadable(model: nn.Module, plan: Plan, what: str) -> None:
+    """Raises :class:`StepError` for what is not predicted, or measured, for many ranks."""
+    if isinstance(model, StepModels):
+        raise StepError(f"a step of one's own is not {what} for many ranks", hint="Give what builds the model.")
+    if plan.in_backward:
+        raise StepError(
+            f"the optimizer in backward is not {what} for many ranks", hint="Take in_backward out of the plan."
+        )
+
+
+def way_to_spread(
+    layout: Layout, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+) -> Callable[..., Any] | None:
+    """The user's function; ``None`` of a built-in way.  Raises :class:`UsageError` if there is none of that name."""
+    return None if is_built_in(layout.parallel) else user_function(layout.parallel, "--parallel", functions)
+
+
 def _checked_alone(bench: Bench) -> None:
     """Raises :class:`PlanError` for an optimizer that updates parameters otherwise one by one."""
     if bench.optimizer is not None:
@@ -242,7 +253,8 @@ def _checked_alone(bench: Bench) -> None:
             raise in_backward_error(bench.optimizer, reason) from reason
 
 
-def _optimizer_maker(text: str, functions: Mapping[str, Callable[..., Any]]) -> OptimizerMaker:
+def maker_of_optimizer(text: str, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> OptimizerMaker:
+    """Of what ``--optimizer`` says; ``functions``: see :class:`Bench`."""
     choice = parse_optimizer(text)
     made = user_function(choice.reference, "--optimizer", functions) if isinstance(choice, MadeOptimizer) else None
     return optimizer_maker(choice, made)

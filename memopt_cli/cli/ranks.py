@@ -1,0 +1,65 @@
+"""Where this process is one of several that a launcher such as ``torchrun`` started: of all, one says what failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+from memopt_cli.errors import MemoptError, RankLostError, Terminated, UsageError
+
+_EACH_S = 0.5
+_MOST_S = 10.0
+"""A rank that fails lets those before it speak first, so long for each; one that only lost another lets all.
+
+``torchrun`` ends all others when the first has ended, so that most never speak.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the launcher says of this process."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    """Among those of this machine."""
+
+
+def launched() -> Launch | None:
+    """``None``: by no launcher, as far as the environment tells.  Raises :class:`UsageError` for what is no number."""
+    if "RANK" not in os.environ:
+        return None
+    rank, ranks = _number("RANK"), _number("WORLD_SIZE", 1)
+    if rank >= ranks:
+        raise UsageError(f"RANK is {rank}, and WORLD_SIZE {ranks}", hint="Ranks are numbered from 0.")
+    return Launch(rank=rank, ranks=ranks, local_rank=_number("LOCAL_RANK", rank))
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"{name} is {text!r}, which is no number", hint="A launcher such as torchrun sets it.")
+    return int(text)
+
+
+def speaks(failure: MemoptError, err: BaseException) -> bool:
+    """Whether this process is to print a failure: not if its launcher ends it before its turn, as one that failed too.
+
+    Alone, or on the first rank, it is at once.
+    """
+    rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not (rank.isdigit() and ranks.isdigit() and int(ranks) > 1):
+        return True
+    if isinstance(err, Terminated):  # another rank failed first, and says so
+        return False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os._exit(failure.exit_code)
+
+    for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(wanted, end)
+    time.sleep(_MOST_S if isinstance(failure, RankLostError) else min(_EACH_S * int(rank), _MOST_S))
+    return True

@@ -1,0 +1,155 @@
+"""A step on a rank of a real group, measured together with the others."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+from datetime import timedelta
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from memopt_cli import trace
+from memopt_cli.apply import apply_plan
+from memopt_cli.errors import RankLostError
+from memopt_cli.loading import load_model
+from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.loading.user_function import user_function
+from memopt_cli.measure.allocated import Allocated, measure_allocated
+from memopt_cli.measure.answers.bench import check_spreadable, maker_of_optimizer, way_to_spread
+from memopt_cli.measure.jobs import DescribeJob, GroupJob, InGroup, Subject
+from memopt_cli.measure.model_file import facts_of
+from memopt_cli.records import (
+    Counted,
+    InputSpec,
+    Layout,
+    RankLost,
+    RankMeasurement,
+    RanksMeasured,
+    StepSettings,
+    to_data,
+)
+from memopt_cli.sharded import (
+    Ranks,
+    buckets_seen,
+    data_ranks,
+    lost_ranks_told,
+    ranks_of,
+    real_group,
+    spread_really,
+)
+from memopt_cli.step import Step, input_dtype, make_scaler, place, reset_gradients, seed_everything, synchronize, take
+
+_COUNTS = 3
+"""How often a step is counted: gloo may let go of a buffer late."""
+_TIMED_STEPS = 5
+
+
+def measure(subject: Subject, job: GroupJob) -> InGroup:
+    """What every rank needs, as every rank knows it then.
+
+    Raises :class:`MemoptError`: on all ranks where one fails before it waits for others, on the one that fails later.
+    """
+    assert subject.layout is not None, "it is one rank of many"
+    try:
+        with lost_ranks_told(), real_group(subject.layout, subject.settings.device, job.timeout_s) as mesh:
+            with ranks_of(None, timedelta(seconds=job.timeout_s)) as ranks:
+                return InGroup(outcome=_measured(subject, subject.layout, job, mesh, ranks))
+    except RankLostError as lost:
+        return InGroup(outcome=RankLost(reason=lost.message, hint=lost.hint))
+
+
+def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks) -> RanksMeasured:
+    digest = ranks.require_same("plan", job.plan)
+    model, spec, function = ranks.each(lambda: (*_built(subject, job), way_to_spread(layout)))
+    settings = replace(subject.settings, device=mesh.device_type)
+    ranks.require_same("step", [to_data(part) for part in (settings, spec, layout)])
+    ranks.require_same("model", [(name, str(tuple(p.shape)), str(p.dtype)) for name, p in model.named_parameters()])
+    spread = spread_really(model, mesh, layout, function)
+    step = ranks.each(lambda: _step(subject.settings, spec, spread))
+    warm_up(step)
+    times = tuple(_timed(step, ranks) for _ in range(_TIMED_STEPS))
+    step = with_buckets(step)
+    allocated, counted = _allocated_by(step), median_count(step)
+    found = RankMeasurement(
+        rank=ranks.rank,
+        tensor_peak_bytes=counted.tensor_peak_bytes,
+        allocated_peak_bytes=allocated.peak_bytes,
+        reserved_peak_bytes=allocated.reserved_bytes,
+        resident_bytes=counted.resident_bytes,
+        breakdown=counted.breakdown,
+        phases=counted.phases,
+        collectives=counted.collectives,
+        data_ranks=data_ranks(spread),
+        step_times_s=times,
+        backend=allocated.backend,
+    )
+    return RanksMeasured(ranks=tuple(ranks.all(lambda: found)), spec=spec, plan_digest=digest)
+
+
+def _built(subject: Subject, job: GroupJob) -> tuple[nn.Module, InputSpec]:
+    """The model with the plan, on this rank's device, and its inputs; parameters that are on ``meta`` stay there."""
+    loaded = load_model(subject.source)
+    model = loaded.module
+    check_spreadable(model, job.plan, "measured")
+    spec = facts_of(loaded, DescribeJob(spec=job.spec)).spec
+    assert spec is not None, "it was asked for"
+    is_whole = not any(parameter.is_meta for parameter in model.parameters())
+    return apply_plan(place(model, subject.settings) if is_whole else model.train(), job.plan), spec
+
+
+def _step(settings: StepSettings, spec: InputSpec, model: nn.Module) -> Step:
+    args, kwargs = make_inputs(spec, seed=settings.seed, device=settings.device, dtype=input_dtype(settings))
+    make = maker_of_optimizer(settings.optimizer)
+    return Step(
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        settings=settings,
+        loss=user_function(settings.loss, "--loss") if settings.loss else None,
+        optimizer=make(model),
+        make_optimizer=make,
+        scaler=make_scaler(settings),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- steps together
+
+
+def warm_up(step: Step) -> None:
+    """Let the optimizer make its state, and DDP its buckets, which it does anew in the second step."""
+    step.settle()
+    for _ in range(2):
+        _begin(step)
+        take(step)
+
+
+def with_buckets(step: Step) -> Step:
+    """The same with the buckets in which DDP reduces, if it does."""
+    _begin(step)
+    return replace(step, buckets=buckets_seen(step))
+
+
+def median_count(step: Step) -> Counted:
+    """What the counter of tensor peaks sees of the step."""
+    return sorted((trace.count(step) for _ in range(_COUNTS)), key=lambda found: found.tensor_peak_bytes)[_COUNTS // 2]
+
+
+def _allocated_by(step: Step) -> Allocated:
+    _begin(step)
+    held_bytes = trace.resident_bytes(step) + sum(bucket.nbytes for bucket in step.buckets)
+    return measure_allocated(functools.partial(take, step), step.settings.device, held_bytes)
+
+
+def _timed(step: Step, ranks: Ranks) -> float:
+    _begin(step)
+    ranks.each(lambda: synchronize(step.settings.device))
+    started = time.perf_counter()
+    take(step)
+    synchronize(step.settings.device)
+    return time.perf_counter() - started
+
+
+def _begin(step: Step) -> None:
+    reset_gradients(step)
+    seed_everything(step.settings.seed)

@@ -1,0 +1,129 @@
+"""Ranks of a real group that agree: on what each found, and on whether any failed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from memopt_cli.errors import Interrupted, MeasurementError, MemoptError, RankLostError, UsageError, first_line
+from memopt_cli.records import to_data
+from memopt_cli.runtime.private_torch import is_of_lost_rank
+
+Found = TypeVar("Found")
+
+
+class Ranks:
+    """Those of a group, through one that gloo joins for this alone: what they tell each other needs no device.
+
+    Whatever one of them is to do, all are to do; each of these calls is a collective.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank: int = dist.get_rank(group)
+        self.count: int = dist.get_world_size(group)
+
+    def each(self, do: Callable[[], Found]) -> Found:
+        """What ``do`` gives here, once it is done on all ranks.  ``do`` waits for no other rank.
+
+        Raises on every rank what the first raises on which it fails: a :class:`MemoptError` of the same class, or a
+        :class:`MeasurementError` where it is another exception, but for that rank itself.
+        """
+        error: BaseException | None = None
+        try:
+            found = do()
+        except BaseException as err:  # an interrupt, too: the others would wait for this rank
+            error = err
+        failures = {rank: told for rank, told in enumerate(self._gathered(_as_told(error))) if told is not None}
+        if error is not None and (self.rank == min(failures) or not isinstance(error, Exception)):
+            raise error
+        if failures:
+            first, failure = next(iter(failures.items()))
+            alike = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
+            raise failure if alike else type(failure)(f"on rank {first}: {failure.message}", hint=failure.hint)
+        return found
+
+    def all(self, do: Callable[[], Found]) -> list[Found]:
+        """What ``do`` gives on each rank, which can be pickled.  Raises as :meth:`each`."""
+        return self._gathered(self.each(do))
+
+    def _gathered(self, mine: Found) -> list[Found]:
+        told: list[Any] = [None] * self.count
+        with lost_ranks_told():
+            dist.all_gather_object(told, mine, group=self._group)
+        return told
+
+    def first(self, do: Callable[[], Found]) -> Found:
+        """What ``do`` gives on the first rank, which alone does it.  Raises as :meth:`all`."""
+        return self.all(lambda: do() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def require_same(self, what: str, value: Any) -> str:
+        """The digest of a value that is to be the same on all ranks.  Raises :class:`UsageError` where it is not."""
+        digests = self.all(lambda: digest_of(value))
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise UsageError(
+                f"rank {other} has another {what} than rank 0: its digest is {digests[other][:12]}, "
+                f"not {digests[0][:12]}",
+                hint="Give every rank the same files and flags, and the same version of them.",
+            )
+        return digests[0]
+
+
+@contextlib.contextmanager
+def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Ranks]:
+    """The ranks of a group (``None``: of all), each of which may be waited for as long as ``limit``."""
+    given = group if group is not None else dist.group.WORLD
+    if given is None or given == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this process is no rank of the group", hint="Call it on the ranks of the group alone.")
+    numbers = dist.get_process_group_ranks(given)
+    with lost_ranks_told():
+        ours = dist.new_group(numbers, timeout=limit, backend="gloo", use_local_synchronization=True)
+    try:
+        yield Ranks(ours)
+    finally:
+        dist.destroy_process_group(ours)
+
+
+@contextlib.contextmanager
+def lost_ranks_told() -> Iterator[None]:
+    """Within, what a backend raises because another rank is gone becomes a :class:`RankLostError`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RankLostError) or not _is_of_lost_rank(error):
+            raise
+        raise RankLostError(
+            f"another rank has ended, or does not answer: {first_line(error)}",
+            hint="What that rank says, or the log of its process, tells why.",
+        ) from error
+
+
+def digest_of(value: Any) -> str:
+    """Of records and plain values: the same in every process."""
+    return hashlib.sha256(json.dumps(to_data(value), sort_keys=True).encode()).hexdigest()
+
+
+def _is_of_lost_rank(error: BaseException) -> bool:
+    """Or of what follows from it: code of the user's, and ours, may raise something else on top."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if is_of_lost_rank(chain):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
+
+
+def _as_told(error: BaseException | None) -> MemoptError | None:
+    """To the other ranks, which may not know its class."""
+    if error is None or isinstance(error, MemoptError):
+        return error and type(error)(error.message, hint=error.hint)
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("interrupted")
+    return MeasurementError(first_line(error))
