@@ -10,11 +10,9 @@ from types import FrameType
 
 from memopt_cli.errors import MemoptError, RankLostError, Terminated, UsageError
 
-_EACH_S = 0.5
-_MOST_S = 10.0
-"""A rank that fails lets those before it speak first, so long for each; one that only lost another lets all.
-
-``torchrun`` ends all others when the first has ended, so that most never speak.
+_OTHERS_S, _EACH_S, _MOST_S = 3.0, 0.5, 12.0
+"""A rank that fails lets those before it speak first: the first rank, and so much longer for each; one that only lost
+another lets all.  ``torchrun`` ends the others when one has ended, so that they never speak.
 """
 
 
@@ -61,5 +59,11 @@ def speaks(failure: MemoptError, err: BaseException) -> bool:
 
     for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(wanted, end)
-    time.sleep(_MOST_S if isinstance(failure, RankLostError) else min(_EACH_S * int(rank), _MOST_S))
+    time.sleep(_patience_s(failure, int(rank)))
     return True
+
+
+def _patience_s(failure: MemoptError, rank: int) -> float:
+    if isinstance(failure, RankLostError):
+        return _MOST_S
+    return min(_OTHERS_S + _EACH_S * rank, _MOST_S) if rank else 0.0

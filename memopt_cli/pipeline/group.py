@@ -26,6 +26,7 @@ from memopt_cli.records import (
     RankLost,
     RankPrediction,
     RanksMeasured,
+    StepFailed,
     to_data,
 )
 from memopt_cli.spec_text import is_factory
@@ -93,7 +94,9 @@ def _in_group(request: MeasureRequest, plan: Plan, progress: Progress) -> RanksM
     with Session(subject, request.timeout_s) as session:
         found = session.ask(GroupJob(plan=plan, spec=request.spec, timeout_s=request.timeout_s))
     if not isinstance(found, InGroup):
-        raise_failure(found, f"rank {request.rank} of {request.layout.ranks}: ")
+        raise_failure(
+            found, "" if isinstance(found, StepFailed) else f"rank {request.rank} of {request.layout.ranks}: "
+        )
     if isinstance(found.outcome, RankLost):
         raise RankLostError(found.outcome.reason, hint=found.outcome.hint)
     return found.outcome

@@ -11,9 +11,18 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from memopt_cli.errors import Interrupted, MeasurementError, MemoptError, RankLostError, UsageError, first_line
+from memopt_cli.errors import (
+    Interrupted,
+    MeasurementError,
+    MemoptError,
+    RankLostError,
+    StepError,
+    UsageError,
+    first_line,
+)
 from memopt_cli.records import to_data
 from memopt_cli.runtime.private_torch import is_of_lost_rank
+from memopt_cli.step import is_out_of_memory
 
 Found = TypeVar("Found")
 
@@ -46,8 +55,25 @@ class Ranks:
         if failures:
             first, failure = next(iter(failures.items()))
             alike = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
-            raise failure if alike else type(failure)(f"on rank {first}: {failure.message}", hint=failure.hint)
+            raise failure if alike else _named(failure, first, self.count)
         return found
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within, this rank waits for others, who learn nothing of what fails here but that it is gone.
+
+        What is raised says which rank it was, as a :class:`MemoptError`; lack of memory stays as it is.
+        """
+        try:
+            yield
+        except RankLostError:
+            raise
+        except MemoptError as err:
+            raise _named(err, self.rank, self.count) from err
+        except Exception as err:
+            if is_out_of_memory(err) or _is_of_lost_rank(err):
+                raise
+            raise _named(StepError(first_line(err)), self.rank, self.count) from err
 
     def all(self, do: Callable[[], Found]) -> list[Found]:
         """What ``do`` gives on each rank, which can be pickled.  Raises as :meth:`each`."""
@@ -80,7 +106,7 @@ class Ranks:
 def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Ranks]:
     """The ranks of a group (``None``: of all), each of which may be waited for as long as ``limit``."""
     given = group if group is not None else dist.group.WORLD
-    if given is None or given == dist.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(given, dist.ProcessGroup):  # of those that are none of its ranks it is a number
         raise UsageError("this process is no rank of the group", hint="Call it on the ranks of the group alone.")
     numbers = dist.get_process_group_ranks(given)
     with lost_ranks_told():
@@ -103,6 +129,10 @@ def lost_ranks_told() -> Iterator[None]:
             f"another rank has ended, or does not answer: {first_line(error)}",
             hint="What that rank says, or the log of its process, tells why.",
         ) from error
+
+
+def _named(error: MemoptError, rank: int, ranks: int) -> MemoptError:
+    return type(error)(f"rank {rank} of {ranks}: {error.message}", hint=error.hint)
 
 
 def digest_of(value: Any) -> str:

@@ -6,6 +6,7 @@ import functools
 import time
 from dataclasses import replace
 from datetime import timedelta
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,9 +53,12 @@ def measure(subject: Subject, job: GroupJob) -> InGroup:
     """
     assert subject.layout is not None, "it is one rank of many"
     try:
-        with lost_ranks_told(), real_group(subject.layout, subject.settings.device, job.timeout_s) as mesh:
-            with ranks_of(None, timedelta(seconds=job.timeout_s)) as ranks:
-                return InGroup(outcome=_measured(subject, subject.layout, job, mesh, ranks))
+        with (
+            lost_ranks_told(),
+            real_group(subject.layout, subject.settings.device, job.timeout_s) as mesh,
+            ranks_of(None, timedelta(seconds=job.timeout_s)) as ranks,
+        ):
+            return InGroup(outcome=_measured(subject, subject.layout, job, mesh, ranks))
     except RankLostError as lost:
         return InGroup(outcome=RankLost(reason=lost.message, hint=lost.hint))
 
@@ -65,12 +69,14 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
     settings = replace(subject.settings, device=mesh.device_type)
     ranks.require_same("step", [to_data(part) for part in (settings, spec, layout)])
     ranks.require_same("model", [(name, str(tuple(p.shape)), str(p.dtype)) for name, p in model.named_parameters()])
-    spread = spread_really(model, mesh, layout, function)
+    with ranks.alone():
+        spread = spread_really(model, mesh, layout, function)
     step = ranks.each(lambda: _step(subject.settings, spec, spread))
-    warm_up(step)
-    times = tuple(_timed(step, ranks) for _ in range(_TIMED_STEPS))
-    step = with_buckets(step)
-    allocated, counted = _allocated_by(step), median_count(step)
+    with ranks.alone():
+        warm_up(step)
+        times = tuple(_timed(step, ranks) for _ in range(_TIMED_STEPS))
+        step = with_buckets(step)
+        allocated, counted = _allocated_by(step), median_count(step)
     found = RankMeasurement(
         rank=ranks.rank,
         tensor_peak_bytes=counted.tensor_peak_bytes,
