@@ -21,12 +21,12 @@ import warnings  # noqa: E402
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch's, here and in every spawned subprocess
 
 
-def _quit_at_once(*_: object) -> None:
+def _quit_at_once(number: int, _: object) -> None:
     """Nothing has been started or written yet, and an exception could be swallowed by the import that it meets.
 
-    Of several ranks the first says so.
+    A launcher ends its ranks when one has failed, which says why; Ctrl-C reaches all, and the first says so.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if "RANK" not in os.environ or (number == signal.SIGINT and os.environ["RANK"] == "0"):
         os.write(2, b"error: interrupted\n")
     os._exit(130)
 

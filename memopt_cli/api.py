@@ -20,6 +20,7 @@ from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.module_calls import unwrapped
+from memopt_cli.pipeline.live_group import on_every_rank
 from memopt_cli.pipeline.live_model import (
     FORMAT,
     codecs_failing_on_zeros,
@@ -100,6 +101,7 @@ def memory_optimization(
     example_forward: Callable[[nn.Module], object] | None = None,
     split_fn: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
     can_chunk: Callable[[nn.Module], bool] | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> nn.Module | tuple[nn.Module, MemOptSummary]:
     """Make ``net`` train in less memory, in place, as ``memopt optimize`` does with a file; returns ``net``.
 
@@ -137,50 +139,59 @@ def memory_optimization(
         segments in its place from level 2 on, and so on with those; without it all may that lie in it.
     can_chunk:
         Whether a module may run in chunks, if it is found that it can.
+    process_group:
+        Called on every rank of this group, each with its copy of the model: the first rank searches, and all have its
+        plan, which they make sure of.  What fails on one rank is raised on all.  ``None``: this process searches.
 
     The input, random numbers, gradients, train/eval mode and device stay as they are.  Raises :class:`OptionError` (a
     :class:`ValueError`) for a value out of its range, and for a level above 1 without ``dummy_input`` and profile;
     :class:`VerificationError` if the optimized model differs from the original; other errors of
     :mod:`memopt_cli.errors` if the model cannot take a step.
     """
-    started, given, net = time.monotonic(), net, unwrapped(net)
-    if example_forward is not None:
-        if dummy_input is not None:
-            raise OptionError(
-                "both dummy_input and example_forward are given", hint="One of them is enough to run the model."
-            )
-        dummy_input = inputs_of(net, example_forward)
-    unsaid = level is None and profile is None and prefer is None
-    instances = _instances(net, instance)
-    request = SearchOverrides(
-        level=0 if unsaid else level,
-        modules=instances,
-        parts=_parts(net, instances, split_fn) if split_fn is not None else None,
-        chunkable=_chunkable(net, instances, can_chunk) if can_chunk is not None else None,
-        compress_x=compress_x,
-        temporal_split_factor=temporal_split_factor,
-        max_split_rounds=max_split_rounds,
-        max_candidates_per_round=max_candidates_per_round,
-        warmup_in_main_process=warmup_in_main_process,
-        warmup_in_profile_workers=warmup_in_profile_workers,
-        prefer=prefer,
-        profile=profile,
-        allow_expensive_profiling=allow_expensive_profiling,
-        checkpoint_budget=checkpoint_budget,
-        max_gc_wrapped_modules=max_gc_wrapped_modules,
-        gc_target_budget_ratio=gc_target_budget_ratio,
-        max_slowdown=math.inf,
-    )
-    resolved = resolve(request, has_inputs=dummy_input is not None)
-    settings = StepSettings(device=resolve_device())
-    with logged(verbose) as progress:
-        if dummy_input is None or resolved.options.level == 0:
-            found = _on_instances(net, resolved, settings, progress)
-        else:
-            found = _measured(net, _arguments(dummy_input), request, resolved, settings, progress)
-            found.notes.extend(left_out_note(given))
-    found.notes.extend(_nothing_wrapped(net, instance, found))
-    return (given, summarize(found, spent_s=time.monotonic() - started)) if return_summary else given
+    given, net = net, unwrapped(net)
+
+    def optimized() -> MemOptSummary:
+        started, inputs = time.monotonic(), dummy_input
+        if example_forward is not None:
+            if dummy_input is not None:
+                raise OptionError(
+                    "both dummy_input and example_forward are given", hint="One of them is enough to run the model."
+                )
+            inputs = inputs_of(net, example_forward)
+        unsaid = level is None and profile is None and prefer is None
+        instances = _instances(net, instance)
+        request = SearchOverrides(
+            level=0 if unsaid else level,
+            modules=instances,
+            parts=_parts(net, instances, split_fn) if split_fn is not None else None,
+            chunkable=_chunkable(net, instances, can_chunk) if can_chunk is not None else None,
+            compress_x=compress_x,
+            temporal_split_factor=temporal_split_factor,
+            max_split_rounds=max_split_rounds,
+            max_candidates_per_round=max_candidates_per_round,
+            warmup_in_main_process=warmup_in_main_process,
+            warmup_in_profile_workers=warmup_in_profile_workers,
+            prefer=prefer,
+            profile=profile,
+            allow_expensive_profiling=allow_expensive_profiling,
+            checkpoint_budget=checkpoint_budget,
+            max_gc_wrapped_modules=max_gc_wrapped_modules,
+            gc_target_budget_ratio=gc_target_budget_ratio,
+            max_slowdown=math.inf,
+        )
+        resolved = resolve(request, has_inputs=inputs is not None)
+        settings = StepSettings(device=resolve_device())
+        with logged(verbose) as progress:
+            if inputs is None or resolved.options.level == 0:
+                found = _on_instances(net, resolved, settings, progress)
+            else:
+                found = _measured(net, _arguments(inputs), request, resolved, settings, progress)
+                found.notes.extend(left_out_note(given))
+        found.notes.extend(_nothing_wrapped(net, instance, found))
+        return summarize(found, spent_s=time.monotonic() - started)
+
+    summary = on_every_rank(net, process_group, optimized, lambda found: found.plan)
+    return (given, summary) if return_summary else given
 
 
 def apply_gc(

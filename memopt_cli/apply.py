@@ -158,9 +158,16 @@ def taken_off(model: nn.Module) -> Iterator[Plan]:
 
     Where what is done then fails, the plan is on it again, and nothing else is.
     """
+    with put_back(model) as carried:
+        remove_plan(model)
+        yield carried
+
+
+@contextlib.contextmanager
+def put_back(model: nn.Module) -> Iterator[Plan]:
+    """Gives the plan that ``model`` carries; where what is done within fails, that is on it again, and nothing else."""
     carried, optimizers = plan_of(model), list(optimizers_in_backward(model))
     try:
-        remove_plan(model)
         yield carried
     except BaseException:
         remove_plan(model)

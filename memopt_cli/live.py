@@ -45,6 +45,7 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
 from memopt_cli.pipeline.fastest import check_search, check_search_alone, fastest_prepared
+from memopt_cli.pipeline.live_group import on_every_rank
 from memopt_cli.pipeline.live_model import described, found_and_proven, logged, prepared_model, taken_off_note
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
@@ -100,6 +101,7 @@ def optimize(
     precision: Precision = "stored",
     device: str | torch.device | None = None,
     seed: int = 0,
+    process_group: torch.distributed.ProcessGroup | None = None,
     verbose: bool = False,
 ) -> Optimized:
     """Make ``model`` train in less memory, in place, as ``memopt optimize`` does with a file.
@@ -138,6 +140,9 @@ def optimize(
         Micro-batches of a step of the optimizer.
     device:
         ``None``: the one of this process.
+    process_group:
+        Called on every rank of this group, each with its copy of the model: the first rank searches, and all have its
+        plan, which they make sure of.  What fails on one rank is raised on all.  ``None``: this process searches.
     verbose:
         Log the course of the search, by the logger ``memopt_cli``.
 
@@ -145,15 +150,19 @@ def optimize(
     replaced.  Raises :class:`VerificationError` if the optimized model differs, :class:`NothingFitsError` if no plan
     meets the budget, and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
     """
-    card = card_given(for_device, device)
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-    search = search_of(level, max_slowdown, target, allow_inexact)
-    goal = SearchGoal(budget=budget_of(budget))
-    sizes, varied = split_dims(dims)
-    given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
-    counts = lengths_given(lengths)
-    check_range(varied, counts is not None, goal.budget is not None)
-    return _searched(model, given, step, search, goal, search_time, wants_batch, verbose, card, varied, counts)
+
+    def optimized() -> Optimized:
+        card = card_given(for_device, device)
+        step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
+        search = search_of(level, max_slowdown, target, allow_inexact)
+        goal = SearchGoal(budget=budget_of(budget))
+        sizes, varied = split_dims(dims)
+        given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
+        counts = lengths_given(lengths)
+        check_range(varied, counts is not None, goal.budget is not None)
+        return _searched(model, given, step, search, goal, search_time, wants_batch, verbose, card, varied, counts)
+
+    return on_every_rank(checked_model(model), process_group, optimized, lambda found: found.plan)
 
 
 def frontier(

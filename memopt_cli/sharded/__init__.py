@@ -1,6 +1,6 @@
 """A model spread over many ranks: of a real group, or of one in which this process is the only rank that there is."""
 
-from memopt_cli.sharded.agreement import Ranks, lost_ranks_told, ranks_of
+from memopt_cli.sharded.agreement import Ranks, lost_ranks_told, parameters_of, ranks_of
 from memopt_cli.sharded.group import fake_group, real_group
 from memopt_cli.sharded.reduced import buckets_seen
 from memopt_cli.sharded.spread import Spread, data_ranks, spread, spread_really
@@ -12,6 +12,7 @@ __all__ = [
     "data_ranks",
     "fake_group",
     "lost_ranks_told",
+    "parameters_of",
     "ranks_of",
     "real_group",
     "spread",

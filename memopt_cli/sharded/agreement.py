@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from memopt_cli.errors import (
     Interrupted,
@@ -106,8 +107,7 @@ class Ranks:
 def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Ranks]:
     """The ranks of a group (``None``: of all), each of which may be waited for as long as ``limit``."""
     given = group if group is not None else dist.group.WORLD
-    if not isinstance(given, dist.ProcessGroup):  # of those that are none of its ranks it is a number
-        raise UsageError("this process is no rank of the group", hint="Call it on the ranks of the group alone.")
+    assert given is not None, "there is one"
     numbers = dist.get_process_group_ranks(given)
     with lost_ranks_told():
         ours = dist.new_group(numbers, timeout=limit, backend="gloo", use_local_synchronization=True)
@@ -133,6 +133,11 @@ def lost_ranks_told() -> Iterator[None]:
 
 def _named(error: MemoptError, rank: int, ranks: int) -> MemoptError:
     return type(error)(f"rank {rank} of {ranks}: {error.message}", hint=error.hint)
+
+
+def parameters_of(model: nn.Module) -> list[tuple[str, str, str]]:
+    """Name, shape and dtype of each: what ranks must have alike, or they would wait for each other without end."""
+    return [(name, str(tuple(p.shape)), str(p.dtype)) for name, p in model.named_parameters()]
 
 
 def digest_of(value: Any) -> str:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.apply import apply_plan
+from memopt_cli.measure.answers.ranks import median_count, warm_up, with_buckets
 from memopt_cli.optimizer_text import parse_optimizer
 from memopt_cli.optimizers import optimizer_maker
-from memopt_cli.records import Counted, Plan, RankPrediction, SegmentPlan, StepSettings, from_data, to_data
-from memopt_cli.step import Step, take
-from memopt_cli.trace import count
+from memopt_cli.records import Counted, Plan, RankPrediction, SegmentPlan, StepSettings
+from memopt_cli.step import Step
 from tests.sharded import models
 
-TIMES = 3
-"""How often a step is counted: gloo may let go of a buffer late."""
 SEGMENTS = Plan(segments=tuple(SegmentPlan(path=f"blocks.{i}") for i in range(3)))
 CONVOLUTIONS = Plan(segments=tuple(SegmentPlan(path=f"3.{i}") for i in range(3)))
 
@@ -124,37 +123,37 @@ REPLICATED = (
 # ---------------------------------------------------------------------------------------------- in real processes
 
 
-def counted_really(cases: tuple[Case, ...], folder: Path) -> dict[str, list[list[Counted]]]:
-    """Name -> of each rank what was counted, ``TIMES`` over; all cases are of as many ranks."""
+def counted_really(cases: tuple[Case, ...], folder: Path) -> dict[str, list[Counted]]:
+    """Name -> what each rank counted; all cases are of as many ranks."""
     (ranks,) = {case.ranks for case in cases}
+    found = in_group(ranks, partial(_counts, cases), folder)
+    return {case.name: [of_rank[case.name] for of_rank in found] for case in cases}
+
+
+def in_group(ranks: int, work: Callable[[], Any], folder: Path) -> list[Any]:
+    """What ``work`` gives, which can be pickled, in each of so many processes that gloo joins."""
     multiprocessing.set_forkserver_preload(["torch._dynamo", __name__])  # imported once, for the ranks of all groups
-    torch.multiprocessing.start_processes(
-        _process, (ranks, cases, str(folder)), nprocs=ranks, start_method="forkserver"
-    )
-    found = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
-    return {
-        case.name: [[from_data(Counted, data) for data in of_rank[case.name]] for of_rank in found] for case in cases
-    }
+    torch.multiprocessing.start_processes(_process, (ranks, work, str(folder)), nprocs=ranks, start_method="forkserver")
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
 
 
-def _process(rank: int, ranks: int, cases: tuple[Case, ...], folder: str) -> None:
+def _process(rank: int, ranks: int, work: Callable[[], Any], folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2))
-    found = {}
-    for case in cases:
-        torch.manual_seed(0)
-        found[case.name] = [to_data(counted) for counted in _counts(case)]
-        dist.barrier()
-    torch.save(found, Path(folder) / f"{rank}.pt")
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(work()))
     dist.destroy_process_group()
 
 
-def _counts(case: Case) -> list[Counted]:
-    step = real_step(case)
-    take(step)
-    take(step)  # DDP makes its buckets anew
-    return [count(replace(step, buckets=_buckets(step))) for _ in range(TIMES)]
+def _counts(cases: tuple[Case, ...]) -> dict[str, Counted]:
+    found = {}
+    for case in cases:
+        torch.manual_seed(0)
+        step = real_step(case)
+        warm_up(step)
+        found[case.name] = median_count(with_buckets(step))
+        dist.barrier()
+    return found
 
 
 def real_step(case: Case) -> Step:
@@ -169,27 +168,3 @@ def real_step(case: Case) -> Step:
         else torch.randint(0, models.WORDS, (4, models.LENGTH))
     )
     return Step(model=model, args=(given,), kwargs={}, settings=settings, optimizer=make(model), make_optimizer=make)
-
-
-def _buckets(step: Step) -> tuple[Tensor, ...]:
-    """Those of DDP's reducer, which nothing else tells of: what its hook is given."""
-    if not isinstance(step.model, DistributedDataParallel):
-        return ()
-    found: list[Tensor] = []
-
-    def hook(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        if all(bucket.buffer() is not known for known in found):
-            found.append(bucket.buffer())
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    if step.model in _HOOKED:
-        return tuple(_HOOKED[step.model])
-    hook.__annotations__.clear()  # PyTorch compares them with classes
-    step.model.register_comm_hook(None, hook)
-    take(step)
-    _HOOKED[step.model] = found
-    return tuple(found)
-
-
-_HOOKED: dict[nn.Module, list[Tensor]] = {}

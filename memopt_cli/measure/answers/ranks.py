@@ -35,6 +35,7 @@ from memopt_cli.sharded import (
     buckets_seen,
     data_ranks,
     lost_ranks_told,
+    parameters_of,
     ranks_of,
     real_group,
     spread_really,
@@ -68,7 +69,7 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
     model, spec, function = ranks.each(lambda: (*_built(subject, job), way_to_spread(layout)))
     settings = replace(subject.settings, device=mesh.device_type)
     ranks.require_same("step", [to_data(part) for part in (settings, spec, layout)])
-    ranks.require_same("model", [(name, str(tuple(p.shape)), str(p.dtype)) for name, p in model.named_parameters()])
+    ranks.require_same("model", parameters_of(model))
     with ranks.alone():
         spread = spread_really(model, mesh, layout, function)
     step = ranks.each(lambda: _step(subject.settings, spec, spread))
