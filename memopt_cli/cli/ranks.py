@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from types import FrameType
 
 from memopt_cli.errors import MemoptError, RankLostError, Terminated, UsageError
 
@@ -54,12 +53,10 @@ def speaks(failure: MemoptError, err: BaseException) -> bool:
     if isinstance(err, Terminated):  # another rank failed first, and says so
         return False
 
-    def end(number: int, frame: FrameType | None) -> None:
-        os._exit(failure.exit_code)
-
-    for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(wanted, end)
-    time.sleep(_patience_s(failure, int(rank)))
+    if patience_s := _patience_s(failure, int(rank)):
+        for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(wanted, lambda *_: os._exit(failure.exit_code))
+        time.sleep(patience_s)
     return True
 
 

@@ -29,10 +29,7 @@ Found = TypeVar("Found")
 
 
 class Ranks:
-    """Those of a group, through one that gloo joins for this alone: what they tell each other needs no device.
-
-    Whatever one of them is to do, all are to do; each of these calls is a collective.
-    """
+    """Those of a group.  Whatever one of them is to do, all are to do; each of these calls is a collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -105,12 +102,17 @@ class Ranks:
 
 @contextlib.contextmanager
 def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Ranks]:
-    """The ranks of a group (``None``: of all), each of which may be waited for as long as ``limit``."""
-    given = group if group is not None else dist.group.WORLD
-    assert given is not None, "there is one"
-    numbers = dist.get_process_group_ranks(given)
+    """The ranks of a group; ``None``: of all.
+
+    All talk through a group of gloo's for this alone, in which one waits for another as long as ``limit``; those of
+    another group through that, whose backend has a limit of its own.
+    """
+    if group is not None and group is not dist.group.WORLD:
+        yield Ranks(group)
+        return
     with lost_ranks_told():
-        ours = dist.new_group(numbers, timeout=limit, backend="gloo", use_local_synchronization=True)
+        ours = dist.new_group(timeout=limit, backend="gloo")
+    assert isinstance(ours, dist.ProcessGroup), "all are in it"
     try:
         yield Ranks(ours)
     finally:

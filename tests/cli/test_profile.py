@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from memopt_cli.cards import CARDS
+from memopt_cli.cli import app
 from memopt_cli.cli.app import main
 from memopt_cli.errors import StepError
 from memopt_cli.records import InputSpec, Layout, ModelSource, ProfileRequest, StepSettings, TensorSpec, Trust
@@ -240,7 +241,10 @@ def test_one_of_several_processes_is_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(app, "speaks", lambda *_: True)
     assert main(["profile", "model.pt"]) == 2
-    assert "memopt profile is one process, and this one is number 1 of 2" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "memopt profile is one process, and this one is number 1 of 2" in told
+    assert "under torchrun memopt measure is what all ranks do together" in told
     assert not requests
     assert main(["profile", "--help"]) == 0

@@ -7,6 +7,8 @@ import copy
 import inspect
 import io
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -921,6 +923,23 @@ def test_ddp_makes_its_reducer_and_takes_hooks_by_these() -> None:
     for name in (p.MAKES_REDUCER, *p.SETS_HOOKS):
         assert callable(getattr(torch.nn.parallel.DistributedDataParallel, name))
     assert p.FIRST_BUCKET_BYTES == 1 << 20
+
+
+def test_a_rank_that_is_gone_or_late_is_told() -> None:
+    """Two of gloo's ranks in one process, the second of which takes no part."""
+    store = torch.distributed.HashStore()
+
+    def join(rank: int) -> Any:
+        return torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=0.5))
+
+    with ThreadPoolExecutor(2) as threads:
+        group, other = threads.map(join, range(2))
+    with pytest.raises(RuntimeError) as late:
+        group.allreduce([torch.zeros(1)]).wait()
+    del other
+    assert p.is_of_lost_rank(late.value)
+    assert p.is_of_lost_rank(torch.distributed.DistBackendError("NCCL"))
+    assert not p.is_of_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_tensors_share_buckets_up_to_a_limit() -> None:

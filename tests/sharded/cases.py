@@ -24,6 +24,8 @@ from memopt_cli.records import Counted, Plan, RankPrediction, SegmentPlan, StepS
 from memopt_cli.step import Step
 from tests.sharded import models
 
+WAIT = timedelta(minutes=2)
+"""How long a rank waits for another."""
 SEGMENTS = Plan(segments=tuple(SegmentPlan(path=f"blocks.{i}") for i in range(3)))
 CONVOLUTIONS = Plan(segments=tuple(SegmentPlan(path=f"3.{i}") for i in range(3)))
 
@@ -140,7 +142,7 @@ def in_group(ranks: int, work: Callable[[], Any], folder: Path) -> list[Any]:
 def _process(rank: int, ranks: int, work: Callable[[], Any], folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=WAIT)
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(work()))
     dist.destroy_process_group()
 
