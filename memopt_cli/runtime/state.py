@@ -36,6 +36,7 @@ from contextlib import contextmanager
 from typing import Any, TypeGuard
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -274,6 +275,8 @@ class StartingState:
             return "calls backward in its forward, which adds to the gradients of its parameters"
         if self._hooks.changed:
             return "adds or removes hooks of modules within it"
+        if any(device.type == "cuda" for device in self._devices) and has_recurrent_dropout(self._module):
+            return "has a recurrent layer with dropout, which cuDNN draws from a generator of its own"
         return self._objects.lost()
 
     def _hand_over(self, tensor: Tensor, version: int) -> None:
@@ -323,3 +326,16 @@ class StartingState:
                 objects.restore()
                 current.restore()
                 generators.restore()
+
+
+def has_recurrent_dropout(module: nn.Module) -> bool:
+    """Whether cuDNN would draw dropout between the layers of a recurrent module in it, if that is on a GPU."""
+    return torch.backends.cudnn.enabled and any(
+        part.training and getattr(part, "num_layers", 1) > 1 and bool(part.dropout)
+        for part in module.modules()
+        if getattr(part, "original_name", type(part).__name__) in _RECURRENT and hasattr(part, "dropout")
+    )
+
+
+_RECURRENT = frozenset({"RNN", "LSTM", "GRU"})
+"""Classes of PyTorch's, which their TorchScript is named after."""
