@@ -36,7 +36,6 @@ from contextlib import contextmanager
 from typing import Any, TypeGuard
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -54,6 +53,7 @@ from memopt_cli.runtime.private_torch import (
     not_compiled,
     parameters_of,
 )
+from memopt_cli.runtime.recurrent import has_recurrent_dropout
 from memopt_cli.runtime.settings import Settings
 
 
@@ -326,16 +326,3 @@ class StartingState:
                 objects.restore()
                 current.restore()
                 generators.restore()
-
-
-def has_recurrent_dropout(module: nn.Module) -> bool:
-    """Whether cuDNN would draw dropout between the layers of a recurrent module in it, if that is on a GPU."""
-    return torch.backends.cudnn.enabled and any(
-        part.training and getattr(part, "num_layers", 1) > 1 and bool(part.dropout)
-        for part in module.modules()
-        if getattr(part, "original_name", type(part).__name__) in _RECURRENT and hasattr(part, "dropout")
-    )
-
-
-_RECURRENT = frozenset({"RNN", "LSTM", "GRU"})
-"""Classes of PyTorch's, which their TorchScript is named after."""
