@@ -83,9 +83,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor() as pool:
         folder = Path(made)
         estimates = dict(zip(names, pool.map(lambda name: estimated(name, given.card, folder), names), strict=True))
-        found = [row for name in names for row in rows(name, estimates[name], folder)]
-    print(table(HEADER, found))
-    write_section(f"Estimates for {given.card}", this_command(), table(HEADER, found))
+        for name in names:
+            found = table(HEADER, rows(name, estimates[name], folder))
+            print(found)
+            write_section(f"Estimates for {given.card}: {name}", this_command(), found)
 
 
 if __name__ == "__main__":
