@@ -134,10 +134,11 @@ class _Job:
         assert isinstance(most.outcome, NoBatchFits)
         under = " under the plan" if most.planned else ""
         ranks = counted(most.layout.ranks, "rank")
+        more_ranks = "" if most.layout.parallel == "ddp" else "more ranks, "  # each has all of the model there
         raise NothingFitsError(
             f"not even batch {most.outcome.batch} of each rank{under} fits into {self.limit} on {ranks}: "
             f"{most.outcome.reason}",
-            hint="Give more --memory, more ranks or smaller inputs, or a plan of memopt optimize --ranks with --plan.",
+            hint=f"Give more --memory, {more_ranks}smaller inputs, or a plan of memopt optimize --ranks with --plan.",
         )
 
     def _start(self, *, planned: bool) -> int:

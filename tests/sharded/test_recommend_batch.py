@@ -11,7 +11,7 @@ import pytest
 
 from memopt_cli import predict_rank, recommend_ranks
 from memopt_cli.cli.app import main
-from memopt_cli.errors import MeasurementError, UsageError
+from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
 from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.records import (
     Breakdown,
@@ -138,21 +138,25 @@ def test_what_was_found_before_an_interruption_is_shown(monkeypatch: pytest.Monk
         recommend_ranks(models.transformer, FLAGS[1], ranks=4, parallelize=models.shard, memory=MEMORY)
 
 
+def counted(probes: BatchProbes, batch: int) -> Counted:
+    """1000 bytes a sample."""
+    peak = probes.dry_runs[batch] = 1000 * batch
+    return Counted(
+        tensor_peak_bytes=peak,
+        allocated_peak_bytes=peak,
+        resident_bytes=0,
+        breakdown=from_data(Breakdown, dict.fromkeys((field.name for field in fields(Breakdown)), 0)),
+        holders=(),
+        data_ranks=2,
+    )
+
+
 @pytest.mark.parametrize("failed", [Crashed(reason="exit code 7", output_tail=""), TimedOut(limit_s=5)])
 def test_what_was_found_outlives_a_lost_subprocess(failed: Failure, monkeypatch: pytest.MonkeyPatch) -> None:
     def count(probes: BatchProbes, batch: int) -> Counted | Failure:
         if probes.place.endswith("of 4"):
             return failed
-        peak = 1000 * batch
-        probes.dry_runs[batch] = peak
-        return Counted(
-            tensor_peak_bytes=peak,
-            allocated_peak_bytes=peak,
-            resident_bytes=0,
-            breakdown=from_data(Breakdown, dict.fromkeys((field.name for field in fields(Breakdown)), 0)),
-            holders=(),
-            data_ranks=2,
-        )
+        return counted(probes, batch)
 
     monkeypatch.setattr(BatchProbes, "count", count)
     found = recommend_ranks(
@@ -164,6 +168,16 @@ def test_what_was_found_outlives_a_lost_subprocess(failed: Failure, monkeypatch:
     assert four == NotPredicted(reason=describe(failed))
     with pytest.raises(MeasurementError):
         recommend_ranks(models.transformer, FLAGS[1], ranks=4, parallelize=models.shard, memory=8500)
+
+
+@pytest.mark.parametrize(("way", "helps"), [("fsdp", True), ("ddp", False)])
+def test_more_ranks_are_proposed_where_each_then_has_less(
+    way: str, helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BatchProbes, "count", counted)
+    with pytest.raises(NothingFitsError) as raised:
+        recommend_ranks(models.transformer, FLAGS[1], ranks=2, parallelize=way, memory=500)
+    assert ("more ranks" in raised.value.hint) == helps
 
 
 def test_a_share_of_unknown_memory_is_refused_before_the_model_is_built() -> None:
