@@ -87,7 +87,7 @@ def summary_of(*arguments: Any, **options: Any) -> MemOptSummary:
 MEMORY_OPTIMIZATION = """net instance dummy_input=None compress_x=None level=None verbose=False temporal_split_factor=2
 max_split_rounds=None max_candidates_per_round=None warmup_in_main_process=None warmup_in_profile_workers=None
 prefer=None profile=None allow_expensive_profiling=None checkpoint_budget=None max_gc_wrapped_modules=None
-gc_target_budget_ratio=None return_summary=False example_forward=None split_fn=None can_chunk=None"""
+gc_target_budget_ratio=None return_summary=False example_forward=None split_fn=None can_chunk=None process_group=None"""
 APPLY_GC = """net instance dummy_input=None compress_x=True device='cuda' checkpoint_budget=None
 max_gc_wrapped_modules=None gc_target_budget_ratio=None return_summary=False"""
 SUMMARY = """profile checkpoint_budget prefer device requested_level applied_level compress_x allow_expensive_profiling

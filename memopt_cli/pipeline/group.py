@@ -94,9 +94,8 @@ def _in_group(request: MeasureRequest, plan: Plan, progress: Progress) -> RanksM
     with Session(subject, request.timeout_s) as session:
         found = session.ask(GroupJob(plan=plan, spec=request.spec, timeout_s=request.timeout_s))
     if not isinstance(found, InGroup):
-        raise_failure(
-            found, "" if isinstance(found, StepFailed) else f"rank {request.rank} of {request.layout.ranks}: "
-        )
+        this = f"rank {request.rank} of {request.layout.ranks}: "  # a step that failed says so itself
+        raise_failure(found, "" if isinstance(found, StepFailed) else this)
     if isinstance(found.outcome, RankLost):
         raise RankLostError(found.outcome.reason, hint=found.outcome.hint)
     return found.outcome
@@ -106,15 +105,11 @@ def _predicted(request: MeasureRequest, plan: Plan, notes: list[str], progress: 
     """The first rank's step, in a process without a group; ``None``, and a note, where it cannot be predicted."""
     settings = replace(request.settings, device="cpu")  # tensors have the same bytes there
     opening = without_data(opening_of(request, settings), request.layout)
+    asked = Ranks(layout=request.layout, rank=0, plan=plan)
     try:
         prepared = prepare(opening, progress=Progress(), ask=None)
-        with predicted_ranks(
-            prepared, Ranks(layout=request.layout, rank=0, plan=plan), request.timeout_s, progress
-        ) as (
-            _,
-            (found,),
-        ):
-            return found
+        with predicted_ranks(prepared, asked, request.timeout_s, progress) as (_, found):
+            return found[0]
     except MemoptError as err:
         notes.append(f"Not predicted: {err.message}.")
         return None
