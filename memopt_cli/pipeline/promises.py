@@ -52,7 +52,8 @@ _MEMORY = 64 * 2**20
 """What a recommended batch is to fit into on the CPU."""
 _GPU_MEMORY = 8 * _MEMORY
 """The same on a GPU, where cuBLAS may keep 64 MiB."""
-
+_GPU_SAMPLES = 16
+"""So many times the batch of the CPU, for a plan to save more than a few per cent of what libraries keep."""
 
 _PLAIN = StepSettings(optimizer="none")
 
@@ -128,8 +129,10 @@ def selftest(device: str, *, progress: Progress) -> SelftestReport:
 def _tests(device: str) -> Iterator[tuple[_Case, _Test]]:
     """What is run, and what yields the rows of it."""
     for case in _PLANNED:
-        if device != "cpu" or not case.needs_gpu:
+        if device == "cpu" and not case.needs_gpu:
             yield case, _optimized
+        elif device != "cpu":
+            yield replace(case, dims={**case.dims, "B": _GPU_SAMPLES * case.dims["B"]}), _optimized
     yield from ((case, _phases) for case in _WITH_OPTIMIZER)
     yield replace(_ATTENTION, name="a step, twice"), _repeated
     yield replace(_ATTENTION, name="a recommended batch"), _recommended

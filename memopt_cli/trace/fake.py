@@ -23,7 +23,6 @@ from memopt_cli.runtime.private_torch import (
     mend_copies_of_fakes,
     parameters_of,
 )
-from memopt_cli.runtime.recurrent import recurrent_layers
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step, dtype_in, input_dtype, reset_gradients, take
@@ -98,7 +97,6 @@ class FakeStep:
             self.step = replace(
                 step, model=model, args=args, kwargs=kwargs, optimizer=step.make_optimizer(model), scaler=None
             )
-        self._uses_cudnn = not any(recurrent_layers(model))
         self._start = StartingState(model)
         self._lumps = Lumps(model)
         if sharded is not None:
@@ -116,7 +114,7 @@ class FakeStep:
 
     def _settle(self) -> None:
         """The first step of a ``DTensor`` finds out by more tensors how its operators are sharded."""
-        with self._running():
+        with self._mode:
             reset_gradients(self.step)
             take(self.step)
         self.step.model.zero_grad(set_to_none=True)
@@ -131,23 +129,14 @@ class FakeStep:
         lumps = self._lumps if allocated is None else None  # an allocator takes many small tensors otherwise
         while True:
             self._start.enter()
-            with contextlib.suppress(ChunksDiffer), self._running():
+            with contextlib.suppress(ChunksDiffer), self._mode:
                 return count(self.step, workspaces, codecs, allocated, lumps)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """As :func:`~memopt_cli.trace.record`, without contents and times."""
         self._start.enter()
-        with self._running():
+        with self._mode:
             return record(self.step, batch, contents=False, frees=self._frees, workspaces=workspaces, codecs=codecs)
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """cuDNN's recurrent layers look where parameters lie in memory: without data PyTorch's own run."""
-        with contextlib.ExitStack() as around:
-            if not self._uses_cudnn:
-                around.enter_context(torch.backends.cudnn.flags(enabled=False))
-            around.enter_context(self._mode)
-            yield
 
     def _fake(self, leaf: Any) -> Any:
         is_real = isinstance(leaf, Tensor) and not is_fake(leaf)

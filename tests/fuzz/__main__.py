@@ -24,7 +24,7 @@ from tests.fuzz.training import Outcome
 
 Judge = Callable[[Case], Outcome]
 
-_PROGRESS = 100
+_PROGRESS = 1000
 """Cases between two lines that count how the cases so far have ended."""
 
 
