@@ -52,6 +52,12 @@ def test_ranks_agree(what: str, expected: tuple[object, object], ranks: list[dic
     assert tuple(rank[what] for rank in ranks) == expected
 
 
+def test_a_rank_whose_model_rejects_its_input_says_which_part(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        told = rf"StepError: rank {number} of 2: module '[\w.]*first\.0' \(Linear\) rejected its input 2x15"
+        assert re.match(told, rank["misfit"])
+
+
 def test_what_is_to_be_the_same_is_compared(ranks: list[dict[str, Any]]) -> None:
     assert len({rank["same"] for rank in ranks}) == 1
     (told,) = {rank["other"] for rank in ranks}

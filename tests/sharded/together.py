@@ -13,9 +13,11 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli.apply import apply_plan, plan_of
 from memopt_cli.errors import MemoptError, PlanError, UsageError
-from memopt_cli.records import Plan, SegmentPlan, to_data
+from memopt_cli.measure.answers.ranks import warm_up
+from memopt_cli.records import Plan, SegmentPlan, StepSettings, to_data
 from memopt_cli.sharded import ranks_of
 from memopt_cli.sharded.agreement import Ranks
+from memopt_cli.step import Step
 from tests.sharded.cases import WAIT
 
 CARRIED = Plan(segments=(SegmentPlan(path="first"),))
@@ -65,12 +67,21 @@ def agreements() -> dict[str, Any]:
             "same": ranks.require_same("plan", to_data(CARRIED)),
             "other": said(lambda: ranks.require_same("plan", rank)),
             "alone": said(lambda: alone(ranks)),
+            "misfit": said(lambda: misfit(ranks)),
         }
 
 
 def alone(ranks: Ranks) -> None:
     with ranks.alone():
         raise ZeroDivisionError("by nought")
+
+
+def misfit(ranks: Ranks) -> None:
+    """A step whose input the model does not take."""
+    model = nn.parallel.DistributedDataParallel(Net())
+    step = Step(model=model, args=(torch.ones(2, 15),), kwargs={}, settings=StepSettings(device="cpu"))
+    with ranks.alone():
+        warm_up(step)
 
 
 def searches() -> dict[str, Any]:

@@ -40,7 +40,17 @@ from memopt_cli.sharded import (
     real_group,
     spread_really,
 )
-from memopt_cli.step import Step, input_dtype, make_scaler, place, reset_gradients, seed_everything, synchronize, take
+from memopt_cli.step import (
+    Step,
+    input_dtype,
+    make_scaler,
+    place,
+    reset_gradients,
+    run_checked,
+    seed_everything,
+    synchronize,
+    take,
+)
 
 _COUNTS = 3
 """How often a step is counted: gloo may let go of a buffer late."""
@@ -124,11 +134,17 @@ def _step(settings: StepSettings, spec: InputSpec, model: nn.Module) -> Step:
 
 
 def warm_up(step: Step) -> None:
-    """Let the optimizer make its state, and DDP its buckets, which it does anew in the second step."""
+    """Let the optimizer make its state, and DDP its buckets, which it does anew in the second step.
+
+    Raises :class:`StepError` that says why a step cannot be taken.
+    """
     step.settle()
-    for _ in range(2):
-        _begin(step)
-        take(step)
+    _begin(step)
+    run_checked(step)
+    step.clip()
+    step.update()
+    _begin(step)
+    take(step)
 
 
 def with_buckets(step: Step) -> Step:
