@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.loading.archive import OF_CODE_WITHIN
 from memopt_cli.loading.pickles.kinds.interface import (
     Broken,
     Denied,
@@ -83,7 +84,7 @@ def _fill_script(target: Any, state: Any) -> None:
     if not isinstance(archive, Tensor) or archive.dtype != torch.uint8 or archive.dim() != 1:
         raise Broken("a script has no archive")
     try:
-        check_script_archive(archive.cpu().numpy().tobytes(), "its TorchScript part")
+        check_script_archive(archive.cpu().numpy().tobytes(), "its TorchScript part", OF_CODE_WITHIN)
     except ValueError as err:
         raise Broken(f"its TorchScript part is damaged: {err}") from err
     fill(target, {**state, "_is_trusted": False})  # that is not for a file to say
