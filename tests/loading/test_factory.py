@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import py_compile
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -154,6 +156,27 @@ def test_weights_that_are_no_state_dict(folder: Path) -> None:
 def test_factories_that_cannot_be_used(location: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load_model(ModelSource(location=location))
+
+
+@pytest.mark.parametrize("name", ["run.pyc", "run.so", "run", "run.PY", "/dev/zero"])
+def test_only_python_files_are_run(name: str, folder: Path) -> None:
+    """Python would run compiled code, too, and libraries of machine code."""
+    source = folder / "run.py"
+    source.write_text("raise SystemExit('it ran')")
+    py_compile.compile(str(source), cfile=str(folder / "run.pyc"))
+    for other in ("run.so", "run", "run.PY"):
+        (folder / other).write_bytes((folder / "run.pyc").read_bytes())
+    with pytest.raises(UsageError, match="is not a Python file"):
+        user_function(f"{folder / name}:run", "--loss")
+
+
+@pytest.mark.parametrize("name", ["folder.py", "pipe.py", "zero.py", "missing.py"])
+def test_what_is_run_is_a_file(name: str, folder: Path) -> None:
+    (folder / "folder.py").mkdir()
+    os.mkfifo(folder / "pipe.py")
+    (folder / "zero.py").symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match="there is no file"):
+        user_function(f"{folder / name}:run", "--loss")
 
 
 def test_a_file_that_another_imports_runs_once(folder: Path) -> None:
