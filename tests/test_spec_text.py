@@ -140,7 +140,9 @@ def test_bad_dim(text: str) -> None:
         parse_dims([text])
 
 
-@pytest.mark.parametrize("check", [lambda all: check_inputs(all, {}), lambda all: check_spec(InputSpec(tensors=all))])
+@pytest.mark.parametrize(
+    "check", [lambda all: check_inputs(all, {}), lambda all: check_spec(InputSpec(tensors=all, source="-i"))]
+)
 def test_no_forward_takes_thousands_of_inputs(check: Callable[[tuple[TensorSpec, ...]], None]) -> None:
     check((parse_tensor("3"),) * 1000)
     with pytest.raises(UsageError, match="there are 1001 inputs, and no forward takes more than 1000"):
