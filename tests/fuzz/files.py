@@ -537,8 +537,8 @@ def _read(name: str) -> str:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             FORMATS[name].read(name)
     except MemoptError as err:
-        text = f"{err.message}{err.hint}".replace("\n", "")
-        return "" if text.isprintable() else f"says {text!r}"
+        said_lines = [err.message, *err.hint.split("\n")]  # a message is one line
+        return "" if all(map(str.isprintable, said_lines)) else f"says {said_lines!r}"
     except BaseException as err:
         frame = traceback.extract_tb(err.__traceback__)[-1]
         where = f"{Path(frame.filename).name}, line {frame.lineno}"
