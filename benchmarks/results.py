@@ -11,6 +11,8 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 RESULTS = Path(__file__).with_name("RESULTS.md")
 _HEAD = "# Results\n\nEvery section is written by the command that stands in it.\n"
 _SECTION = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
@@ -38,10 +40,12 @@ def this_command() -> str:
 def machine(
     packages: tuple[str, ...] = ("torch", "torchvision", "timm", "spikingjelly", "snntorch", "transformers"),
 ) -> str:
-    """Day, versions of Python and of ``packages`` as far as they are installed, and the machine."""
+    """Day, versions of Python and of ``packages`` as far as they are installed, and the machine with its GPU."""
     found = [f"Python {platform.python_version()}", *(v for v in map(_version, packages) if v)]
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     hardware = f"{platform.machine()}, {os.cpu_count()} cores, {ram_bytes / 2**30:.0f} GiB RAM"
+    if torch.cuda.is_available():
+        hardware += f", {torch.cuda.get_device_name()}"
     return f"{date.today()}; {', '.join(found)}; {hardware}."
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,7 +55,7 @@ def effects(step: Step) -> dict[str, Tensor]:
     The caller's inputs and random generators are left alone; the model's gradients are ``None`` afterwards and its
     state is as the step left it.
     """
-    with generators_kept(_cuda_devices(step)):
+    with generators_kept():
         seed_everything(step.settings.seed)
         found = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
         found |= generator_state()
@@ -145,15 +145,11 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def generators_kept(cuda_devices: Sequence[int] | None = None) -> Iterator[None]:
-    """Whatever is drawn or seeded within leaves the global generators of PyTorch, Python and NumPy where they stood.
-
-    ``cuda_devices``: their indices; ``None`` means every one.
-    """
-    generators = Generators([])
+def generators_kept() -> Iterator[None]:
+    """Whatever is drawn or seeded within leaves the global generators of PyTorch, Python and NumPy where they stood."""
+    generators = Generators()
     try:
-        with torch.random.fork_rng(devices=cuda_devices):
-            yield
+        yield
     finally:
         generators.restore()
 
@@ -294,8 +290,3 @@ def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout) and same_bits(a.to_dense(), b.to_dense())
-
-
-def _cuda_devices(step: Step) -> list[int]:
-    device = torch.device(step.settings.device)
-    return [device.index or 0] if device.type == "cuda" else []

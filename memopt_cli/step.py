@@ -22,7 +22,7 @@ from memopt_cli.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.records import Phase, StepSettings
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.in_backward import is_in_backward
-from memopt_cli.runtime.private_torch import is_fake, is_out_of_cpu_memory, unseen
+from memopt_cli.runtime.private_torch import is_fake, is_out_of_cpu_memory, is_started, unseen
 from memopt_cli.runtime.tree import tensors_of
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
@@ -383,16 +383,26 @@ def synchronize(device: str) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators that a model draws from."""
-    if _has_accelerator():
-        torch.manual_seed(seed)
-    else:  # which would format a traceback for each device that is not there, 2 ms in a deep stack
-        torch.default_generator.manual_seed(seed)
+    """Seed the generators that a model draws from: those of devices on which something has run."""
+    seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
+def seed_torch(seed: int) -> None:
+    """Those of PyTorch.
+
+    ``torch.manual_seed`` also has a device start with this seed that nobody has used yet, in place of a seed that the
+    user asked for.  Without a device it would format a traceback for each kind, 2 ms in a deep stack.
+    """
+    device = _accelerator()
+    if device is not None and is_started(device):
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 @functools.cache
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator(check_available=True)

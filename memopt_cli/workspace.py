@@ -73,6 +73,8 @@ class Workspaces:
     First all of a step is recorded, then asked for.
     """
 
+    kept_bytes: int = 0
+    """What libraries hold all the time, as cuBLAS does: part of every operator's."""
     _runs: dict[str, list[_Run]] = field(default_factory=lambda: defaultdict(list))
     _known: dict[tuple[str, Shapes], int] = field(default_factory=dict)
 
@@ -84,7 +86,7 @@ class Workspaces:
 
     def compared(self, smaller: Workspaces) -> Workspaces:
         """The same, with what those of the step at another batch size tell of how they grow."""
-        found = Workspaces()
+        found = Workspaces(self.kept_bytes)
         for operator, runs in self._runs.items():
             for run in runs:
                 found.record(operator, run.shapes, run.nbytes)
@@ -102,6 +104,9 @@ class Workspaces:
         another one, and these than any other; tensors that only one of them has, such as a gradient that is not asked
         for, do not count.
         """
+        return self.kept_bytes + self._own(operator, shapes)
+
+    def _own(self, operator: str, shapes: Shapes) -> int:
         if operator not in self._runs:
             return 0
         key = operator, shapes
@@ -111,9 +116,9 @@ class Workspaces:
 
     def fixed(self, operator: str, shapes: Shapes) -> int:
         """Of the bytes for these shapes, those that the batch has no part in; 0 if it was not seen to grow."""
-        nbytes = self.of(operator, shapes)
+        nbytes = self._own(operator, shapes)
         alike = (run for run in self._runs[operator] if _alike(run.shapes, shapes)) if nbytes else ()
-        return min(nbytes, max((run.fixed_bytes for run in alike), default=0))
+        return self.kept_bytes + min(nbytes, max((run.fixed_bytes for run in alike), default=0))
 
     def _scaled(self, operator: str, shapes: Shapes) -> int:
         seen = [run for run in self._runs[operator] if run.nbytes >= _LEAST_BYTES]

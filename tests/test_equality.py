@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memopt_cli import step as step_module
 from memopt_cli.equality import TOLERANCE, Difference, bit_equal, difference, effects, generator_state, generators_kept
 from memopt_cli.records import StepSettings
-from memopt_cli.step import Step
+from memopt_cli.step import Step, seed_torch
 
 
 class Net(nn.Module):
@@ -203,3 +204,18 @@ def test_infinite_gradients_do_not_hide_a_difference() -> None:
     reference = {"gradient of a": torch.tensor([float("inf")]), "gradient of b": torch.tensor([1.0])}
     other = {"gradient of a": torch.tensor([float("inf")]), "gradient of b": torch.tensor([1.1])}
     assert difference(reference, other).relative == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_device_that_nobody_has_used_is_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would seed it with this later, when it starts, whatever the user has asked for before."""
+    seeded: list[int] = []
+    device = torch.device("cuda")
+    monkeypatch.setattr(step_module, "_accelerator", lambda: device)
+    monkeypatch.setattr(torch, "manual_seed", seeded.append)
+    with generators_kept():
+        monkeypatch.setattr(step_module, "is_started", lambda device: False)
+        seed_torch(3)
+        assert (torch.initial_seed(), seeded) == (3, [])
+        monkeypatch.setattr(step_module, "is_started", lambda device: True)
+        seed_torch(4)
+        assert seeded == [4]

@@ -232,3 +232,13 @@ def measure(step: Step) -> Any:
         return measure_allocated(lambda _: step.backward(step.forward()), "cpu", resident_bytes(step))
     finally:
         step.model.zero_grad(set_to_none=True)
+
+
+def test_what_libraries_keep_is_part_of_every_operator() -> None:
+    seen = Workspaces(kept_bytes=1000)
+    seen.record("aten::convolution", ((8, 4),), 1 << 20)
+    for found in (seen, seen.compared(Workspaces())):
+        assert found.of("aten::convolution", ((8, 4),)) == 1000 + (1 << 20)
+        assert found.of("aten::convolution", ((4, 4),)) == 1000 + (1 << 19)
+        assert found.of("aten::relu", ((8, 4),)) == found.fixed("aten::relu", ((8, 4),)) == 1000
+        assert found.fixed("aten::convolution", ((8, 4),)) == 1000

@@ -32,7 +32,7 @@ class Allocated:
     """Wall time of the step while its memory was recorded: a few per cent more than others."""
     backend: str
     workspaces: Workspaces
-    """What single operators held for themselves; empty on CUDA, where the allocator does not tell."""
+    """What single operators held for themselves; on CUDA, what libraries keep alone."""
     phases: Mapping[Phase, int]
     """Phase -> its peak; empty if the step names none."""
 
@@ -41,10 +41,11 @@ def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> 
     """Run ``step`` and measure.
 
     ``step`` is called with a function to which it tells the phases that it enters, if it has any.
-    ``held_before_bytes``: tensors that exist already; the CPU's profiler sees only what is allocated from now on.
+    ``held_before_bytes``: tensors that exist already.  The CPU's profiler sees only what is allocated from now on; the
+    rest of what a GPU's allocator has handed out before belongs to libraries.
     """
     if device.startswith("cuda"):
-        return _on_cuda(step, device)
+        return _on_cuda(step, device, held_before_bytes)
     return _on_cpu(step, held_before_bytes)
 
 
@@ -115,9 +116,10 @@ def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
     return allocations
 
 
-def _on_cuda(step: MarkedStep, device: str) -> Allocated:
+def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
+    kept_bytes = max(0, torch.cuda.memory_allocated(device) - held_before_bytes)
     torch.cuda.reset_peak_memory_stats(device)
     peaks, reserved, entered = [], [], []
 
@@ -138,7 +140,7 @@ def _on_cuda(step: MarkedStep, device: str) -> Allocated:
         max(reserved),
         step_s,
         "cuda caching allocator",
-        Workspaces(),
+        Workspaces(kept_bytes),
         phases,
     )
 

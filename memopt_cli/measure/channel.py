@@ -35,7 +35,7 @@ Ended = TimedOut | OutOfMemory | Crashed
 class Channel:
     """One subprocess and the pipes to it."""
 
-    def __init__(self, device: str, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float) -> None:
         """Starts it.  ``timeout_s``: between a message and the answer, or a part of a file."""
         self._timeout_s = timeout_s
         self._buffer = bytearray()
@@ -46,7 +46,7 @@ class Channel:
         self._jobs, self._replies = (os.fdopen(jobs_fd, "wb", buffering=0), os.fdopen(replies_fd, "rb", buffering=0))
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed with the channel
         try:
-            self.process = processes.start(jobs, replies, self._output.fileno(), device=device)
+            self.process = processes.start(jobs, replies, self._output.fileno())
         finally:
             os.close(jobs)
             os.close(replies)

@@ -1,7 +1,6 @@
 """Profiling subprocesses as their sessions see them: forked by a server that has imported PyTorch already.
 
-If that looked at a GPU while it is imported, the GPU would be lost to children: those that are to use one start as
-fresh interpreters.  So do all on systems whose libraries do not survive a fork.
+On systems whose libraries do not survive a fork they start as fresh interpreters.
 """
 
 from __future__ import annotations
@@ -151,21 +150,21 @@ _servers = _Servers()
 def kept(*, early: bool = False) -> Iterator[None]:
     """Within, what subprocesses are forked from stays for the next one.
 
-    ``early``: PyTorch is being imported from now on, for those that use the CPU; all that load a model do.
+    ``early``: PyTorch is being imported from now on.
     """
     outer = _servers.kept
     _servers.kept = {} if outer is None else outer
     try:
         if early:
-            _server(_role("cpu"))
+            _server(_role())
         yield
     finally:
         _servers.kept = outer
 
 
-def start(jobs: int, replies: int, output: int, *, device: str) -> Subprocess:
-    """A profiling subprocess for ``device``, which reads from ``jobs`` and writes to the others, open files."""
-    server = _server(_role(device))
+def start(jobs: int, replies: int, output: int) -> Subprocess:
+    """A profiling subprocess, which reads from ``jobs`` and writes to the others, open files."""
+    server = _server(_role())
     ours, theirs = socket.socketpair()
     with theirs:
         server.ask((jobs, replies, output, theirs.fileno()))
@@ -179,8 +178,8 @@ def announce_steps() -> None:
         server.announce_steps()
 
 
-def _role(device: str) -> Role:
-    return "early" if device == "cpu" and sys.platform == "linux" else "late"
+def _role() -> Role:
+    return "early" if sys.platform == "linux" else "late"
 
 
 def _server(role: Role) -> ForkServer:

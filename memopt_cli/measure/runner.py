@@ -38,14 +38,13 @@ class Session:
 
     def __enter__(self) -> Self:
         self._folder = Folder() if is_confined(self._subject.source) else None
-        device = self._subject.settings.device
-        self._channel = Channel(device, self._timeout_s)
+        self._channel = Channel(self._timeout_s)
         self._channel.send(
             {
                 "folder": os.getcwd(),
                 "path": _import_path(self._subject.source),
                 "confined_to": self._folder.path if self._folder else None,
-                "gpu": device != "cpu",
+                "gpu": self._subject.settings.device != "cpu",
                 "places": places,
             }
         )

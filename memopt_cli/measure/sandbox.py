@@ -9,6 +9,7 @@ Sources: https://docs.kernel.org/userspace-api/landlock.html, capabilities(7)
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -158,6 +159,14 @@ def _devices(*, gpu: bool) -> Iterator[Path]:
     patterns = (*_DEVICES, *(_GPU_DEVICES if gpu else ()))
     for pattern in patterns:
         yield from (path for path in Path("/dev").glob(pattern) if path.is_char_device())
+
+
+def has_opened_gpu() -> bool:
+    """Whether this process has a GPU's device file open, or inherited it open."""
+    gpus = set(_devices(gpu=True)) - set(_devices(gpu=False))
+    with contextlib.suppress(OSError):
+        return any(file.resolve() in gpus for file in Path("/proc/self/fd").iterdir())
+    return True
 
 
 def _allow(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:

@@ -202,7 +202,7 @@ def _run(server: int, jobs: int, replies: int, output: int, *, has_imported: boo
         os.dup2(output, standard)
     os.close(output)
     _die_with(server, signal.SIGKILL, first=True)
-    if not has_imported:
+    if not has_imported or sandbox.has_opened_gpu():  # a GPU that the server has looked at is lost to its children
         for stream in (jobs, replies):
             os.set_inheritable(stream, True)
         command = [sys.executable, "-P", "-m", "memopt_cli.measure.server", "work", str(jobs), str(replies)]

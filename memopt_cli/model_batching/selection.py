@@ -29,7 +29,7 @@ from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import Convolution, TorchDispatchMode, schema_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.step import Step, seed_everything, seeds_of_backward, synchronize
+from memopt_cli.step import Step, seed_everything, seed_torch, seeds_of_backward, synchronize
 
 TOLERANCE = 1e-10
 """Relative difference from the loop, in float64, up to which a route is taken to compute the same."""
@@ -123,11 +123,7 @@ def select(
     if not check:
         first = _FirstThatRuns(tree, models, wanted)
         return first, first.trials
-    with (
-        warnings.catch_warnings(),
-        torch.enable_grad(),
-        torch.random.fork_rng(devices=_cuda_devices(args, kwargs)),
-    ):
+    with warnings.catch_warnings(), torch.enable_grad(), generators_kept():
         warnings.simplefilter("ignore")  # vmap says where it is slow; that is measured
         whole = _Given(tree, models, args, kwargs)
         reference = _Reference(whole)
@@ -399,7 +395,7 @@ def _loss(output: Any) -> Tensor:
 @torch.no_grad()
 def _make_different(tree: nn.Module) -> None:
     """Give the models weights and statistics that differ: between equal models, one taken for another goes unseen."""
-    torch.manual_seed(0)
+    seed_torch(0)
     for tensor in {id(slot.tensor): slot.tensor for slot in slots_of(tree)}.values():
         if tensor.is_floating_point():
             # Not one number for an output channel, which a norm would take away again.
@@ -521,7 +517,3 @@ def _own_leaf(leaf: Any) -> Any:
 def _settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepSettings:
     device = next((str(t.device) for t in tensors_of((args, kwargs))), "cpu")
     return StepSettings(device=device)
-
-
-def _cuda_devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    return sorted({t.device.index or 0 for t in tensors_of((args, kwargs)) if t.device.type == "cuda"})

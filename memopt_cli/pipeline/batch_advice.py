@@ -15,10 +15,11 @@ from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measureme
 
 _PROBES = 2
 """Batch sizes that the advice rests on, at least, where so many can be run."""
-_LONGEST_S = (5.0, 10.0)
+_LEAST_S, _LEAST_GPU_S, _MOST_S = 1.0, 5.0, 10.0
 _LONGEST_STEPS = 4
 """The step at the answer takes no longer than so many steps as described, within these bounds, if nothing is asked for:
-a step of five to ten seconds tells enough, and the answer is not to cost more than the search did."""
+the answer is not to cost more than the search did.  On a GPU memory bounds the batch: few steps there take seconds.
+"""
 
 
 def advise(
@@ -40,11 +41,11 @@ def advise(
         notes.append(f"No batch recommendation: {err.message}.")
         return None
     batch, longest_s = prepared.batch, request.longest_step_s
+    device = prepared.subject.settings.device
     if longest_s is None:
-        longest_s = round(
-            max(min(max(_LONGEST_STEPS * measured.step_s, _LONGEST_S[0]), _LONGEST_S[1]), measured.step_s), 1
-        )
-    limits = _limits(prepared.subject.settings.device, longest_s)
+        least_s = _LEAST_S if device == "cpu" else _LEAST_GPU_S
+        longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MOST_S), measured.step_s), 1)
+    limits = _limits(device, longest_s)
     open_session = functools.partial(prepared.session, request.timeout_s)
     with Sessions(open_session, lambda: notes.append(SESSION_LOST), "small batch") as session:
         probes = BatchProbes(session=session, plan=plan, progress=progress)

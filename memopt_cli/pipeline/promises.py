@@ -15,14 +15,15 @@ import torch
 from memopt_cli.devices import resolve_device
 from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.measure.conditions import conditions_of
-from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
+from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.optimization import optimize
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
-from memopt_cli.pipeline.profiling import profile
 from memopt_cli.pipeline.recommendation import recommend_batch
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchRequest,
+    Counted,
     Failure,
     InputSpec,
     LevelRow,
@@ -48,8 +49,11 @@ _CLOSE = 0.02
 _SEARCH_S = 15.0
 _TIMEOUT_S = 120.0
 _MEMORY = 64 * 2**20
-"""What a recommended batch is to fit into."""
-
+"""What a recommended batch is to fit into on the CPU."""
+_GPU_MEMORY = 8 * _MEMORY
+"""The same on a GPU, where cuBLAS may keep 64 MiB."""
+_GPU_SAMPLES = 16
+"""So many times the batch of the CPU, for a plan to save more than a few per cent of what libraries keep."""
 
 _PLAIN = StepSettings(optimizer="none")
 
@@ -125,8 +129,10 @@ def selftest(device: str, *, progress: Progress) -> SelftestReport:
 def _tests(device: str) -> Iterator[tuple[_Case, _Test]]:
     """What is run, and what yields the rows of it."""
     for case in _PLANNED:
-        if device != "cpu" or not case.needs_gpu:
+        if device == "cpu" and not case.needs_gpu:
             yield case, _optimized
+        elif device != "cpu":
+            yield replace(case, dims={**case.dims, "B": _GPU_SAMPLES * case.dims["B"]}), _optimized
     yield from ((case, _phases) for case in _WITH_OPTIMIZER)
     yield replace(_ATTENTION, name="a step, twice"), _repeated
     yield replace(_ATTENTION, name="a recommended batch"), _recommended
@@ -215,15 +221,14 @@ def _compared(name: str, promise: str, predicted: int | str, measured: int | str
 
 
 def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
-    """Of a step with an optimizer: predicted on tensors without data, and measured in a subprocess of its own."""
-    request = ProfileRequest(
-        source=case.source, spec=case.spec, settings=case.on(device), fake=True, timeout_s=_TIMEOUT_S
-    )
-    found = profile(request, progress=Progress(), ask=None)
-    predicted = {peak.phase: peak.allocated_peak_bytes for peak in found.phases if found.fake}
-    outcome = _measured(_prepared(case, device))
-    phases = outcome.phases if isinstance(outcome, Measurement) else ()
-    measured = {peak.phase: peak.allocated_peak_bytes for peak in phases}
+    """Of a step with an optimizer: measured, and predicted on tensors without data."""
+    with _prepared(case, device).session(_TIMEOUT_S) as session:
+        outcome = _measurement(session.ask(MeasureJob(plan=ORIGINAL)))
+        counted = session.ask(CountJob(plan=ORIGINAL, fake=True))
+    if not isinstance(counted, Counted):
+        raise_failure(counted, "without data it could not be run: ")
+    predicted = {peak.phase: peak.allocated_peak_bytes for peak in counted.phases}
+    measured = {peak.phase: peak.allocated_peak_bytes for peak in getattr(outcome, "phases", ())}
     for phase in _phases_of(case.settings):
         promise = f"the peak of its {phase} is predicted within {_CLOSE:.0%}"
         yield _compared(
@@ -262,16 +267,20 @@ def _tensor_peak(outcome: Measurement | Failure) -> int | str:
 def _measured(prepared: Prepared) -> Measurement | Failure:
     """A step in a subprocess of its own."""
     with prepared.session(_TIMEOUT_S) as session:
-        answer = session.ask(MeasureJob(plan=ORIGINAL))
+        return _measurement(session.ask(MeasureJob(plan=ORIGINAL)))
+
+
+def _measurement(answer: Measured | Failure) -> Measurement | Failure:
     return answer.measurement if isinstance(answer, Measured) else answer
 
 
 def _recommended(case: _Case, device: str) -> Iterator[SelftestRow]:
+    memory = _MEMORY if device == "cpu" else _GPU_MEMORY
     request = BatchRequest(
         source=case.source,
         spec=case.spec,
         settings=case.on(device),
-        memory=_MEMORY,
+        memory=memory,
         longest_step_s=5.0,
         timeout_s=_TIMEOUT_S,
     )
@@ -279,9 +288,9 @@ def _recommended(case: _Case, device: str) -> Iterator[SelftestRow]:
     peak = _peak_of(_measured(_prepared(replace(case, dims={**case.dims, "B": batch}), device)))
     yield SelftestRow(
         name=case.name,
-        promise=f"a step of it stays within {format_bytes(_MEMORY)}, and takes half of that",
+        promise=f"a step of it stays within {format_bytes(memory)}, and takes half of that",
         seen=f"batch {batch}: {_text_of(peak)}",
-        holds=isinstance(peak, int) and _MEMORY / 2 <= peak <= _MEMORY,
+        holds=isinstance(peak, int) and memory / 2 <= peak <= memory,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memopt_cli.runtime.private_torch import is_started, unseen
+from memopt_cli.runtime.private_torch import is_started, put_cuda_generator, unseen
 
 
 class Generators:
@@ -22,8 +22,8 @@ class Generators:
         """``devices``: those to look at, besides the CPU; ``None``: every one in use."""
         self._devices = [torch.device("cpu"), *filter(_is_started, _every_device() if devices is None else devices)]
         positions: dict[str | torch.device, Any] = {"Python": random.getstate()}
-        if "numpy.random" in sys.modules:
-            positions["NumPy"] = pickle.dumps(sys.modules["numpy.random"].get_state(legacy=False))
+        if "numpy" in sys.modules:
+            positions["NumPy"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
         with unseen():  # a dry run's tensors have no values
             positions |= {device: _position(device) for device in self._devices}
         self._positions = {generator: _shared(generator, position) for generator, position in positions.items()}
@@ -35,7 +35,7 @@ class Generators:
                 with unseen():
                     _put(generator, position)
             elif generator == "NumPy":
-                sys.modules["numpy.random"].set_state(pickle.loads(position))
+                sys.modules["numpy"].random.set_state(pickle.loads(position))
             else:
                 random.setstate(position)
 
@@ -74,6 +74,8 @@ def _put(device: torch.device, position: bytes) -> None:
     tensor = torch.frombuffer(bytearray(position), dtype=torch.uint8)
     if device.type == "cpu":
         torch.set_rng_state(tensor)
+    elif device.type == "cuda":
+        put_cuda_generator(device, tensor)
     else:
         torch.get_device_module(device).set_rng_state(tensor, device)
 

@@ -84,7 +84,8 @@ def lumped(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequenc
 
     ``pieces``: tensors that are cut.
     """
-    lumps = _known.get(module)
+    # Consecutive layers that are one segment are in a module of their own, which is made later.
+    lumps = next((found for part in module.modules() if (found := _known.get(part)) is not None), None)
     live_bytes = lumps.of(module) if lumps is not None else None
     if lumps is None or live_bytes is None or not all(map(is_fake, pieces)):
         return None

@@ -775,6 +775,16 @@ def is_started(device: torch.device) -> bool:
     return bool(getattr(torch.get_device_module(device), "_initialized", False))
 
 
+def put_cuda_generator(device: torch.device, position: Tensor) -> None:
+    """Put a GPU's default generator at ``position``, as ``torch.cuda.set_rng_state`` does, and nothing else.
+
+    That function also has recurrent layers with dropout draw a new seed for cuDNN, which training without a plan does
+    not.  A generator that shares the default one's position moves it without.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.default_generators[index].graphsafe_get_state().set_state(position)
+
+
 # ---------------------------------------------------------------------------------------------- optimizers
 
 

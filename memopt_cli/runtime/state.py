@@ -53,6 +53,7 @@ from memopt_cli.runtime.private_torch import (
     not_compiled,
     parameters_of,
 )
+from memopt_cli.runtime.recurrent import has_recurrent_dropout
 from memopt_cli.runtime.settings import Settings
 
 
@@ -274,6 +275,8 @@ class StartingState:
             return "calls backward in its forward, which adds to the gradients of its parameters"
         if self._hooks.changed:
             return "adds or removes hooks of modules within it"
+        if any(device.type == "cuda" for device in self._devices) and has_recurrent_dropout(self._module):
+            return "has a recurrent layer with dropout, which cuDNN draws from a generator of its own"
         return self._objects.lost()
 
     def _hand_over(self, tensor: Tensor, version: int) -> None:

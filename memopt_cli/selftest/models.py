@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -74,6 +76,12 @@ class SpikingLayer(nn.Module):
         return torch.stack(spikes)
 
 
+@functools.cache
+def _side_of(device: torch.device) -> torch.cuda.Stream:
+    """A stream beside the current one, always the same: cuBLAS keeps workspace for each that it has run on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class TwoStreams(nn.Module):
     """Half of its work is on a stream of its own, where the device has streams."""
 
@@ -85,7 +93,7 @@ class TwoStreams(nn.Module):
         """As ``x``."""
         if not x.is_cuda:
             return x + torch.tanh(self.here(x)) + torch.tanh(self.there(x))
-        side, main = torch.cuda.Stream(x.device), torch.cuda.current_stream(x.device)  # type: ignore[no-untyped-call]
+        side, main = _side_of(x.device), torch.cuda.current_stream(x.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
             there = torch.tanh(self.there(x))

@@ -6,6 +6,7 @@ from memopt_cli.trace.counting import AllocatedPeak, Life, codecs_of, count
 from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode, place_fake
 from memopt_cli.trace.inputs import record_inputs
 from memopt_cli.trace.log import Codecs, StorageLog, resident_bytes
+from memopt_cli.trace.meter import Meter
 from memopt_cli.trace.modules import asked_compressor, codec_paths
 from memopt_cli.trace.recording import record
 
@@ -15,6 +16,7 @@ __all__ = [
     "Codecs",
     "FakeStep",
     "Life",
+    "Meter",
     "OperatorTime",
     "StorageLog",
     "asked_compressor",

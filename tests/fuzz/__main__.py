@@ -46,12 +46,16 @@ def _add_arguments(parser: argparse.ArgumentParser, judge: Judge) -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="where the cases are run")
     parser.set_defaults(run=_run, judge=judge, name=f"tests.fuzz {parser.prog.split()[-1]}")
 
 
 def _run(given: argparse.Namespace) -> int:
     """Returns the number of failures."""
     torch.set_num_threads(1)
+    if given.device.type != "cpu":
+        torch.set_default_device(given.device)
+        torch.use_deterministic_algorithms(True, warn_only=True)  # sums of atomics differ from run to run
     found: Counter[str] = Counter()
     for index, (name, case) in enumerate(_cases(given), 1):
         result = given.judge(case)

@@ -65,6 +65,7 @@ KNOWN: Final = (
         frozenset({"eval", "frozen batch norm"}),
     ),
     Known(frozenset({"saved by hooks", "rrelu"}), "the user's own hooks copy the noise before it is drawn"),
+    Known(frozenset({"saved on the CPU", "rrelu"}), "and so does PyTorch's own hook, of what is on a GPU"),
     Known(frozenset({"view of result", "penalized"}), "PyTorch's checkpoint unpacks a tensor once a backward"),
     *(Known(frozenset({own}), "the user's own checkpoint is wrong", _NOT_REPEATED) for own in _CHECKPOINTS),
 )

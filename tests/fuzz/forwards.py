@@ -719,7 +719,7 @@ FORWARDS: Final[dict[str, Kind]] = {
     "remembering": Kind(Remembering),
     "memory in place": Kind(InPlaceMemory),
     "counting": Kind(Counting),
-    "generator of PyTorch's": Kind(lambda: Drawing(torch.Generator().manual_seed(1))),
+    "generator of PyTorch's": Kind(lambda: Drawing(torch.Generator(torch.get_default_device()).manual_seed(1))),
     "generator of NumPy's": Kind(lambda: Drawing(np.random.default_rng(3))),
     "generator of Python's": Kind(lambda: Drawing(random.Random(1))),
     "iterator": Kind(lambda: Drawing(itertools.count(1))),

@@ -91,7 +91,7 @@ class Packed(FirstOf):
     """Sequences of several lengths, packed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.arange(len(x)) % STEPS + 1
+        lengths = torch.arange(len(x), device="cpu") % STEPS + 1
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         output, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=STEPS)
         return output

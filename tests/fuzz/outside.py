@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.fuzz.layers import WIDTH, Kind
 
-GENERATOR, BY_NAME = torch.Generator(), {"one": torch.Generator()}
+GENERATOR, BY_NAME = torch.Generator(), dict[str, torch.Generator]()
 NUMPYS, PYTHONS = np.random.default_rng(), random.Random()
 QUEUE, TABLE, IN_CONTEXT = deque[float](), torch.zeros(3), contextvars.ContextVar("IN_CONTEXT", default=0.0)
 COUNT: Iterator[float] = itertools.count()
@@ -56,7 +56,7 @@ def _in_place() -> Tensor:
     return torch.empty(WIDTH).bernoulli_(generator=BY_NAME["one"])
 
 
-def _default(generator: torch.Generator = torch.Generator()) -> Tensor:  # noqa: B008
+def _default(generator: torch.Generator = GENERATOR) -> Tensor:
     return torch.randn(WIDTH, generator=generator)
 
 
@@ -87,9 +87,9 @@ def _around() -> float:
 
 def _begin() -> None:
     """Everything stands where it does at first."""
-    global NUMPYS, PYTHONS, COUNT, AROUND, calls
-    for generator in (GENERATOR, BY_NAME["one"], _default.__defaults__[0]):  # type: ignore[index]
-        generator.manual_seed(1)
+    global GENERATOR, NUMPYS, PYTHONS, COUNT, AROUND, calls
+    GENERATOR, BY_NAME["one"], default = (torch.Generator(torch.get_default_device()).manual_seed(1) for _ in range(3))
+    _default.__defaults__ = (default,)
     NUMPYS, PYTHONS, COUNT, AROUND = np.random.default_rng(1), random.Random(1), itertools.count(1.0), _counter()
     calls = Own.calls = 0.0
     IN_CONTEXT.set(0.0)

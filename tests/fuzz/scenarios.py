@@ -138,18 +138,22 @@ def _hooks_of_the_users() -> Iterator[None]:
 
 
 AROUND: Final[dict[str, Callable[[], contextlib.AbstractContextManager[Any]]]] = {
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "autocast without a cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "autocast": lambda: _autocast(),
+    "autocast without a cache": lambda: _autocast(cache_enabled=False),
     "saved on the CPU": save_on_cpu,
     "saved by hooks": _hooks_of_the_users,
     "gradients enabled": torch.enable_grad,
     "anomalies detected": lambda: torch.autograd.set_detect_anomaly(True),
-    "a device": lambda: torch.device("cpu"),
-    "random numbers put back": lambda: torch.random.fork_rng(devices=[]),
+    "a device": torch.get_default_device,
+    "random numbers put back": lambda: torch.random.fork_rng(),
     "another default dtype": lambda: _default_dtype(torch.float64),
     "deterministic": lambda: _deterministic(),
 }
 """Contexts in which forward runs, but backward does not."""
+
+
+def _autocast(**options: Any) -> torch.autocast:
+    return torch.autocast(torch.get_default_device().type, torch.bfloat16, **options)
 
 
 @contextlib.contextmanager
@@ -164,11 +168,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
+    before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode(before)
 
 
 # ---------------------------------------------------------------------------------------------- before and between

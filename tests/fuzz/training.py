@@ -94,7 +94,7 @@ def _is_rounding(case: Case, plain: Trained, planned: Trained) -> bool:
 
 def _nudged(model: nn.Module, seed: int) -> nn.Module:
     """The model with other last digits, which leave no two values tied that were."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     for p in model.parameters():
         p.data.mul_(1 + _NUDGE * torch.randint(-1, 2, p.shape, generator=generator).double())
     return model
@@ -200,6 +200,8 @@ def _note_state(trained: Trained, step: str, case: Case, model: nn.Module, x: Te
             if name not in _STRUCTURE and not name.startswith("_memopt"):
                 _note(trained, f"{step}{path}.{name}", value)
     _note(trained, f"{step}random numbers", torch.get_rng_state())
+    if x.is_cuda:
+        _note(trained, f"{step}random numbers of the GPU", torch.cuda.get_rng_state(x.device))
     trained.others[f"{step}random numbers"] = str(hash((str(np.random.get_state()), random.getstate())))
 
 

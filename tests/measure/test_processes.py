@@ -147,7 +147,7 @@ def test_after_the_death_of_the_server_another_is_started(start: Callable[[], Se
 def test_one_that_imports_after_the_fork(start: Callable[[], Session], monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a GPU is used."""
     with start() as early:
-        monkeypatch.setattr(processes, "_role", lambda device: "late")
+        monkeypatch.setattr(processes, "_role", lambda: "late")
         with start() as late:
             assert of(late)[1] != of(early)[1]
             assert "libtorch" not in Path(f"/proc/{of(late)[1]}/maps").read_text()

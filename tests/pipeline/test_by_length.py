@@ -27,7 +27,7 @@ LENGTHS = (*[16] * 30, *[40] * 40, *[90] * 30, *[200] * 20, *[330] * 6, *[500] *
 """Skewed: most are short."""
 
 
-def deep_net(blocks: int = 6) -> nn.Sequential:
+def deep_net(blocks: int = 3) -> nn.Sequential:
     def block() -> nn.Sequential:
         return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
 

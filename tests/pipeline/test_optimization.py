@@ -72,7 +72,7 @@ def conv_net() -> nn.Sequential:
     """Activations make up nearly all of its memory at ``8x1x16x16``: 4 MiB."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        stages = [nn.Sequential(block(16, 16), block(16, 16)) for _ in range(3)]
+        stages = [nn.Sequential(block(16, 16), block(16, 16)) for _ in range(2)]
         return nn.Sequential(block(1, 16), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 
 
@@ -436,16 +436,17 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(processes, "_servers", processes._Servers())  # not what the tests share
     try:
         before = surroundings()
-        result = pipeline.optimize(
-            OptimizeRequest(
-                source=ModelSource(location=str(path)),
-                spec=InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": 16}, source="here"),
-                search=SearchOverrides(level=1),
-                longest_step_s=0.01,
-            ),
-            progress=Progress(),
-            ask=None,
-        )
+        with processes.kept():
+            result = pipeline.optimize(
+                OptimizeRequest(
+                    source=ModelSource(location=str(path)),
+                    spec=InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": 16}, source="here"),
+                    search=SearchOverrides(level=1),
+                    longest_step_s=0.01,
+                ),
+                progress=Progress(),
+                ask=None,
+            )
         after = surroundings()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -524,7 +525,7 @@ def test_a_lazy_module_is_named(optimize: Memopt) -> None:
 
 @pytest.mark.slow
 def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
-    torch.save(deep_net(), "net.pt")
+    torch.save(deep_net(blocks=6), "net.pt")
     done = optimize("net.pt", *SMALL_BATCH, "--frontier", "--budget", "80%", "--json")
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
@@ -573,7 +574,7 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far(
     goal: tuple[str, ...], optimize: Memopt, answered: Callable[..., None]
 ) -> None:
     """Pressed in the dry run after the first that has lowered the peak."""
-    torch.save(deep_net(), "net.pt")
+    torch.save(deep_net(blocks=6), "net.pt")
     counted: list[int] = []
 
     def pressed(session: LocalSession, job: CountJob, ask: Callable[[CountJob], Any]) -> Any:
@@ -618,7 +619,7 @@ def test_a_search_that_is_told_to_terminate_ends(optimize: Memopt, answered: Cal
     assert os.listdir() == ["net.pt"]
 
 
-def deep_net(blocks: int = 6) -> nn.Sequential:
+def deep_net(blocks: int = 3) -> nn.Sequential:
     """Segments pay here."""
 
     def block() -> nn.Sequential:

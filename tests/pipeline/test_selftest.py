@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from dataclasses import replace
@@ -14,10 +15,12 @@ import torch
 from torch import nn
 
 from memopt_cli.cli.app import main
+from memopt_cli.measure.jobs import Measured
 from memopt_cli.pipeline import promises
 from memopt_cli.pipeline.promises import selftest
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
+    Counted,
     Crashed,
     LevelRow,
     Measurement,
@@ -174,23 +177,32 @@ ALL = ["forward", "backward", "update"]
 
 
 @pytest.mark.parametrize(
-    ("fake", "predicted", "outcome", "fails"),
+    ("predicted", "outcome", "fails"),
     [
-        (True, SAME, measured(100, SAME), []),
-        (False, SAME, measured(100, SAME), ALL),  # recorded on data: no prediction
-        (True, SAME, NO_MEMORY, ALL),
-        (True, SAME[:2], measured(100, SAME), ["update"]),
-        (True, SAME, measured(100, SAME[:2]), ["update"]),
-        (True, SAME, measured(130, peaks(forward=5, backward=130, update=70)), ["backward"]),
+        (SAME, measured(100, SAME), []),
+        (SAME, NO_MEMORY, ALL),
+        (SAME[:2], measured(100, SAME), ["update"]),
+        (SAME, measured(100, SAME[:2]), ["update"]),
+        (SAME, measured(130, peaks(forward=5, backward=130, update=70)), ["backward"]),
     ],
 )
 def test_each_row_of_a_phase_can_fail(
-    fake: bool, predicted: Any, outcome: Any, fails: list[str], monkeypatch: pytest.MonkeyPatch
+    predicted: Any, outcome: Any, fails: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = SimpleNamespace(fake=fake, phases=predicted)
-    monkeypatch.setattr(promises, "profile", lambda request, **given: found)
-    monkeypatch.setattr(promises, "_prepared", lambda case, device: None)
-    monkeypatch.setattr(promises, "_measured", lambda prepared: outcome)
+    counted = Counted(
+        tensor_peak_bytes=1,
+        allocated_peak_bytes=1,
+        resident_bytes=1,
+        breakdown=break_down(()),
+        holders=(),
+        phases=predicted,
+    )
+    answers = iter(
+        [Measured(measurement=outcome, left=cast(Any, None)) if isinstance(outcome, Measurement) else outcome, counted]
+    )
+    session = SimpleNamespace(ask=lambda job: next(answers))
+    prepared = SimpleNamespace(session=lambda timeout_s: contextlib.nullcontext(session))
+    monkeypatch.setattr(promises, "_prepared", lambda case, device: prepared)
     rows = rows_of(monkeypatch, (promises._WITH_OPTIMIZER[0], promises._phases))
     assert [row.promise.split()[4] for row in rows] == ALL
     assert [row.promise.split()[4] for row in rows if not row.holds] == fails

@@ -8,6 +8,7 @@ import inspect
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -741,6 +742,24 @@ def test_mkldnn_is_switched() -> None:
     assert read() is torch.backends.mkldnn.enabled is False
     write(before)
     assert read() is before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_generator_of_a_gpu_is_put_back() -> None:
+    device = torch.device("cuda")
+    before = torch.cuda.get_rng_state()
+    drawn = torch.rand(8, device=device)
+    p.put_cuda_generator(device, before)
+    assert torch.equal(torch.rand(8, device=device), drawn)
+
+
+def test_the_generator_of_a_gpu_is_asked_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [SimpleNamespace(graphsafe_get_state=torch.Generator) for _ in range(2)]
+    own = torch.Generator().manual_seed(3)
+    generators[1].graphsafe_get_state = lambda: own
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    p.put_cuda_generator(torch.device("cuda", 1), torch.Generator().manual_seed(7).get_state())
+    assert own.initial_seed() == 7
 
 
 def test_no_device_has_started_before_it_is_used() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, reset_hidden_state
 from memopt_cli.runtime.module_state import ModuleState
+from memopt_cli.runtime.recurrent import has_recurrent_dropout
 from memopt_cli.runtime.state import StartingState
 
 PLAIN = SegmentConfig()
@@ -460,3 +461,18 @@ def test_parametrizations_that_are_cached_in_forward_alone() -> None:
         gradients.append([p.grad for p in model.parameters()])
         assert not torch.nn.utils.parametrize._cache
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layer", "draws"),
+    [
+        (lambda: nn.LSTM(3, 3, 2, dropout=0.5), True),
+        (lambda: torch.jit.script(nn.GRU(3, 3, 2, dropout=0.5)), True),
+        (lambda: nn.LSTM(3, 3, 2, dropout=0.5).eval(), False),
+        (lambda: nn.RNN(3, 3, 2), False),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_recurrent_dropout_is_found(layer: Callable[[], nn.Module], draws: bool) -> None:
+    assert has_recurrent_dropout(nn.Sequential(nn.Linear(3, 3), layer())) is draws

@@ -292,6 +292,15 @@ def test_few_of_equal_chunks_run() -> None:
     assert runs(step, CASES["mlp"].plan(18, 1), "1.0") == 2 * (6 + 6)  # ten of two samples, eight of one
 
 
+def test_consecutive_layers_in_chunks(all_run: Callable[[], None]) -> None:
+    """They run in a module that is made when the plan is applied."""
+    step, plan = CASES["mlp"].step(), cut("0-1", chunks=28)
+    assert runs(step, plan, "0.0") == 2 * 6
+    found = told(step, plan)
+    all_run()
+    assert found == told(step, plan)
+
+
 @pytest.mark.parametrize("name", ["kept", "packed", "normalized"])
 def test_few_run_of_chunks_that_hold_more_than_their_outputs(name: str) -> None:
     step, first = CASES[name].step(), "1.0"

@@ -34,7 +34,9 @@ def small_step(bench: Bench) -> SmallStep | None:
     try:
         step = replace(bench.step(min(SMALL_BATCH, bench.batch)), optimizer=None)
         found: list[StepTrace] = []
-        allocated = measure_allocated(lambda _: found.append(look_into(bench, step)), bench.settings.device, 0)
+        allocated = measure_allocated(
+            lambda _: found.append(look_into(bench, step)), bench.settings.device, trace.resident_bytes(step)
+        )
         return SmallStep(step, found[0], allocated.workspaces)
     except Exception as error:  # inputs, or a model, of a size that cannot be changed
         if is_out_of_memory(error):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 from memopt_cli import trace
 from memopt_cli.measure.allocated import Allocated, measure_allocated
@@ -12,18 +13,28 @@ from memopt_cli.own_step import OwnStep
 from memopt_cli.records import Phase
 from memopt_cli.step import Step, reset_gradients, seed_everything, take
 
+Found = TypeVar("Found")
+
 HOLDERS = 40
 """How many modules an answer names as holders of memory."""
 
 
 def allocated_by(bench: Bench, step: Step) -> Allocated:
     """What the allocator sees of a step from the model's starting state; leaves gradients."""
+    device = bench.settings.device
+    return take_from_start(
+        bench, step, lambda step: measure_allocated(functools.partial(_take, step), device, trace.resident_bytes(step))
+    )
+
+
+def take_from_start(bench: Bench, step: Step, run: Callable[[Step], Found]) -> Found:
+    """What ``run`` finds of the step from the model's starting state; leaves gradients."""
     bench.enter_start()
     reset_gradients(step)
     seed_everything(bench.settings.seed)
     if isinstance(step, OwnStep):  # it frees gradients that it finds, of which the profiler tells if it saw them made
         step.model.zero_grad(set_to_none=True)
-    return measure_allocated(functools.partial(_take, step), bench.settings.device, trace.resident_bytes(step))
+    return run(step)
 
 
 def _take(step: Step, entered: Callable[[Phase], None]) -> None:

@@ -22,7 +22,7 @@ from memopt_cli.errors import StepError
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
-from memopt_cli.measure.answers.workspaces import full_workspaces
+from memopt_cli.measure.answers.workspaces import full_workspaces, metered
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import OwnStep
@@ -54,13 +54,17 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     times: tuple[float, ...] = () if job.warm_up else (first_s,)
     times += _step_times(bench, step, min(2, job.steps) if is_long else job.steps - len(times))
     bench.enter_start()
-    clock = trace.Clock(bench.settings.device)
-    with clock if job.plan == ORIGINAL else contextlib.nullcontext():
+    clock, meter = trace.Clock(bench.settings.device), trace.Meter(bench.settings.device)
+    on_cuda = bench.settings.device.startswith("cuda")
+    with contextlib.ExitStack() as watched:
+        for mode, wanted in ((meter, on_cuda), (clock, True)):
+            if wanted and job.plan == ORIGINAL:
+                watched.enter_context(mode)
         counted = trace.count(step)
     allocated = allocated_by(bench, step)
     left = repeated(first, fingerprint(left_on(bench.model)))
     if job.plan == ORIGINAL:
-        bench.tell(full_workspaces, allocated.workspaces)
+        bench.tell(full_workspaces, metered(meter, allocated) if on_cuda else allocated.workspaces)
         if clock.times:
             bench.tell(operator_times, clock.times)
     measurement = Measurement(

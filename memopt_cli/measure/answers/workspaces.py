@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
+from memopt_cli import trace
+from memopt_cli.measure.allocated import Allocated
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, small_step
-from memopt_cli.measure.answers.steps import allocated_by
+from memopt_cli.measure.answers.steps import allocated_by, take_from_start
 from memopt_cli.records import Plan
-from memopt_cli.step import is_out_of_memory
+from memopt_cli.step import Step, is_out_of_memory, take
 from memopt_cli.workspace import Workspaces
 
 
@@ -22,7 +25,21 @@ def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
     """Of the original at full size, if it may be run and fits."""
-    return bench.at_full_size(lambda step: allocated_by(bench, step).workspaces)
+    return bench.at_full_size(functools.partial(_workspaces_by, bench))
+
+
+def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
+    device = bench.settings.device
+    if not device.startswith("cuda"):
+        return allocated_by(bench, step).workspaces
+    with trace.Meter(device) as meter:
+        take_from_start(bench, step, take)
+    return metered(meter, allocated_by(bench, step))
+
+
+def metered(meter: trace.Meter, allocated: Allocated) -> Workspaces:
+    """What was seen operator by operator, with what libraries keep."""
+    return replace(meter.found, kept_bytes=allocated.workspaces.kept_bytes)
 
 
 def _growing(bench: Bench) -> Workspaces:
