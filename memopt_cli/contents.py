@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +151,22 @@ def _checked(found: Baseline) -> Baseline:
     """
     if found.conditions is not None and (layout := found.conditions.layout) is not None:
         check_layout(layout)
-    for step in found.shorter:
-        check_spec(replace(found.header.spec, dims={step.dim: step.size}))
+    _check_shorter(found)
     memories = (found.memory, *(step.memory for step in found.shorter))
     deepest = max((module.path.count(".") for memory in memories for module in memory.modules), default=0)
     if deepest > _MOST_LEVELS:
         raise UsageError(f"its modules lie {deepest} levels within each other; memopt compares {_MOST_LEVELS}")
     return found
+
+
+def _check_shorter(found: Baseline) -> None:
+    """Each is measured again by ``memopt check``."""
+    sizes = [step.size for step in found.shorter]
+    are_shorter = all(0 < step.size < found.header.spec.dims.get(step.dim, 0) for step in found.shorter)
+    if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in found.shorter}) > 1:
+        raise UsageError("its shorter steps do not ascend to the size that its inputs have")
+    if len(sizes) > _MOST_SHORTER:
+        raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares {_MOST_SHORTER}")
 
 
 def _as_of_today(data: Any) -> Any:
@@ -177,7 +186,7 @@ def _as_of_today(data: Any) -> Any:
     return values
 
 
-_MOST_LEVELS = 200
+_MOST_LEVELS, _MOST_SHORTER = 200, 100
 _RECORD = "Record one with memopt baseline MODEL -o FILE."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 

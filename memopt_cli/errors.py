@@ -6,9 +6,11 @@
     ├── UsageError                  2  a flag, spec or path that cannot be used as given
     │   ├── OptionError             2  a level, profile or limit out of its range (a ValueError, too)
     │   └── BatchShapeError         2  a tensor shape that cannot be used as given (a ValueError, too)
-    ├── FileFormatError             3  the file is no model memopt can read
-    ├── UnsafeFileError             4  reading the file would run code nobody vouched for
-    ├── PlanError                   3  a plan that does not fit the model
+    ├── FileError                   3  something is wrong with a file: its message is one line
+    │   ├── FileFormatError         3  the file is no model memopt can read
+    │   ├── UnsafeFileError         4  reading the file would run code nobody vouched for
+    │   ├── PlanError               3  a plan that does not fit the model
+    │   └── BaselineError           5  a baseline that is missing, or not comparable with what is measured now
     ├── StepError                   3  the model's training step cannot be run
     ├── MeasurementError            3  a profiling subprocess gave no answer
     │   └── RankLostError           3  another rank of a group is gone, or does not answer
@@ -16,7 +18,6 @@
     ├── MemoryBudgetError           3  not even the smallest batch, or one copy of a tensor, fits in memory
     │   └── NothingFitsError        6  of all that was asked about, nothing fits the budget
     ├── WriteError                  3  the results could not be written
-    ├── BaselineError               5  a baseline that is missing, or not comparable with what is measured now
     ├── VerificationError           1  the optimized model differs from the original
     └── Interrupted               130  the user stopped the run
 
@@ -61,17 +62,24 @@ class BatchShapeError(UsageError, ValueError):
     """A tensor's shape, or the size of a batch, that cannot be used as given."""
 
 
-class FileFormatError(MemoptError):
+class FileError(MemoptError):
+    """Something is wrong with a file, whose names a message quotes: a line break in one is none of the message's."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(printable(message), hint=hint)
+
+
+class FileFormatError(FileError):
     """The file is not a model: empty, truncated, random bytes, or a bare ``state_dict``."""
 
 
-class UnsafeFileError(MemoptError):
+class UnsafeFileError(FileError):
     """Reading the file would execute code that the user has not vouched for."""
 
     exit_code = 4
 
 
-class PlanError(MemoptError):
+class PlanError(FileError):
     """A plan names a module that is missing, or asks for what cannot be installed there."""
 
 
@@ -105,7 +113,7 @@ class WriteError(MemoptError):
     """The results could not be written; nothing partial was left."""
 
 
-class BaselineError(MemoptError):
+class BaselineError(FileError):
     """The baseline is missing, cannot be read, or was recorded under other conditions."""
 
     exit_code = 5

@@ -98,7 +98,8 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
 
 
 def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
-    """Raise :class:`UsageError` for two inputs of one name, sizes that cannot be, and a symbol that has none."""
+    """Raise :class:`UsageError` for too many inputs, or two of one name, sizes that cannot be, and a symbol without."""
+    _require_few(tensors)
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     for name in names:
         if names.count(name) > 1:
@@ -234,12 +235,21 @@ def check_spec(spec: InputSpec) -> None:
 
     A size may be 0, as one that an exported program carries can be.  Raises :class:`UsageError`.
     """
+    _require_few(spec.tensors)
     for name, size in spec.dims.items():
         if not name.isidentifier() or not 0 <= size < _MOST_ITEMS:
             raise UsageError(f"the dimension {shortened(name)} cannot have the size {size}", hint=_NAMED_SIZE)
     for tensor in spec.tensors:
         _check_tensor(tensor)
         check_sizes(tensor, spec.dims)
+
+
+def _require_few(tensors: Sequence[TensorSpec]) -> None:
+    if len(tensors) > MOST_INPUTS:
+        raise UsageError(f"there are {len(tensors)} inputs, and no forward takes more than {MOST_INPUTS}")
+
+
+MOST_INPUTS = 1000
 
 
 def _check_tensor(tensor: TensorSpec) -> None:

@@ -1,12 +1,23 @@
 """The grammar of input specs: what it accepts, and that text and record are inverses."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt_cli.errors import UsageError
-from memopt_cli.records import Limit, TensorSpec
-from memopt_cli.spec_text import DTYPES, format_tensor, parse_dims, parse_factory, parse_limit, parse_tensor
+from memopt_cli.records import InputSpec, Limit, TensorSpec
+from memopt_cli.spec_text import (
+    DTYPES,
+    check_inputs,
+    check_spec,
+    format_tensor,
+    parse_dims,
+    parse_factory,
+    parse_limit,
+    parse_tensor,
+)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +138,15 @@ def test_dims() -> None:
 def test_bad_dim(text: str) -> None:
     with pytest.raises(UsageError, match="NAME=SIZE"):
         parse_dims([text])
+
+
+@pytest.mark.parametrize(
+    "check", [lambda all: check_inputs(all, {}), lambda all: check_spec(InputSpec(tensors=all, source="-i"))]
+)
+def test_no_forward_takes_thousands_of_inputs(check: Callable[[tuple[TensorSpec, ...]], None]) -> None:
+    check((parse_tensor("3"),) * 1000)
+    with pytest.raises(UsageError, match="there are 1001 inputs, and no forward takes more than 1000"):
+        check((parse_tensor("3"),) * 1001)
 
 
 def test_two_sizes_for_one_dim() -> None:

@@ -7,7 +7,9 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading.interface import TRUNCATED
@@ -20,10 +22,21 @@ _FIELD = struct.Struct("<2H")
 _HEADER = struct.Struct("<4s22x2H")
 """What stands before a record: its signature, and how long its name and its further fields are."""
 _LONG, _LONGEST_NAME = 1000, 80
-_EXPANSION, _ALLOWANCE = 16, 16 << 20
-"""Records may unpack to 16 times the archive's size and 16 MiB: PyTorch compresses source code only, eight to one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What the records of an archive may unpack to: so many times its size, and so many bytes more."""
+
+    times: int
+    more_bytes: int = 0
+
+
+OF_A_FILE: Final = Room(times=16, more_bytes=16 << 20)
+"""PyTorch compresses source code only, eight to one; others compress files that it has written."""
+OF_CODE_WITHIN: Final = Room(times=8)
+OF_TENSORS_WITHIN: Final = Room(times=1)
+"""Of archives within others, of which there may be many: what they unpack to adds up."""
 _HINT = "If it is your own, save it again, without compression; otherwise it is likely an attack."
 
 
@@ -33,8 +46,8 @@ class Archive:
     Raises as :func:`check_archive`.
     """
 
-    def __init__(self, data: bytes, path: str) -> None:
-        sizes = check_archive(data, path)
+    def __init__(self, data: bytes, path: str, room: Room = OF_A_FILE) -> None:
+        sizes = check_archive(data, path, room)
         self._path = path
         self._data = memoryview(data)
         folder = next(iter(sizes), "").partition("/")[0] + "/"
@@ -92,7 +105,7 @@ class _HostileArchive(Exception):
     """Nothing that saves models writes such a file."""
 
 
-def check_archive(data: bytes, path: str) -> dict[str, int]:
+def check_archive(data: bytes, path: str, room: Room = OF_A_FILE) -> dict[str, int]:
     """The records of a zip archive and what each unpacks to, in bytes.
 
     Makes sure that every reader finds the same records, and that reading them all is harmless: readers differ where an
@@ -101,7 +114,7 @@ def check_archive(data: bytes, path: str) -> dict[str, int]:
     far more than the archive's size or share their bytes, and :class:`FileFormatError` if it is damaged.
     """
     try:
-        return _records(data)
+        return _records(data, room)
     except _HostileArchive as err:
         raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
     except Exception as err:  # the directory is whatever the file says
@@ -109,7 +122,7 @@ def check_archive(data: bytes, path: str) -> dict[str, int]:
         raise FileFormatError(f"{path} cannot be read: {reason}", hint=TRUNCATED) from err
 
 
-def _records(data: bytes) -> dict[str, int]:
+def _records(data: bytes, room: Room) -> dict[str, int]:
     count = _count_records(data)
     records = zipfile.ZipFile(io.BytesIO(data)).infolist()
     if len(records) != count:
@@ -125,7 +138,7 @@ def _records(data: bytes) -> dict[str, int]:
     if sum(record.compress_size for record in records) > len(data):
         raise _HostileArchive("its records overlap")
     unpacked = sum(record.file_size for record in records)
-    if unpacked > _EXPANSION * len(data) + _ALLOWANCE:
+    if unpacked > room.times * len(data) + room.more_bytes:
         raise _HostileArchive(f"its {format_bytes(len(data))} unpack to {format_bytes(unpacked)}")
     return {record.orig_filename: record.file_size for record in records}
 

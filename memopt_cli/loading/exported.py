@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, shortened
-from memopt_cli.loading.archive import Archive, record_names
+from memopt_cli.loading.archive import OF_TENSORS_WITHIN, Archive, record_names
 from memopt_cli.loading.exported_contents import MOST_PROGRAM_VALUES, checked_path
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
@@ -172,7 +172,7 @@ class _Program:
         data = self._archive.read(record)
         if not entry.get("use_pickle"):
             return bytearray(data)
-        tensor = load_tensors(data, f"{self._path} ({entry['path_name']})")
+        tensor = load_tensors(data, f"{self._path} ({entry['path_name']})", OF_TENSORS_WITHIN)
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{entry['path_name']} is not a tensor")
         if not is_plain(tensor):
@@ -285,7 +285,7 @@ class _Program:
         record = "data/sample_inputs/model.pt"
         if record not in self._archive.sizes:
             return None
-        return load_tensors(self._archive.read(record), f"{self._path} ({record})")
+        return load_tensors(self._archive.read(record), f"{self._path} ({record})", OF_TENSORS_WITHIN)
 
 
 # ---------------------------------------------------------------------------------------------- arguments and results

@@ -21,7 +21,7 @@ from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.optimizer_text import is_function
-from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
+from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
 from memopt_cli.step import is_out_of_memory
 from memopt_cli.user_step import Step, StepModels
 
@@ -99,10 +99,11 @@ def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
     Raises :class:`FileFormatError` if there is none that fits.
     """
     notes: list[str] = []
-    if is_safetensors(file.data):
-        weights: Mapping[str, Tensor] = read_safetensors(file.data, file.path)
-    else:
-        weights = _state_dict_in(model, file, notes)
+    with unseen():  # a model without data is filled, too, and the file has some
+        if is_safetensors(file.data):
+            weights: Mapping[str, Tensor] = read_safetensors(file.data, file.path)
+        else:
+            weights = _state_dict_in(model, file, notes)
     weights = _without_prefix(model.state_dict(), weights, notes)
     try:
         model.load_state_dict(weights, strict=True)
@@ -175,7 +176,7 @@ def _plain(name: str) -> str:
 
 
 def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
-    """What a strict load misses, the first few names of each kind; empty if the names and shapes agree."""
+    """What a strict load misses, the first few names of each kind; empty if names, shapes and kinds agree."""
     missing = [str(name) for name in own if name not in weights]
     unexpected = [str(name) for name in weights if name not in own]
     other = [
@@ -183,9 +184,15 @@ def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
         for name, tensor in own.items()
         if name in weights and weights[name].shape != tensor.shape
     ]
-    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": other}
+    unlike = [name for name in own if name in weights and _kind(weights[name]) != _kind(own[name])]
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": other, "of another kind": unlike}
     parts = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in kinds.items() if names]
     return ", ".join(parts)
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    """Whether it is sparse, quantized, or without data."""
+    return tensor.layout, tensor.is_quantized, tensor.is_meta
 
 
 def _first_few(names: list[str]) -> str:

@@ -24,6 +24,7 @@ from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec, refuse_unknown
 from memopt_cli.spec_text import (
+    MOST_INPUTS,
     check_spec,
     is_factory,
     parse_dims,
@@ -275,14 +276,11 @@ def _sha256(data: bytes) -> str:
 
 
 def _require_few(count: int, path: str) -> None:
-    if count > _MOST_ARGUMENTS:
+    if count > MOST_INPUTS:
         raise FileFormatError(
-            f"{path} holds {count} inputs, and no forward takes more than {_MOST_ARGUMENTS}",
+            f"{path} holds {count} inputs, and no forward takes more than {MOST_INPUTS}",
             hint="Save the arguments of forward in it, as a list or a dict of tensors.",
         )
-
-
-_MOST_ARGUMENTS = 1000
 
 
 def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:

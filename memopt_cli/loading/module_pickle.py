@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
+from memopt_cli.loading.archive import OF_A_FILE, Room
 from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
 from memopt_cli.loading.pickles.build import build
@@ -77,14 +78,16 @@ class ModulePickle:
 _SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
 
 
-def load_tensors(data: bytes, path: str) -> Any:
+def load_tensors(data: bytes, path: str, room: Room = OF_A_FILE) -> Any:
     """What ``torch.save`` wrote, if it holds only tensors and plain containers.  On the CPU.
+
+    ``room``: what an archive may unpack to.
 
     Raises :class:`UnsafeFileError` if it wants anything else, :class:`FileFormatError` if it is damaged.
     """
     try:
         file = ModelFile(path=path, data=data)
-        pickled = read_pickled(file)
+        pickled = read_pickled(file, room)
         refuse_attacks(file, pickled.scan, UserCode(()))
         return made_of(file, pickled, pickled.pickle.root)
     except (UnsafeFileError, FileFormatError) as err:

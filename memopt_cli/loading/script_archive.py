@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
-from memopt_cli.loading.archive import Archive
+from memopt_cli.loading.archive import OF_A_FILE, Archive, Room
 from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import STORAGE_DTYPES, check_tensors, storage_of, tensor_of
@@ -25,6 +25,8 @@ _MOST_ITEMS: Final = 4_000_000
 _LEAST_CODE, _EXPANSION, _MOST_CODE = 1 << 18, 8, 4 << 20
 """Bytes of source code that any archive may have, and for each of its bytes, which is what compression saves, and at
 most: a byte of code takes 300 of memory."""
+_READ: Final = 4
+"""How often all the storages of a pickle may be read."""
 _NEEDED: Final = ("data.pkl", "constants.pkl")
 """Pickles whose tensors are made when the archive is loaded; those of the inputs it was traced with have no data."""
 _NAMES: Final = re.compile(
@@ -59,9 +61,12 @@ def check_script_file(data: bytes, path: str) -> None:
         raise FileFormatError(f"{path} is a damaged TorchScript archive: {err}", hint=TRUNCATED) from err
 
 
-def check_script_archive(data: bytes, path: str) -> None:
-    """The same; raises :class:`UnsafeScript`, :class:`ValueError`, and as :class:`Archive`."""
-    archive = Archive(data, path)
+def check_script_archive(data: bytes, path: str, room: Room = OF_A_FILE) -> None:
+    """The same; raises :class:`UnsafeScript`, :class:`ValueError`, and as :class:`Archive`.
+
+    ``room``: what the archive may unpack to.
+    """
+    archive = Archive(data, path, room)
     if missing := [record for record in _NEEDED if record not in archive.sizes]:
         raise ValueError(f"it has no record {missing[0]}")
     kinds = {record: kind_of(record) for record in archive.sizes}
@@ -97,8 +102,14 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
         if reason := walk.endless(node):
             raise ValueError(f"its objects {reason}")
         objects.check(node)
+        if objects.is_packed(node):
+            scan.take_copies(node.state)
     if record in _NEEDED:
-        check_tensors(made, _sizes(archive, record.removesuffix(".pkl")), 0)
+        sizes = _sizes(archive, record.removesuffix(".pkl"))
+        check_tensors(made, sizes, 0)
+        # PyTorch reads a storage anew wherever a pickle names it, and names it once itself.
+        if sum(storage.size_bytes for storage in map(storage_of, made) if storage) > _READ * sum(sizes.values()):
+            raise ValueError("it reads its storages again and again")
     elif record.endswith(".debug_pkl"):
         check_lines(pickle.root)
     return pickle

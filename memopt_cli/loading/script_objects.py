@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from memopt_cli.loading.pickles.nodes import DICT, LIST, Built, Global, Tuple, entries_of
 from memopt_cli.loading.pickles.packed_weights import NATIVE, is_packed
@@ -83,6 +83,13 @@ class ScriptObjects:
                 raise ValueError(f"it calls {name}")
         elif node.how == "called" and name == _TYPE_TAG:
             self._check_tag(node)
+
+    def is_packed(self, node: Any) -> TypeGuard[Built]:
+        """Whether an object copies the tensors of its state, as packed weights do, and what packs them itself."""
+        if not isinstance(node, Built) or node.how != "created":
+            return False
+        known = self._classes.get(str(node.callee))
+        return str(node.callee).startswith(NATIVE) or (known is not None and known.restores)
 
     def _check_object(self, node: Built, name: str) -> None:
         known = self._classes.get(name)

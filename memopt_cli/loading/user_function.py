@@ -25,6 +25,8 @@ def user_function(
     if reference in known:
         return known[reference]
     path, _, name = reference.rpartition(":")
+    if Path(path).suffix != ".py":  # Python would run others, too: compiled code, a library of machine code
+        raise UsageError(f"{flag} {reference}: '{path}' is not a Python file", hint="Write file.py:function.")
     if not Path(path).is_file():
         raise UsageError(f"{flag} {reference}: there is no file '{path}'", hint="Write file.py:function.")
     function = getattr(_module_of(path, flag, reference), name, None)

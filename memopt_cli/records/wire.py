@@ -74,7 +74,7 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
 
 def _named(key: Any) -> str:
     """A key of a file as a place in it."""
-    return key if isinstance(key, str) and len(key) <= _LONGEST_KEY else shortened(key)
+    return key if isinstance(key, str) and len(key) <= _LONGEST_KEY and key.isprintable() else shortened(key)
 
 
 _LONGEST_KEY = 60

@@ -30,7 +30,7 @@ from memopt_cli.runtime.compressor import (
     declared_compressor,
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
-from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, config_of, length_told, segment_of
+from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, config_of, length_told, misfit_by_length, segment_of
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of
 from memopt_cli.runtime.packing import PackedSaves
@@ -39,7 +39,7 @@ from memopt_cli.runtime.private_torch import (
     forbids_hooks,
     not_compiled,
 )
-from memopt_cli.runtime.refusals import misfit, refusal
+from memopt_cli.runtime.refusals import misfit, misplaced, refusal, wrong_settings
 from memopt_cli.runtime.running import (
     is_checkpointed,
     is_nested,
@@ -119,12 +119,25 @@ Settings = SegmentConfig | ConfigsByLength
 
 def install_segment(module: nn.Module, config: Settings) -> None:
     """Make ``module`` a segment, in place.  Raises :class:`ValueError` with the reason if it cannot be one."""
-    configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
-    reason = refusal(module) or next(filter(None, (misfit(module, one) for one in configs if one is not None)), "")
-    if reason:
+    if reason := refusal(module) or _first(functools.partial(misfit, module), config):
         raise ValueError(reason)
     vars(module)[SEGMENT_KEY] = config
     module.__class__ = _segment_class(type(module), _mixin(config))  # type: ignore[arg-type]
+
+
+def check_installed(module: nn.Module) -> None:
+    """Raises :class:`ValueError` with the reason if ``module``, of a file, cannot be the segment that it is."""
+    config = settings_of(module)
+    if config is not None and (reason := _first(functools.partial(misplaced, module), config)):
+        raise ValueError(reason)
+    if isinstance(config, ConfigsByLength) and (reason := misfit_by_length(module, config)):
+        raise ValueError(reason)
+
+
+def _first(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
+    """What is wrong with a configuration, of one by length with the first of its own; empty if nothing is."""
+    configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
+    return next(filter(None, (reason_of(one) for one in configs if one is not None)), "")
 
 
 def _mixin(config: Settings) -> type[Installed]:
@@ -152,7 +165,7 @@ def settings_of(module: nn.Module) -> Settings | None:
 def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
     """An empty segment for an unpickler to fill; a lifted module is made one as it is.
 
-    Saved models refer to this function: a file format.
+    Saved models refer to this function: a file format.  Raises :class:`ValueError` for settings of no segment.
     """
     return _restored(original, SegmentConfig(**config))
 
@@ -165,6 +178,8 @@ def restore_by_length(original: type[nn.Module] | LiftedModule, config: dict[str
 
 
 def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> nn.Module:
+    if reason := _first(wrong_settings, settings):
+        raise ValueError(reason)
     if isinstance(original, LiftedModule):
         install_segment(original, settings)
         return original

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import math
+import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.module_state import SEGMENT_KEY
 from memopt_cli.runtime.private_torch import CheckpointCall, checkpoint_around
+from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.segment_config import SegmentConfig
 
 _thread = threading.local()
@@ -35,13 +37,24 @@ _warned: WeakSet[nn.Module] = WeakSet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthOf:
-    """Where the length stands: in the shape of an argument of the model's forward."""
+    """Where the length stands: in the shape of an argument of the model's forward.
+
+    Raises :class:`ValueError` for what says nothing of the kind.
+    """
 
     name: str
     """What people call it: ``S``."""
     argument: int | str
     """Position from 0, or name."""
     axis: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise ValueError(f"a dimension has the symbol {reprlib.repr(self.name)}")
+        if type(self.argument) not in (int, str) or (isinstance(self.argument, int) and self.argument < 0):
+            raise ValueError(f"the argument {reprlib.repr(self.argument)} is neither a position nor a name")
+        if type(self.axis) is not int:
+            raise ValueError(f"the axis {reprlib.repr(self.axis)} is no whole number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +74,10 @@ class ConfigsByLength:
     """Where it is in the plan: messages name it so."""
 
     def __post_init__(self) -> None:
+        if not all(type(bound) is int for bound in self.up_to):
+            raise ValueError(f"the bounds of ranges must be whole numbers, not {reprlib.repr(self.up_to)}")
         if not self.up_to or list(self.up_to) != sorted(set(self.up_to)) or self.up_to[0] < 1:
-            raise ValueError(f"ranges of lengths must ascend from 1, not {self.up_to}")
+            raise ValueError(f"ranges of lengths must ascend from 1, not {reprlib.repr(self.up_to)}")
         if len(self.configs) != len(self.up_to):
             raise ValueError(f"there are {len(self.up_to)} ranges of lengths, and settings for {len(self.configs)}")
 
@@ -155,6 +170,22 @@ def _given(forward: Callable[..., Any], argument: int | str, args: Sequence[Any]
     if position is not None and position < len(args):
         return args[position]
     return kwargs.get(name) if name is not None else None
+
+
+def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
+    """Why ``root``, which alone says how long its input is, cannot do so for the modules in it; empty if it can."""
+    if ranges.length is None:
+        return ""
+    if not takes_argument(root, ranges.length.argument):
+        return f"its forward does not take the argument {reprlib.repr(ranges.length.argument)}"
+    for path, part in named_parts(root):
+        inner = vars(part).get(SEGMENT_KEY)
+        if part is not root and isinstance(inner, ConfigsByLength):
+            if inner.length is not None:
+                return f"{path} in it is by a length of its own"
+            if inner.up_to != ranges.up_to:
+                return f"{path} in it has other ranges of lengths"
+    return ""
 
 
 def takes_argument(module: nn.Module, argument: int | str) -> bool:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import reprlib
+from dataclasses import fields
+from typing import Final
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -19,7 +24,7 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
-from memopt_cli.runtime.selective import keep_refusal
+from memopt_cli.runtime.selective import keep_refusal, misspelled
 
 
 def refusal(module: nn.Module) -> str:
@@ -61,32 +66,54 @@ def _overwriting(module: nn.Module) -> str:
 
 def misfit(module: nn.Module, config: SegmentConfig) -> str:
     """What of ``config`` is wrong for ``module``; empty if nothing is."""
-    known = (*COMPRESSORS, OWN_COMPRESSOR)
-    if config.compressor not in known:
-        return f"unknown compressor {config.compressor!r}; known: {', '.join(known)}"
+    return misplaced(module, config) or keep_refusal(config.keep) or _misfit_chunks(module, config)
+
+
+def misplaced(module: nn.Module, config: SegmentConfig) -> str:
+    """What of ``config`` is wrong for ``module`` in whichever mode it is, and under whichever PyTorch; or empty.
+
+    This is asked of saved modules, too, which were made segments in another mode, or by another version.
+    """
+    if reason := wrong_settings(config):
+        return reason
     if config.compressor == OWN_COMPRESSOR and declared_compressor(module) != OWN_COMPRESSOR:
         return f"its compressor is to be its own, but {type(module).__name__} has no x_compressor of a class of its own"
-    for name in ("chunks", "seq_inputs", "seq_outputs"):
-        given = getattr(config, name)
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            return f"{name} must be 1 or more, not {given!r}"
     if config.spatial_split and not callable(getattr(module, "__spatial_split__", None)):
         return f"it is to be split in space, but {type(module).__name__} has no method __spatial_split__"
+    return _misfit_through_loss(module, config) if config.through_loss else ""
+
+
+def wrong_settings(config: SegmentConfig) -> str:
+    """What of ``config`` is wrong for any module; empty if nothing is."""
+    for setting in fields(config):
+        given, kind = getattr(config, setting.name), type(setting.default)
+        is_one = isinstance(given, kind) and (kind is bool or not isinstance(given, bool))
+        if not is_one or (kind is tuple and not all(isinstance(name, str) for name in given)):
+            return f"{setting.name} must be {_KINDS[kind]}, not {reprlib.repr(given)}"
+    known = (*COMPRESSORS, OWN_COMPRESSOR)
+    if config.compressor not in known:
+        return f"unknown compressor {reprlib.repr(config.compressor)}; known: {', '.join(known)}"
+    for name in ("chunks", "seq_inputs", "seq_outputs"):
+        if getattr(config, name) < 1:
+            return f"{name} must be 1 or more, not {getattr(config, name)}"
     if config.spatial_split and config.chunks > 1:
         return f"it can be split in space or run in {config.chunks} chunks, not both"
     recomputed = config.spatial_split or config.chunks > 1 or config.keep or config.compressor != "null"
     if not config.recompute and recomputed:
         return "only what is recomputed can be split, run in chunks, keep outputs, or store its input in a codec"
     if config.through_loss:
-        return _misfit_through_loss(module, config)
-    return keep_refusal(config.keep) or _misfit_chunks(module, config)
-
-
-def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
+        return _wrong_through_loss(config)
     if config.recompute_states and config.chunks < 2:
         return "the states of its chunks are to be recomputed, and it runs in one"
     if config.inexact and (config.batch_statistics or config.chunks < 2):
         return "inexact are chunks, two or more, whose batch statistics are not gathered"
+    return misspelled(config.keep)
+
+
+_KINDS: Final = {bool: "true or false", int: "a whole number", str: "text", tuple: "a tuple of names of operators"}
+
+
+def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
     if reason := norm_refusal(module, config, config.chunks):
         return reason
     kinds = (nn.Embedding, nn.EmbeddingBag)
@@ -126,8 +153,12 @@ def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
 
 def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
     is_lifted = operators_of(module) == ["aten::linear"] and not any(module.children())
-    if type(module).forward is not nn.Linear.forward and not is_lifted:
+    if inspect.unwrap(type(module).forward) is not nn.Linear.forward and not is_lifted:
         return f"only a linear layer runs in chunks through its loss, and it is a {type(module).__name__}"
+    return ""
+
+
+def _wrong_through_loss(config: SegmentConfig) -> str:
     if config.chunks < 2:
         return "it is to run in chunks through its loss, and it runs in one"
     if config != SegmentConfig(chunks=config.chunks, through_loss=True):

@@ -64,7 +64,7 @@ def group_layers(model: nn.Module) -> None:
     One that calls a layer twice stays whole: a module has one path.
     """
     for module in list(model.modules()):
-        if type(module) is nn.Sequential and len(set(module)) == len(module):
+        if type(module) is nn.Sequential and len(set(module.children())) == len(module):  # no child twice, or none
             for run in list(_layer_runs(module)):
                 _add(module, _name_of(run), run)
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import functools
 import re
+import reprlib
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,17 +57,30 @@ _KEPT = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\d*))?
 
 def keep_refusal(names: Sequence[str]) -> str:
     """Why the outputs of one of these operators (``aten::convolution``) cannot be kept; empty if they all can."""
-    return next((f"it is to keep the output of {name!r}: {why}" for name in names if (why := _unfit(name))), "")
+    return _first_refused(names, _unfit)
+
+
+def misspelled(names: Sequence[str]) -> str:
+    """The same of what is the name of no operator, in any version of PyTorch."""
+    return _first_refused(names, lambda name: "" if _KEPT.fullmatch(name) else _NO_OPERATOR)
+
+
+def _first_refused(names: Sequence[str], reason_of: Callable[[str], str]) -> str:
+    said = ((name, reason_of(name)) for name in names)
+    return next((f"it is to keep the output of {reprlib.repr(name)}: {why}" for name, why in said if why), "")
+
+
+_NO_OPERATOR = (
+    "there is no operator of that name; names are like aten::convolution, without the overload, or "
+    "aten::convolution#2 for the second call"
+)
 
 
 def _unfit(name: str) -> str:
     parts = _KEPT.fullmatch(name)
     packet = getattr(getattr(torch.ops, parts["namespace"], None), parts["operator"], None) if parts else None
     if not isinstance(packet, OpOverloadPacket):
-        return (
-            "there is no operator of that name; names are like aten::convolution, without the overload, or "
-            "aten::convolution#2 for the second call"
-        )
+        return _NO_OPERATOR
     overload = getattr(packet, packet.overloads()[0])  # type: ignore[no-untyped-call]
     if not has_kernel(overload):
         return "it is TorchScript's alone"

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import functools
 import io
+import json
 import os
 import pickle
 import pickletools
@@ -39,6 +40,8 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli import pipeline
+from memopt_cli.batch_size.length_strategies import read_histogram, read_lengths
+from memopt_cli.cards import device_profile
 from memopt_cli.cli.app import app
 from memopt_cli.errors import MemoptError
 from memopt_cli.loading import load_model, read_file
@@ -241,6 +244,12 @@ def _read_plan(path: str) -> None:
     memopt_cli.apply_plan(_model(), plan)
 
 
+def _read_lengths(path: str) -> None:
+    for read in (read_histogram, read_lengths):
+        with contextlib.suppress(MemoptError):
+            read(path)
+
+
 def _read_config(path: str) -> None:
     group = _commands()
     Path("model.pt").touch()
@@ -288,6 +297,31 @@ segments:
 - {path: '0', compressor: bit, keep: ['aten::convolution#2', 'aten::mm']}
 - {path: '2-3', chunks: 2, axis: 0}
 - {path: '4'}
+"""
+_PLAN_BY_LENGTH: Final = b"""schema_version: 2
+memopt: 0.1.0
+torch: 2.13.0
+model: model.pt
+sha256: null
+spec: {tensors: [{shape: [B, 1, 4, S], dtype: float32}], dims: {B: 4, S: 4}, source: --input}
+seed: 0
+device: cpu
+level: 3
+by: {dim: S, argument: 0, axis: -1}
+ranges:
+- {up_to: 2}
+- {up_to: 3, packed: true}
+- up_to: 4
+  segments:
+  - {path: '0', compressor: bit}
+  - {path: '4', chunks: 2}
+parallel: {ranks: 8, parallel: fsdp, mesh: {dp: 4, tp: 2}}
+"""
+_CARD: Final = b"""memory_bytes: 23GiB
+bandwidth_bytes_per_s: 1.0e+12
+flops_per_s: {fp32: 8.0e+13, bf16: 1.6e+14}
+library_bytes: 8MiB
+source: a data sheet
 """
 _SPEC: Final = b"""inputs:
 - {name: x, shape: [T, B, 2, 48], dtype: float32, values: 'spikes:0.2'}
@@ -375,8 +409,14 @@ def _recorded() -> list[bytes]:
 
 
 def _measured() -> list[bytes]:
+    """The last one is of a rank of many, and has what shorter inputs need."""
     folder = Path(__file__).parents[2] / "benchmarks" / "baselines"
-    return [(folder / f"{name}.json").read_bytes() for name in ("char_rnn", "lif_rnn")]
+    plain = [(folder / f"{name}.json").read_bytes() for name in ("char_rnn", "lif_rnn")]
+    data = json.loads(plain[0])
+    data["conditions"]["layout"] = {"ranks": 8, "parallel": "fsdp", "mesh": {"dp": 4, "tp": 2}}
+    dim, size = next(iter(data["spec"]["dims"].items()))
+    data["shorter"] = [{"dim": dim, "size": size - 1, "memory": data["memory"]}]
+    return [*plain, json.dumps(data).encode()]
 
 
 _TEXT: Final = functools.partial(_broken, text=True)
@@ -411,7 +451,9 @@ FORMATS: Final[dict[str, Format]] = {
     ),
     "model.inputs.yaml": Format(lambda: [_SPEC], _TEXT, read_spec_file),
     "memopt.yaml": Format(lambda: [_CONFIG], _TEXT, _read_config),
-    "plan.yaml": Format(lambda: [_PLAN], _TEXT, _read_plan),
+    "plan.yaml": Format(lambda: [_PLAN, _PLAN_BY_LENGTH], _TEXT, _read_plan),
+    "card.yaml": Format(lambda: [_CARD], _TEXT, device_profile),
+    "lengths.txt": Format(lambda: [b"12\n7 3\n\n64: 2\n128, 9\n"], _TEXT, _read_lengths),
     "batch.yaml": Format(lambda: [_BATCH], _TEXT, _read_batch),
     "baseline.json": Format(_measured, _TEXT, _read_measured),
     "checked.json": Format(_recorded, _TEXT, _read_checked),
@@ -495,8 +537,8 @@ def _read(name: str) -> str:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             FORMATS[name].read(name)
     except MemoptError as err:
-        text = f"{err.message}{err.hint}".replace("\n", "")
-        return "" if text.isprintable() else f"says {text!r}"
+        said_lines = [err.message, *err.hint.split("\n")]  # a message is one line
+        return "" if all(map(str.isprintable, said_lines)) else f"says {said_lines!r}"
     except BaseException as err:
         frame = traceback.extract_tb(err.__traceback__)[-1]
         where = f"{Path(frame.filename).name}, line {frame.lineno}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import py_compile
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,12 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
-from memopt_cli.loading import load_model
+from memopt_cli.loading import factory, load_model
+from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import ModelSource
+from memopt_cli.runtime.private_torch import is_fake
+from memopt_cli.trace import built_without_data, fake_mode
 
 CODE = """
 from torch import nn
@@ -154,6 +160,52 @@ def test_weights_that_are_no_state_dict(folder: Path) -> None:
 def test_factories_that_cannot_be_used(location: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load_model(ModelSource(location=location))
+
+
+@pytest.mark.parametrize("name", ["run.pyc", "run.so", "run", "run.PY", "/dev/zero"])
+def test_only_python_files_are_run(name: str, folder: Path) -> None:
+    """Python would run compiled code, too, and libraries of machine code."""
+    source = folder / "run.py"
+    source.write_text("raise SystemExit('it ran')")
+    py_compile.compile(str(source), cfile=str(folder / "run.pyc"))
+    for other in ("run.so", "run", "run.PY"):
+        (folder / other).write_bytes((folder / "run.pyc").read_bytes())
+    with pytest.raises(UsageError, match="is not a Python file"):
+        user_function(f"{folder / name}:run", "--loss")
+
+
+@pytest.mark.parametrize("name", ["folder.py", "pipe.py", "zero.py", "missing.py"])
+def test_what_is_run_is_a_file(name: str, folder: Path) -> None:
+    (folder / "folder.py").mkdir()
+    os.mkfifo(folder / "pipe.py")
+    (folder / "zero.py").symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match="there is no file"):
+        user_function(f"{folder / name}:run", "--loss")
+
+
+@pytest.mark.parametrize("form", ["pt", "safetensors"])
+def test_weights_are_read_of_a_model_without_data(form: str, folder: Path) -> None:
+    weights = nn.Linear(2, 3).state_dict()
+    save_file(weights, "weights.safetensors")
+    torch.save(weights, "weights.pt")
+    source = ModelSource(location="user_factory:make", weights=f"weights.{form}")
+    with built_without_data(fake_mode()):
+        model = load_model(source).module
+    assert is_fake(next(model.parameters()))
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, "weights.pt")
+    with built_without_data(fake_mode()), pytest.raises(FileFormatError, match="1 of another shape"):
+        load_model(replace(source, weights="weights.pt"))
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.ones(3, 2).to_sparse(), torch.empty(3, 2, device="meta"), torch.ones(3, 2).to_sparse_csr()]
+)
+def test_weights_of_another_kind_are_named(weight: torch.Tensor, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"weight": weight, "bias": torch.ones(3)}
+    monkeypatch.setattr(factory, "_state_dict_in", lambda *given: found)
+    Path("weights.pt").write_bytes(b"")
+    with pytest.raises(FileFormatError, match=r"does not fit Linear: 1 of another kind \(weight\)"):
+        factory.fill(nn.Linear(2, 3), ModelFile(path="weights.pt", data=b""))
 
 
 def test_a_file_that_another_imports_runs_once(folder: Path) -> None:

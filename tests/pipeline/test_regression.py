@@ -473,9 +473,15 @@ def test_a_plan_by_length_is_held_at_the_end_of_every_range(
     same = InputSpec(tensors=(parse_tensor("8x64x128"),), source="here")
     with pytest.raises(BaselineError, match="it has a step at S=16, too, and the inputs name no S"):
         history.check(spec=same)
-    data["shorter"][0]["size"] = -1
+    (step,) = data["shorter"]
+    for sizes in ([-1], [0], [64], [10**12], [16, 16], [32, 16]):  # each would be run
+        Path(history.baseline).write_text(json.dumps(data | {"shorter": [step | {"size": size} for size in sizes]}))
+        with pytest.raises(BaselineError, match="its shorter steps do not ascend to the size that its inputs have"):
+            history.check()
+    data["spec"]["dims"]["S"] = 1000
+    data["shorter"] = [step | {"size": size} for size in range(1, 102)]
     Path(history.baseline).write_text(json.dumps(data))
-    with pytest.raises(BaselineError, match="the dimension 'S' cannot have the size -1"):
+    with pytest.raises(BaselineError, match="it has 101 shorter steps; memopt compares 100"):
         history.check()
 
 

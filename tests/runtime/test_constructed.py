@@ -140,8 +140,8 @@ def test_a_class_that_makes_itself_anew_still_can() -> None:
         (lambda: GCContainer(None, 5), "int is not a Module subclass"),
         (lambda: GCContainer(None, nn.ReLU(inplace=True), nn.Linear(1, 1)), "writes over the input"),
         (lambda: TCGCContainer(None, nn.Linear(1, 1), n_chunk=0), "chunks must be 1 or more, not 0"),
-        (lambda: TCGCContainer(None, nn.Linear(1, 1), n_chunk=2.5), "chunks must be 1 or more, not 2.5"),  # type: ignore[arg-type]
-        (lambda: TCGCContainer(None, nn.Linear(1, 1), n_chunk="2"), "chunks must be 1 or more, not '2'"),  # type: ignore[arg-type]
+        (lambda: TCGCContainer(None, nn.Linear(1, 1), n_chunk=2.5), "chunks must be a whole number, not 2.5"),  # type: ignore[arg-type]
+        (lambda: TCGCContainer(None, nn.Linear(1, 1), n_chunk="2"), "chunks must be a whole number, not '2'"),  # type: ignore[arg-type]
         (lambda: TCGCContainer(None, nn.Linear(1, 1), n_seq_inputs=0), "seq_inputs must be 1 or more"),
     ],
 )

@@ -19,6 +19,7 @@ from memopt_cli.equality import bit_equal
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, group_layers, named_parts, segment_of
+from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import WRITES_TWICE
 from memopt_cli.runtime.runs import Run
 
@@ -224,6 +225,13 @@ def _block() -> nn.Module:
 def test_where_runs_begin_and_end(model: nn.Sequential, expected: list[str]) -> None:
     group_layers(model)
     assert [path for path, part in named_parts(model) if isinstance(part, Run)] == expected
+
+
+def test_a_sequential_with_a_place_that_is_empty_has_no_runs() -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)), nn.ReLU())
+    model._modules["4"] = None
+    group_layers(model)
+    assert RUNS_KEY not in vars(model)
 
 
 def test_a_shared_layer_runs_wherever_it_stands() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.loading.pickles.kinds.interface import Broken, Recipe
 from memopt_cli.loading.pickles.kinds.modules import check_apart, check_made
+from memopt_cli.loading.pickles.kinds.own import check_segment
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Step, Tuple, reachable
 from memopt_cli.loading.watch import unwatched
 from memopt_cli.runtime.lifted.module import LiftedModule, check_lifted
@@ -31,6 +32,7 @@ def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -
     # As they are now, when nothing will change them any more.
     for made in builder.modules:
         check_made(made)
+        check_segment(made)
         if isinstance(made, LiftedModule):
             check_lifted(made)
     check_apart(builder.modules)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.described import tensor_of
-from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
+from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
 EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
 _LEAST_WORK, _MOST_WORK = 500_000, 8_000_000
@@ -50,6 +50,20 @@ class PickleScan:
         if self.taken > _COPIES * self.size + _LEAST_TAKEN:
             raise ValueError(EXHAUSTING)
 
+    def take_copies(self, value: Any) -> None:
+        """The same for the tensors in ``value``, each once, which whatever is made of them copies."""
+        pending, seen = [value], set[int]()
+        while pending:
+            part = pending.pop()
+            if not isinstance(part, Built | Tuple) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            tensor = tensor_of(part)
+            held = [] if tensor else list(held_in(part))
+            self.spend(1 + len(held))
+            self.take(tensor.size_bytes if tensor else 0)
+            pending += held
+
 
 def hashed(value: Any) -> int:
     """Items that hashing it visits."""
@@ -77,9 +91,3 @@ def size_of(value: Any) -> int:
     if isinstance(value, str | bytes | bytearray):
         return len(value)
     return value.size if isinstance(value, Built) else 0
-
-
-def tensor_bytes(parts: Any) -> int:
-    """Bytes of the tensors in a tuple: a sparse one copies its indices."""
-    found = map(tensor_of, parts.items if isinstance(parts, Tuple) else ())
-    return sum(tensor.size_bytes for tensor in found if tensor is not None)

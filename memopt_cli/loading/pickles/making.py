@@ -5,7 +5,7 @@ tuple                  all items in it, over again in each tuple that holds it
 call                   the bytes that it takes in; of Python's own and ``torch``'s names its items too
 call of a hash table   each key's hash, and comparing it with those of the same hash
 set item, add          the same
-state                  its items and its bytes
+state                  its items and its bytes; where it is copied, its tensors
 =====================  =======================================================================================
 """
 
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_of, hashed, size_of, tensor_bytes
+from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_of, hashed, size_of
 from memopt_cli.loading.pickles.names import called_name, within_class
 from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Step, Tuple
 
@@ -33,7 +33,11 @@ _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
     Global("copyreg", "__newobj__"),
     Global("builtins", "object"),
 )
-_PATTERN, _SPARSE = Global("re", "_compile"), Global("torch._utils", "_rebuild_sparse_tensor")
+_PATTERN: Final = Global("re", "_compile")
+_COPIED: Final = (Global("torch._utils", "_rebuild_sparse_tensor"), Global("torch._utils", "_rebuild_qtensor"))
+"""What copies tensors that it is called with: indices, and the scales of channels."""
+_COPIED_STATES: Final = (Global("torch", "ScriptObject"), Global("memopt_cli.runtime.script", "ScriptLeaf"))
+"""The same of a state: packed weights, and an archive that is read."""
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
 """How the protocols before 2 create an empty object."""
@@ -106,8 +110,8 @@ class Maker:
         built.weight += sum(map(hashed, built.given()))
         if built.callee == _PATTERN:
             self._scan.spend(_WORK_PER_CHARACTER * built.size)
-        if built.callee == _SPARSE:
-            self._scan.take(sum(map(tensor_bytes, built.given())))
+        if built.callee in _COPIED:
+            self._scan.take_copies(built.arguments)
 
     # ------------------------------------------------------------------------------------------ filling
 
@@ -139,6 +143,8 @@ class Maker:
         self._states.update(id(part) for part in parts if isinstance(part, Built) and part.name in _DICTS)
         self._scan.spend(sum(amount_of(part) for part in parts if isinstance(part, Built | Tuple)))
         self._scan.take(sum(map(size_of, parts)))
+        if node.callee in _COPIED_STATES:
+            self._scan.take_copies(state)
         node.weight += sum(hashed(value) for part in parts if isinstance(part, Built) for _, value in part.entries)
         self.steps.append(Step("fill", node))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from memopt_cli.errors import FileFormatError
-from memopt_cli.loading.archive import Archive
+from memopt_cli.loading.archive import OF_A_FILE, Archive, Room
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import storage_of
@@ -38,8 +38,8 @@ class PickledFile:
     storages: Storages
 
 
-def read_pickled(file: ModelFile) -> PickledFile:
-    """Follow the file's pickle.
+def read_pickled(file: ModelFile, room: Room = OF_A_FILE) -> PickledFile:
+    """Follow the file's pickle.  ``room``: what an archive may unpack to.
 
     Raises :class:`FileFormatError` if it is damaged or no pickle, and as :class:`Archive`.
     """
@@ -50,7 +50,7 @@ def read_pickled(file: ModelFile) -> PickledFile:
     scan = PickleScan(size=len(file.data))
     try:
         if file.data.startswith(b"PK"):
-            return _read_archive(Archive(file.data, file.path), scan)
+            return _read_archive(Archive(file.data, file.path, room), scan)
         return read_stream(file.data, scan)
     except ValueError as err:
         raise FileFormatError(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.loading.archive import OF_CODE_WITHIN
 from memopt_cli.loading.pickles.kinds.interface import (
     Broken,
     Denied,
@@ -22,9 +25,10 @@ from memopt_cli.loading.pickles.kinds.modules import check_attributes, fill, mod
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 from memopt_cli.loading.script_archive import check_script_archive
 from memopt_cli.runtime.compressor import COMPRESSORS
-from memopt_cli.runtime.container import restore_by_length, restore_segment
+from memopt_cli.runtime.container import check_installed, restore_by_length, restore_segment
 from memopt_cli.runtime.lengths import LengthOf
 from memopt_cli.runtime.lifted.module import LiftedModule, restore_lifted
+from memopt_cli.runtime.module_state import name_of
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.segment_config import SegmentConfig
 
@@ -58,7 +62,8 @@ class Own:
         """What it makes."""
         if use.name in RESTORE_SEGMENTS:
             make = restore_by_length if use.name == RESTORE_BY_LENGTH else restore_segment
-            return Recipe(make=make, role="module", kind=_original, fill=fill, check=_check_segment)
+            restore = functools.partial(_segment, make)
+            return Recipe(make=restore, role="module", kind=_original, fill=fill, check=_check_segment)
         if use.name == RESTORE_LIFTED:
             return Recipe(make=restore_lifted, role="module", kind=LiftedModule, check=_check_lifted)
         found = resolve(use.name)
@@ -79,10 +84,26 @@ def _fill_script(target: Any, state: Any) -> None:
     if not isinstance(archive, Tensor) or archive.dtype != torch.uint8 or archive.dim() != 1:
         raise Broken("a script has no archive")
     try:
-        check_script_archive(archive.cpu().numpy().tobytes(), "its TorchScript part")
+        check_script_archive(archive.cpu().numpy().tobytes(), "its TorchScript part", OF_CODE_WITHIN)
     except ValueError as err:
         raise Broken(f"its TorchScript part is damaged: {err}") from err
     fill(target, {**state, "_is_trusted": False})  # that is not for a file to say
+
+
+def _segment(restore: Callable[..., nn.Module], original: Any, settings: Any) -> nn.Module:
+    try:
+        return restore(original, settings)
+    except ValueError as reason:
+        kind = original if isinstance(original, type) else type(original)
+        raise Broken(f"a {kind.__name__} can be no segment: {reason}") from reason
+
+
+def check_segment(module: nn.Module) -> None:
+    """Look at a segment whose state is there.  Raises :class:`Broken` for one that a plan could not make."""
+    try:
+        check_installed(module)
+    except ValueError as reason:
+        raise Broken(f"its {name_of(module)} can be no segment: {reason}") from reason
 
 
 def _original(node: Built, graph: Graph) -> type | None:
@@ -106,7 +127,7 @@ def _check_segment(node: Built | None, graph: Graph) -> str:
 
 
 def _is_plain(settings: Built) -> bool:
-    """The fields of a segment's configuration; their values are looked at where it is installed."""
+    """The fields of a segment's configuration; their values are looked at where it is made."""
     entries = plain_entries(settings)
     return entries is not None and all(name in _SETTINGS and _is_setting(value) for name, value in entries)
 
@@ -123,10 +144,11 @@ def is_segment(value: Built) -> bool:
 def _is_by_length(settings: Built) -> bool:
     """The same of one by length: a configuration, or none, for each bound, and for the root where the length stands."""
     match dict(plain_entries(settings) or ()):
-        case {"up_to": Tuple() as up_to, "configs": Tuple() as configs, "length": length, "path": str(), **others}:
+        case {"up_to": Tuple() as up_to, "configs": Tuple() as configs, "length": length, "path": path, **others}:
             are_configs = all(one is None or (isinstance(one, Built) and _is_plain(one)) for one in configs.items)
             ascend = all(type(bound) is int for bound in up_to.items) and list(up_to.items) == sorted(set(up_to.items))
-            return not others and are_configs and ascend and _is_length(length) and _are_as_many(up_to, configs)
+            is_known = not others and isinstance(path, str) and _is_setting(path) and _is_length(length)
+            return is_known and are_configs and ascend and _are_as_many(up_to, configs)
     return False
 
 
@@ -138,13 +160,13 @@ def _is_length(value: Any) -> bool:
     if value is None:
         return True
     found = dict(plain_entries(value) or ()) if isinstance(value, Built) else {}
-    return found.keys() == _OF_LENGTH and type(found["axis"]) is int and type(found["argument"]) in (int, str)
+    return found.keys() == _OF_LENGTH and all(map(_is_setting, found.values()))
 
 
 def _is_setting(value: Any) -> bool:
     if isinstance(value, Tuple):
-        return all(isinstance(item, str) for item in value.items)
-    return isinstance(value, bool | int | str)
+        return all(isinstance(item, str) and _is_setting(item) for item in value.items)
+    return isinstance(value, bool | int) or (isinstance(value, str) and value.isprintable())
 
 
 def _check_lifted(node: Built | None, graph: Graph) -> str:

@@ -1,0 +1,120 @@
+"""Small files that would take far more memory than they are large: what is copied of them is charged for each copy."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt_cli
+from memopt_cli.errors import FileFormatError, UnsafeFileError
+from memopt_cli.runtime.script import ScriptLeaf
+from tests.loading.hostile import Call, Created
+
+_COPIES = 40
+_BYTES = 1 << 16
+"""Of what is copied: all copies are more than a small file may take."""
+
+
+def _scripts() -> Iterator[Any]:
+    """Scripts that are all read from one archive."""
+    state = ScriptLeaf(torch.jit.script(nn.Linear(1, _BYTES // 8))).__getstate__()
+    for _ in range(_COPIES):
+        own = {name: type(value)(value) if isinstance(value, dict | set) else value for name, value in state.items()}
+        yield Created(ScriptLeaf, state=own)
+
+
+def _packed() -> Iterator[Any]:
+    """Packed weights of one tensor."""
+    weight = torch.quantize_per_tensor(torch.zeros(1, _BYTES), 0.1, 0, torch.qint8)
+    state = torch.ops.quantized.linear_prepack(weight, None).__getstate__()
+    for _ in range(_COPIES):
+        yield Created(torch.ScriptObject, state=state)
+
+
+def _quantized() -> Iterator[Any]:
+    """Quantized tensors that have the same scales for their channels."""
+    scales = torch.ones(_BYTES // 4)
+    whole = torch.quantize_per_channel(torch.zeros(len(scales)), scales, torch.zeros(len(scales)), 0, torch.qint8)
+    rebuild, (storage, offset, size, stride, (scheme, *_), *rest) = whole.__reduce_ex__(2)
+    for _ in range(_COPIES):
+        yield Call(rebuild, storage, offset, size, stride, (scheme, scales, scales, 0), *rest)
+
+
+@pytest.mark.parametrize("parts", [_scripts, _packed, _quantized])
+@pytest.mark.filterwarnings("ignore:torch.quantize_per")
+def test_copies_of_one_tensor_are_charged(parts: Callable[[], Iterator[Any]], tmp_path: Path) -> None:
+    for count in (1, _COPIES):
+        model = nn.Sequential(nn.Linear(1, 1))
+        model.parts = [*parts()][:count]  # type: ignore[assignment]
+        torch.save(model, tmp_path / f"{count}.pt")
+    assert isinstance(memopt_cli.load(tmp_path / "1.pt"), nn.Module)
+    with pytest.raises(FileFormatError, match="far more work than a model of its size"):
+        memopt_cli.load(tmp_path / f"{_COPIES}.pt")
+
+
+def _records(save: Callable[[io.BytesIO], object]) -> dict[str, bytes]:
+    save(buffer := io.BytesIO())
+    with zipfile.ZipFile(buffer) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+def _write(records: dict[str, bytes], target: Path | io.BytesIO, how: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(target, "w", how) as file:
+        for name, data in records.items():
+            file.writestr(zipfile.ZipInfo(name), data, how)
+
+
+@pytest.mark.parametrize("how", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_an_archive_within_another_unpacks_to_no_more_than_it_is(how: int, tmp_path: Path) -> None:
+    """Each could unpack to 16 MiB, and a thousand of them take a file of 600 kB."""
+    _write(_records(lambda file: torch.save(torch.zeros(64, 64), file)), within := io.BytesIO(), how)
+    program = torch.export.export(nn.Linear(64, 64), (torch.ones(1, 64),))
+    records = _records(lambda file: torch.export.save(program, file))
+    (name,) = (name for name in records if name.endswith("weights/model_weights_config.json"))
+    config = json.loads(records[name])
+    entry = config["config"]["weight"] | {"use_pickle": True}
+    records[name] = json.dumps({"config": config["config"] | {"weight": entry}}).encode()
+    records[name.replace("model_weights_config.json", entry["path_name"])] = within.getvalue()
+    _write(records, tmp_path / "model.pt2")
+    if how == zipfile.ZIP_STORED:
+        assert isinstance(memopt_cli.load(tmp_path / "model.pt2"), nn.Module)
+    else:
+        with pytest.raises(UnsafeFileError, match=r"model\.pt2 \(weight_\d\) was not loaded: its .* unpack to"):
+            memopt_cli.load(tmp_path / "model.pt2")
+
+
+class _Buffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(6):
+            self.register_buffer(f"b{number}", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_script_reads_its_storages_once(tmp_path: Path) -> None:
+    """PyTorch reads a record anew wherever a pickle names it."""
+    records = _records(lambda file: torch.jit.save(torch.jit.script(_Buffers()), file))
+    (name,) = (name for name in records if name.endswith("/data.pkl"))
+    data = records[name]
+    for opcode, key, at in [*pickletools.genops(data)]:
+        if opcode.name == "BINUNICODE" and isinstance(key, str) and key.isdigit():
+            assert at is not None
+            data = data[: at + 5] + b"0" + data[at + 6 :]
+    records[name] = data
+    _write(
+        {n: d for n, d in records.items() if not n.endswith(tuple(f"/data/{i}" for i in range(1, 6)))},
+        tmp_path / "m.ts",
+    )
+    with pytest.raises(FileFormatError, match="reads its storages again and again"):
+        memopt_cli.load(tmp_path / "m.ts")
