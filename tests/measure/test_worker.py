@@ -21,6 +21,7 @@ from memopt_cli.chunking import capture_call
 from memopt_cli.errors import FileFormatError, PlanError, StepError
 from memopt_cli.measure import replies, sandbox
 from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
+from memopt_cli.measure.answers import timed
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import (
     ChunkingJob,
@@ -256,6 +257,28 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
     assert batches == [8, 3]
     growing = workspaces_for(one.bench, plan("2", chunks=2))._runs["aten::convolution"]
     assert [run.smaller and run.smaller.shapes[0] for run in growing] == [(3, 4, 32, 32)] * 3
+
+
+@pytest.mark.parametrize(
+    ("planned_s", "most_slowdown", "expected"),
+    [
+        ([1.35] * 7, 1.33, 7),  # as often as it may be
+        ([1.35, 1.35, 1.35, 1.0, 1.0, 1.0], 1.33, 6),  # until the median is no longer near
+        ([1.2, 1.2, 1.2], 1.33, 3),
+        ([1.35, 1.35, 1.35], None, 3),
+    ],
+)
+def test_a_slowdown_near_the_limit_is_timed_more_often(
+    planned_s: list[float],
+    most_slowdown: float | None,
+    expected: int,
+    worker: Callable[..., Worker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([1.2, *planned_s, *[1.0] * 7])  # the first pair warms up
+    monkeypatch.setattr(timed, "_timed_pair", lambda *_: (1.0, next(times)))
+    found = worker().do(TimeInTurnsJob(plan=plan("2"), pairs=3, most_slowdown=most_slowdown))
+    assert len(found.planned_times_s) == expected
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
