@@ -36,7 +36,7 @@ _MOST_STEPS = 20
 """Short steps are timed until they took this long together, or are so many."""
 _BEYOND_DOUBT = 3
 """A first pair in which the plan is slower than it may be by this factor is not one that needs warming up."""
-_NEAR, _MOST_PAIRS = 0.05, 7
+_NEAR, _MOST_PAIRS = 0.05, 5
 """A slowdown this close to the limit, relative, is timed by up to so many pairs: three of a busy machine gave 1.35,
 those before and after 1.14 and 1.13, where the limit was 1.33.
 """
