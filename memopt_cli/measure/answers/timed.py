@@ -105,7 +105,7 @@ def _is_near(pairs: Sequence[tuple[float, float]], most_slowdown: float | None) 
     """Whether the plan may as well be on the other side of the limit, and a few more pairs may tell."""
     if most_slowdown is None or len(pairs) >= _MOST_PAIRS:
         return False
-    original_s, planned_s = map(statistics.median, zip(*pairs, strict=True))
+    original_s, planned_s = (statistics.median(times) for times in zip(*pairs, strict=True))
     return abs(planned_s / (most_slowdown * original_s) - 1) < _NEAR
 
 
