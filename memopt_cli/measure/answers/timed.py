@@ -106,7 +106,8 @@ def _is_near(pairs: Sequence[tuple[float, float]], most_slowdown: float | None) 
     if most_slowdown is None or len(pairs) >= _MOST_PAIRS:
         return False
     original_s, planned_s = (statistics.median(times) for times in zip(*pairs, strict=True))
-    return abs(planned_s / (most_slowdown * original_s) - 1) < _NEAR
+    share: float = planned_s / (most_slowdown * original_s)
+    return abs(share - 1) < _NEAR
 
 
 def _timed_pair(bench: Bench, step: Step, plan: Plan) -> tuple[float, float]:
