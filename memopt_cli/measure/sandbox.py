@@ -18,7 +18,7 @@ import resource
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -98,7 +98,7 @@ def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) 
     ruleset = libc.syscall(_CREATE, *_attributes(version, rights), ctypes.c_uint32(0))
     try:
         _allow(libc, ruleset, folder, rights & ~(_EXECUTE | _MAKE_DEVICES))
-        for device in _devices(gpu=gpu):
+        for device in _devices((*_DEVICES, *_GPU_DEVICES) if gpu else _DEVICES):
             _allow(libc, ruleset, str(device), rights & (_WRITE | _TRUNCATE | _IOCTL))
         if gpu:
             _allow(libc, ruleset, _THREADS, rights & (_WRITE | _TRUNCATE))
@@ -155,15 +155,14 @@ def _attributes(version: int, rights: int) -> tuple[bytes, ctypes.c_size_t]:
     return struct.pack(f"={len(fields)}Q", *fields), ctypes.c_size_t(8 * len(fields))
 
 
-def _devices(*, gpu: bool) -> Iterator[Path]:
-    patterns = (*_DEVICES, *(_GPU_DEVICES if gpu else ()))
+def _devices(patterns: Iterable[str]) -> Iterator[Path]:
     for pattern in patterns:
         yield from (path for path in Path("/dev").glob(pattern) if path.is_char_device())
 
 
 def has_opened_gpu() -> bool:
     """Whether this process has a GPU's device file open, or inherited it open."""
-    gpus = set(_devices(gpu=True)) - set(_devices(gpu=False))
+    gpus = set(_devices(_GPU_DEVICES))
     with contextlib.suppress(OSError):
         return any(file.resolve() in gpus for file in Path("/proc/self/fd").iterdir())
     return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 from memopt_cli.contents import read_plan
@@ -15,11 +14,9 @@ from memopt_cli.measure.jobs import ORIGINAL, GroupJob, InGroup, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
-from memopt_cli.pipeline.prepare import inputs_note, opening_of, prepare
+from memopt_cli.pipeline.prepare import header_of, inputs_note, opening_of, prepare
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
-    SCHEMA_VERSION,
-    FileHeader,
     GroupMeasurement,
     MeasureRequest,
     Plan,
@@ -47,16 +44,7 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
     notes = [inputs_note(measured.spec)]
     predicted = _predicted(replace(request, spec=measured.spec), plan, notes, progress) if request.rank == 0 else None
     found = GroupMeasurement(
-        header=FileHeader(
-            schema_version=SCHEMA_VERSION,
-            memopt=version("memopt"),
-            torch=version("torch"),
-            model=request.source.location,
-            sha256=None,
-            spec=measured.spec,
-            seed=settings.seed,
-            device=settings.device,
-        ),
+        header=header_of(Subject(source=request.source, spec=measured.spec, settings=settings), sha256=None),
         layout=request.layout,
         plan=plan,
         plan_digest=measured.plan_digest,

@@ -33,10 +33,7 @@ def on_every_rank(
     with ranks_of(group, _LIMIT) as ranks, put_back(model):
         ranks.require_same("model", parameters_of(model))
         found: Found = ranks.first(optimize)
-        if ranks.rank == 0:
-            ranks.each(lambda: None)
-        else:
-            ranks.each(lambda: _replace(model, plan_in(found) or Plan()))
+        ranks.each(lambda: None if ranks.rank == 0 else _replace(model, plan_in(found) or Plan()))
         ranks.require_same("plan", plan_of(model))
         return found
 

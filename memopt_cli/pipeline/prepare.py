@@ -196,13 +196,17 @@ def _save(subject: Subject, plan: Plan, timeout_s: float, file: BinaryIO) -> Non
 
 def file_header(prepared: Prepared) -> FileHeader:
     """Where a file that is written now comes from."""
-    subject = prepared.subject
+    return header_of(prepared.subject, prepared.facts.sha256)
+
+
+def header_of(subject: Subject, sha256: str | None) -> FileHeader:
+    """The same of a model that need not be prepared here; ``sha256``: of its file, if it has one."""
     return FileHeader(
         schema_version=SCHEMA_VERSION,
         memopt=version("memopt"),
         torch=version("torch"),
         model=subject.source.location,
-        sha256=prepared.facts.sha256,
+        sha256=sha256,
         spec=subject.spec,
         seed=subject.settings.seed,
         device=subject.settings.device,

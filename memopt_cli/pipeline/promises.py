@@ -129,10 +129,11 @@ def selftest(device: str, *, progress: Progress) -> SelftestReport:
 def _tests(device: str) -> Iterator[tuple[_Case, _Test]]:
     """What is run, and what yields the rows of it."""
     for case in _PLANNED:
-        if device == "cpu" and not case.needs_gpu:
-            yield case, _optimized
-        elif device != "cpu":
-            yield replace(case, dims={**case.dims, "B": _GPU_SAMPLES * case.dims["B"]}), _optimized
+        if device != "cpu":
+            case = replace(case, dims={**case.dims, "B": _GPU_SAMPLES * case.dims["B"]})
+        elif case.needs_gpu:
+            continue
+        yield case, _optimized
     yield from ((case, _phases) for case in _WITH_OPTIMIZER)
     yield replace(_ATTENTION, name="a step, twice"), _repeated
     yield replace(_ATTENTION, name="a recommended batch"), _recommended

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-_LAYERS = frozenset({"RNN", "LSTM", "GRU"})
-"""Classes, which their TorchScript is named after."""
+_SCRIPTED = frozenset({"RNN", "LSTM", "GRU"})
+"""What TorchScript of them is named after."""
 
 
-def has_recurrent_dropout(module: nn.Module) -> bool:
-    """Whether cuDNN would draw dropout between the layers of a recurrent module in it, if that is on a GPU."""
+def has_recurrent_dropout(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> bool:
+    """Whether cuDNN would draw dropout between the layers of a recurrent module in it, if that is on a GPU.
+
+    ``kinds``: the classes of its modules; where none is recurrent, none is looked at.
+    """
+    if not any(issubclass(kind, nn.RNNBase | torch.jit.ScriptModule) for kind in kinds):
+        return False
     return torch.backends.cudnn.enabled and any(map(_draws, module.modules()))
 
 
 def _draws(part: Any) -> bool:
-    is_layer = getattr(part, "original_name", type(part).__name__) in _LAYERS and hasattr(part, "dropout")
-    return is_layer and part.training and part.num_layers > 1 and bool(part.dropout)
+    if not isinstance(part, nn.RNNBase) and getattr(part, "original_name", "") not in _SCRIPTED:
+        return False
+    return part.training and part.num_layers > 1 and bool(part.dropout)

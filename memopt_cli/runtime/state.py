@@ -275,7 +275,8 @@ class StartingState:
             return "calls backward in its forward, which adds to the gradients of its parameters"
         if self._hooks.changed:
             return "adds or removes hooks of modules within it"
-        if any(device.type == "cuda" for device in self._devices) and has_recurrent_dropout(self._module):
+        on_cuda = any(device.type == "cuda" for device in self._devices)
+        if on_cuda and has_recurrent_dropout(self._module, self._state.kinds()):
             return "has a recurrent layer with dropout, which cuDNN draws from a generator of its own"
         return self._objects.lost()
 

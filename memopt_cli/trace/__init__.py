@@ -6,7 +6,7 @@ from memopt_cli.trace.counting import AllocatedPeak, Life, codecs_of, count
 from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode, place_fake
 from memopt_cli.trace.inputs import record_inputs
 from memopt_cli.trace.log import Codecs, StorageLog, resident_bytes
-from memopt_cli.trace.meter import Meter
+from memopt_cli.trace.meter import Meter, meter_on
 from memopt_cli.trace.modules import asked_compressor, codec_paths
 from memopt_cli.trace.recording import record
 
@@ -25,6 +25,7 @@ __all__ = [
     "codecs_of",
     "count",
     "fake_mode",
+    "meter_on",
     "packing_bytes_per_s",
     "place_fake",
     "record",

@@ -12,6 +12,11 @@ from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.workspace import Workspaces
 
 
+def meter_on(device: str) -> Meter | None:
+    """``None`` on the CPU, whose allocator is watched by a profiler."""
+    return Meter(device) if device.startswith("cuda") else None
+
+
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Asks the allocator around every operator of a real step, and so leaves no peak of the step behind.
 

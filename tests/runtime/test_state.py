@@ -468,6 +468,7 @@ def test_parametrizations_that_are_cached_in_forward_alone() -> None:
     [
         (lambda: nn.LSTM(3, 3, 2, dropout=0.5), True),
         (lambda: torch.jit.script(nn.GRU(3, 3, 2, dropout=0.5)), True),
+        (lambda: type("Own", (nn.LSTM,), {})(3, 3, 2, dropout=0.5), True),
         (lambda: nn.LSTM(3, 3, 2, dropout=0.5).eval(), False),
         (lambda: nn.RNN(3, 3, 2), False),
         (lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), False),
@@ -475,4 +476,5 @@ def test_parametrizations_that_are_cached_in_forward_alone() -> None:
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_recurrent_dropout_is_found(layer: Callable[[], nn.Module], draws: bool) -> None:
-    assert has_recurrent_dropout(nn.Sequential(nn.Linear(3, 3), layer())) is draws
+    model = nn.Sequential(nn.Linear(3, 3), layer())
+    assert has_recurrent_dropout(model, map(type, model.modules())) is draws

@@ -58,17 +58,15 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     times: tuple[float, ...] = () if job.warm_up else (first_s,)
     times += _step_times(bench, step, min(2, job.steps) if is_long else job.steps - len(times))
     bench.enter_start()
-    clock, meter = trace.Clock(bench.settings.device), trace.Meter(bench.settings.device)
-    on_cuda = bench.settings.device.startswith("cuda")
+    clock, meter = trace.Clock(bench.settings.device), trace.meter_on(bench.settings.device)
     with contextlib.ExitStack() as watched:
-        for mode, wanted in ((meter, on_cuda), (clock, True)):
-            if wanted and job.plan == ORIGINAL:
-                watched.enter_context(mode)
+        for mode in filter(None, (meter, clock)) if job.plan == ORIGINAL else ():
+            watched.enter_context(mode)
         counted = trace.count(step)
     allocated = allocated_by(bench, step)
     left = repeated(first, fingerprint(left_on(bench.model)))
     if job.plan == ORIGINAL:
-        bench.tell(full_workspaces, metered(meter, allocated) if on_cuda else allocated.workspaces)
+        bench.tell(full_workspaces, metered(meter, allocated))
         if clock.times:
             bench.tell(operator_times, clock.times)
     measurement = Measurement(

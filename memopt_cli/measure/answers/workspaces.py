@@ -29,17 +29,17 @@ def full_workspaces(bench: Bench) -> Workspaces | None:
 
 
 def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
-    device = bench.settings.device
-    if not device.startswith("cuda"):
-        return allocated_by(bench, step).workspaces
-    with trace.Meter(device) as meter:
-        take_from_start(bench, step, take)
+    meter = trace.meter_on(bench.settings.device)
+    if meter is not None:
+        with meter:
+            take_from_start(bench, step, take)
     return metered(meter, allocated_by(bench, step))
 
 
-def metered(meter: trace.Meter, allocated: Allocated) -> Workspaces:
-    """What was seen operator by operator, with what libraries keep."""
-    return replace(meter.found, kept_bytes=allocated.workspaces.kept_bytes)
+def metered(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
+    """What was seen operator by operator, with what libraries keep; ``None``: the profiler saw it."""
+    found = allocated.workspaces
+    return found if meter is None else replace(meter.found, kept_bytes=found.kept_bytes)
 
 
 def _growing(bench: Bench) -> Workspaces:
