@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
 from memopt_cli.records import Layout
-from memopt_cli.runtime.private_torch import is_compiled, reducing_ranks, replaced
+from memopt_cli.runtime.private_torch import is_compiled, reducing_ranks, replaced, sharded_without_the_others
 from memopt_cli.sharded.replicated import without_reducer
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
@@ -38,7 +38,7 @@ def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard |
     Raises :class:`UsageError` for a function that fails, gives no module or another model, spreads nothing or changes
     the default group, and :class:`StepError` for what cannot be predicted.
     """
-    with without_reducer() as buckets:
+    with without_reducer() as buckets, sharded_without_the_others():
         return Spread(model=_spread(model, mesh, layout, function, "predicted"), buckets=buckets)
 
 

@@ -930,6 +930,21 @@ def test_over_how_many_ranks_gradients_are_reduced() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
+def test_a_rank_makes_the_shards_that_it_keeps(length: int, dim: int) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    tensor = torch.arange(2.0 * length).view(2, length).movedim(1, dim)
+    expected = _fsdp_param._chunk_with_empty(tensor, 4, dim)
+    with p.sharded_without_the_others():
+        found = _fsdp_param._chunk_with_empty(tensor, 4, dim)
+    assert len(found) == 4
+    for rank in (0, 1, 2, 3, -1):
+        assert torch.equal(found[rank], expected[rank])
+        assert found[rank].stride() == expected[rank].stride()
+
+
 def test_a_model_without_data_changes_its_dtype() -> None:
     """The first time, too, at which the mode remembers what an operator made."""
     with p.FakeTensorMode(), p.fakes_exchanged():
