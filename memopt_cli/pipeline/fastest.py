@@ -182,20 +182,28 @@ class _Job:
         return case
 
     def _recorded_step(self) -> ScaledStep | None:
-        """By the records of the smallest and of the largest batch that ran; ``None``, and a note, without two."""
+        """By the records of the smallest and of the largest batch that ran; ``None``, and a note, without two alike."""
         records = self.trials.records
-        first = max(records, default=max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of))
-        if len(records) < 2:
-            self.progress.stage("recording a step")
-            self.trials.record_without_data(first)
-            self.trials.record_without_data(2 * first)
-        small, large = min(records, default=first), max(records, default=first)
-        self.notes += self.trials.notes.get(large, [])
-        step = scaled(records[small].trace, records[large].trace) if small < large else None
+        step = self._step_of([*records])
+        if step is None and 1 in records:  # one sample may run operators of its own
+            step = self._step_of([batch for batch in records if batch > 1])
         if step is None:
+            small, large = min(records, default=0), max(records, default=0)
             why = f"it runs other operators at batch {large} than at batch {small}" if small < large else "see above"
             self.notes.append(f"No plan was tried: the step is not known at other batches ({why}).")
         return step
+
+    def _step_of(self, batches: list[int]) -> ScaledStep | None:
+        """By the records of these batches, or of two others where there are fewer."""
+        records = self.trials.records
+        if len(batches) < 2:
+            self.progress.stage("recording a step")
+            first = max(batches, default=max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of))
+            for batch in (first, 2 * first):
+                self.trials.record_without_data(batch)
+            batches = [batch for batch in (first, 2 * first) if batch in records]
+        self.notes += self.trials.notes.get(max(batches, default=0), [])
+        return scaled(records[min(batches)].trace, records[max(batches)].trace) if len(batches) > 1 else None
 
     def _record(self, plan: Plan, batch: int) -> Traced | Failure:
         is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)

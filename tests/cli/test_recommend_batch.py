@@ -318,6 +318,27 @@ def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], 
 
 
 @pytest.mark.usefixtures("in_process")
+def test_a_search_where_a_single_sample_runs_other_operators(memopt: Callable[..., Any]) -> None:
+    """Its record says nothing of larger batches: two others are recorded."""
+    Path("net.py").write_text(
+        "from torch import nn\n\n"
+        "class Block(nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x) if len(x) > 1 else super().forward(x[0].clone())[None]\n\n"
+        "def build():\n"
+        "    return nn.Sequential(*(Block(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(6)))\n"
+    )
+    flags = ("-i", "2x1024x16", "--memory", "3400KiB", "--search", "--json", "--code-path", ".")
+    done = memopt("recommend-batch", "net.py:build", *flags)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    original = found["runs"][found["original"]]
+    assert original["batch"] == 1
+    assert found["priced"] > 0
+    assert "No plan was tried" not in " ".join(found["notes"])
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_search_for_people(memopt: Callable[..., Any], net: str) -> None:
     flags = ("-i", "64x64", "--memory", "1MiB", "--global-batch", "4096", "--search", "--level", "1", "-o", "b.yaml")
     done = memopt("recommend-batch", net, *flags, "--html", "r.html")
