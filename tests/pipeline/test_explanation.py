@@ -39,8 +39,8 @@ from memopt_cli.report.text import TextReport
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
-BATCH, LESS = 512, 2 << 20
-FLAGS = ("--code-path .", "--dim B=512")
+BATCH, LESS = 256, 512 << 10
+FLAGS = ("--code-path .", f"--dim B={BATCH}")
 _found: dict[object, Explanation] = {}
 SPEC = InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": BATCH}, source="here")
 
@@ -251,8 +251,8 @@ def test_a_step_that_fits_was_raised_nowhere(recorded: StepTrace, explained: Cal
 def test_commands_repeat_the_flags_of_the_user(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
     found = explained(needed_bytes(recorded) - LESS)
     commands = {said.change: said.command for said in found.suggestions}
-    assert " --code-path . --dim B=512 --level 4 --budget " in commands["plan"]
-    assert " --code-path . --dim B=512 --memory " in commands["micro-batches"]
+    assert f" --code-path . --dim B={BATCH} --level 4 --budget " in commands["plan"]
+    assert f" --code-path . --dim B={BATCH} --memory " in commands["micro-batches"]
 
 
 def wide(folder: Path) -> ExplainRequest:
@@ -294,7 +294,7 @@ def test_a_step_of_ones_own_gets_suggestions_that_it_can_follow(tmp_path: Path) 
     script = tmp_path / "script.py"
     script.write_text(STEP)
     source = ModelSource(location=f"{script}:make_step")
-    request = ExplainRequest(source=source, spec=SPEC, settings=StepSettings(), memory=1800 << 10)
+    request = ExplainRequest(source=source, spec=SPEC, settings=StepSettings(), memory=900 << 10)
     found = explain(request, progress=Progress())
     assert {said.change for said in found.suggestions} <= {"plan"}
     assert [refused for refused in found.refused if "in its own code" in refused]
