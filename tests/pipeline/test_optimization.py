@@ -12,6 +12,7 @@ import os
 import random
 import re
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -68,12 +69,12 @@ def block(channels: int, out: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
 
 
-def conv_net() -> nn.Sequential:
+def conv_net(stages: int = 2) -> nn.Sequential:
     """Activations make up nearly all of its memory at ``8x1x16x16``: 4 MiB."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        stages = [nn.Sequential(block(16, 16), block(16, 16)) for _ in range(2)]
-        return nn.Sequential(block(1, 16), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+        deeper = [nn.Sequential(block(16, 16), block(16, 16)) for _ in range(stages)]
+        return nn.Sequential(block(1, 16), *deeper, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 
 
 def small_net() -> nn.Sequential:
@@ -338,10 +339,10 @@ def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt, monkeyp
     The model's class is one of the script's that saved it: ``__main__.Deep``.
     """
     (tmp_path / "train.py").write_text(TRAIN)
-    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True)
     for name, value in UNFRAGMENTED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
+    runpy.run_path("train.py", run_name="__main__")
     limit = address_space_without_tensors() + (300 << 20)
     done = spawn_memopt(
         tmp_path,
@@ -383,7 +384,7 @@ def test_where_the_original_was_killed_nothing_runs_at_full_size_but_plans(
 
     answered(MeasureJob, killed)
     answered(TraceJob, trace)
-    done = optimize("net.pt", *SPEC, "--budget", "60%", "--json", "--snapshot", "step.pickle")
+    done = optimize("net.pt", *SPEC, *"--level 1 --budget 70% --json --snapshot step.pickle".split())
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     assert isinstance(summary.levels[0].outcome, OutOfMemory)
@@ -525,8 +526,8 @@ def test_a_lazy_module_is_named(optimize: Memopt) -> None:
 
 @pytest.mark.slow
 def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
-    torch.save(deep_net(blocks=6), "net.pt")
-    done = optimize("net.pt", *SMALL_BATCH, "--frontier", "--budget", "80%", "--json")
+    torch.save(deep_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", "1", "--frontier", "--budget", "80%", "--json")
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     first, *_, last = summary.frontier
@@ -569,12 +570,12 @@ def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("goal", [("--level", "4", "--max-slowdown", "none"), ("--budget", "44%"), ("--frontier",)])
+@pytest.mark.parametrize("goal", [("--level", "4", "--max-slowdown", "none"), ("--budget", "55%"), ("--frontier",)])
 def test_ctrl_c_in_a_search_keeps_the_best_so_far(
     goal: tuple[str, ...], optimize: Memopt, answered: Callable[..., None]
 ) -> None:
     """Pressed in the dry run after the first that has lowered the peak."""
-    torch.save(deep_net(blocks=6), "net.pt")
+    torch.save(deep_net(), "net.pt")
     counted: list[int] = []
 
     def pressed(session: LocalSession, job: CountJob, ask: Callable[[CountJob], Any]) -> Any:
@@ -711,7 +712,7 @@ class UserNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = conv_net()
+        self.net = conv_net(stages=1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.net(images)
@@ -740,7 +741,7 @@ def test_a_program_is_optimized_and_trains_without_its_source(
     kind: str, path: str, flags: str, optimize: Memopt
 ) -> None:
     save_program(kind, path)
-    done = optimize(path, *flags.split(), *"--dim B=8 --json --max-slowdown none".split())
+    done = optimize(path, *flags.split(), *"--dim B=4 --json --max-slowdown none".split())
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     assert summary.model_format == ("exported" if kind == "exported" else "torchscript")
@@ -818,7 +819,7 @@ def test_optimizer_precision_and_loss(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     Path("loss.py").write_text("def square(output):\n    return (output ** 2).mean()\n")
     done = optimize(
-        "net.pt", *SPEC, *"--level 2 --optimizer adamw --precision bf16 --loss loss.py:square --json".split()
+        "net.pt", *SPEC, *"--level 0 --optimizer adamw --precision bf16 --loss loss.py:square --json".split()
     )
     assert done.code == 0, done.err
     row = from_data(MemOptSummary, json.loads(done.out)["summary"]).levels[0]
@@ -834,7 +835,7 @@ def test_an_optimizer_of_the_users_own(optimize: Memopt) -> None:
     Path("train.py").write_text(
         "import torch\ndef make(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)\n"
     )
-    done = optimize("net.pt", *SPEC, *"--level 2 --optimizer train.py:make --json".split())
+    done = optimize("net.pt", *SPEC, *"--level 0 --optimizer train.py:make --json".split())
     assert done.code == 0, done.err
     row = from_data(MemOptSummary, json.loads(done.out)["summary"]).levels[0]
     assert isinstance(row.outcome, Measurement)
@@ -986,9 +987,8 @@ def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeyp
 def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
     model: str, where: str, optimize: Memopt, user_code: str
 ) -> None:
-    done = optimize(
-        f"faulty:{model}", "-i", "256x32", "--code-path", user_code, "--level", "1", "--max-slowdown", "none"
-    )
+    flags = "-i 256x32 --level 1 --max-slowdown none --no-recommend-batch --code-path".split()
+    done = optimize(f"faulty:{model}", *flags, user_code)
     assert done.code == 0, done.err
     assert "verified: " in done.out
     (line,) = (
