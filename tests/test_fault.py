@@ -43,6 +43,7 @@ from memopt_cli.records import (
     TimedOut,
     Trust,
 )
+from tests.rows import quick
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
@@ -194,6 +195,11 @@ WRITING = [
     ("recommend-batch good.pt -i 8x6 --longest-step 0.01 -o b.yaml", "b.yaml", "-o"),
     ("profile good.pt -i 8x6 --snapshot s.pickle", "s.pickle", "--snapshot"),
 ]
+FULL = quick(
+    [(*row, room) for row in WRITING for room in (0, 100)],
+    {*((*row, 100) for row in WRITING), (*WRITING[1], 0)},
+)
+"""A disk that is full in the middle of a file; full from the start, it is the same to every writer."""
 FOLDERS = [
     # what -o names, what the message says
     pytest.param(
@@ -413,8 +419,7 @@ def press_ctrl_c(stage: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "file", "flag"), WRITING)
-@pytest.mark.parametrize("room", [0, 100])
+@pytest.mark.parametrize(("command", "file", "flag", "room"), FULL)
 def test_fault_full_disk(
     command: str, file: str, flag: str, room: int, memopt: Memopt, folder: Path, in_process: None
 ) -> None:

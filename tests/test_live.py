@@ -147,6 +147,7 @@ def test_it_looks_like_the_report(optimized: tuple[nn.Module, Any]) -> None:
     assert "→" in found._repr_html_()
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_frontier_is_measured_and_nothing_applied(x: Tensor) -> None:
     model = made()
     found = memopt_cli.frontier(model, x, level=1)
@@ -178,6 +179,7 @@ def test_a_batch_is_recommended_that_fits(inputs: str, x: Tensor) -> None:
     assert f"batch {found.batch}" in repr(found)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_search_finds_batch_and_plan_and_leaves_the_model_alone(x: Tensor) -> None:
     model = made()
     found = memopt_cli.recommend_batch(model, x, memory="2MiB", search=True, level=1, search_time=60)
@@ -205,6 +207,7 @@ def test_what_does_not_go_with_a_search(asked: dict[str, Any], said: str, x: Ten
         memopt_cli.recommend_batch(made(), x, memory="2MiB", **asked)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_global_batch_counts_the_gradients_of_earlier_micro_batches(x: Tensor) -> None:
     one, many = (
         memopt_cli.recommend_batch(made(), x, memory="3MiB", longest_step=5, global_batch=asked)
@@ -249,6 +252,7 @@ def test_a_baseline_of_another_step_is_refused(x: Tensor, tmp_path: Path) -> Non
         memopt_cli.baseline(made(), x, file)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_plan_that_the_model_carries_is_replaced(x: Tensor) -> None:
     model = memopt_cli.apply_plan(made(), memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),)))
     found = memopt_cli.optimize(model, x, level=1, max_slowdown=math.inf)
@@ -304,6 +308,7 @@ def test_a_batch_module_is_refused(x: Tensor) -> None:
         memopt_cli.recommend_batch(batched, x.expand(2, *x.shape))
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interruption_as_the_plan_goes_on_leaves_the_other(
     error: type[BaseException], x: Tensor, monkeypatch: pytest.MonkeyPatch
@@ -340,7 +345,11 @@ print(found.summary.notes)
     ("given", "told"),
     [
         ("loss=None", "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net"),
-        ("loss=loss", "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net"),
+        pytest.param(
+            "loss=loss",
+            "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net",
+            marks=pytest.mark.exhaustive,  # what is said is the same: the class comes first
+        ),
         ("loss=lambda output: output.mean()", "Profiled in this process"),
         ("loss='train.py:loss'", "memopt is called by a module as it is imported"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +48,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.spec_text import parse_tensor
+from tests.rows import quick
 
 MIB = 1 << 20
 
@@ -128,8 +130,10 @@ class TestInProcess:
     """One process for all: what is searched, not how it is run."""
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("optimizer", ["none", "adamw"])
-    @pytest.mark.parametrize("memory", [MIB, 3 * MIB])
+    @pytest.mark.parametrize(
+        ("memory", "optimizer"),
+        quick(itertools.product([MIB, 3 * MIB], ["none", "adamw"]), [(MIB, "none"), (3 * MIB, "adamw")]),
+    )
     def test_other_limits(self, memory: int, optimizer: str, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net())
         batch = recommended(location, "16x64", memory=memory, settings=StepSettings(optimizer=optimizer)).batch
