@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Final
 
-from memopt_cli.equality import TOLERANCE
 from memopt_cli.errors import StepError
 from memopt_cli.fingerprints import EPSILONS
 from memopt_cli.measure.jobs import FollowJob
@@ -36,6 +36,9 @@ from memopt_cli.records import (
     StepFailed,
     TensorGap,
 )
+
+_TOLERANCE: Final = 1e-9
+"""As :data:`memopt_cli.equality.TOLERANCE`, which imports PyTorch."""
 
 
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
@@ -215,11 +218,11 @@ def _told_by_rounding(sides: _Sides, job: FollowJob, found: Equivalence, runs: _
     if not isinstance(both, tuple):
         why = f"it does not run in float64: {both.message}" if isinstance(both, StepFailed) else "float64 does not fit"
         return _told_by_half(sides, job, found, runs, least, why)
-    apart, cast = first_gap(*both, TOLERANCE), replace(found, precision="fp64")
+    apart, cast = first_gap(*both, _TOLERANCE), replace(found, precision="fp64")
     if apart is not None and runs.other.is_compiled:
         return _told_by_half(sides, job, found, runs, least, "what a compiled model casts to float32 stays so")
     if apart is not None:
-        return _explained(sides, wide, cast, apart, TOLERANCE)
+        return _explained(sides, wide, cast, apart, _TOLERANCE)
     if epsilon:
         return _told_by_half(sides, job, found, runs, least, "float64 agrees, and autocast leaves it alone")
     return replace(cast, alike="up to rounding", notes=(*found.notes, *_far(runs, least)))
