@@ -2,11 +2,13 @@
 
 Every layout of ``tests/sharded/cases.py`` is predicted in a process of its own, and counted in as many processes as it
 has ranks, joined by gloo.  Then one prediction is made twenty times over, and a model of 6.6 billion parameters is
-predicted at 8, 64 and 1024 ranks.  The section of ``benchmarks/RESULTS.md`` is written.
+predicted at 8, 64 and 1024 ranks, and Llama 3 70B is planned for at 256.  The section of ``benchmarks/RESULTS.md`` is
+written.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from tests.sharded.cases import FOUR, FULLY_SHARDED, REPLICATED, THREE, TWO, cou
 HEADER = ["ranks", "layout", "predicted", "counted", "difference"]
 LARGE = ("8", "64", "1024")
 _TIMES = 20
+_BUDGET = "60GiB"
 
 
 def beside_real_ranks() -> tuple[list[list[str]], int]:
@@ -46,11 +49,29 @@ def of_large_model(ranks: str) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds = time.monotonic() - started
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    import json
-
     peaks = {each["rank"]: each["tensor_peak_bytes"] for each in json.loads(done.stdout)["ranks"]}
     told = ", ".join(f"rank {rank}: {format_bytes(peak)}" for rank, peak in peaks.items())
     return [ranks, told, f"{seconds:.0f} s", format_bytes(memory)]
+
+
+def of_llama() -> list[str]:
+    """Tensor peaks of the first rank without a plan and with one, the slowdown that is priced, and seconds."""
+    flags = ["--ranks", "256", "--parallel", "benchmarks/llama.py:shard", "--optimizer", "adamw", "--json", "-q"]
+    goal = ["-i", "input_ids:1x4096@int64=0..128256", "--budget", _BUDGET, "--plan-only", "--unverified"]
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        output = ["-o", str(Path(folder) / "llama.pt")]
+        command = [sys.executable, "-m", "memopt_cli", "optimize", "benchmarks/llama.py:build", *flags, *goal, *output]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    summary = json.loads(done.stdout)["summary"]
+    ranks = [summary["parallel"]["original"], *summary["parallel"]["planned"][:1]]
+    peaks = [format_bytes(rank["tensor_peak_bytes"]) for rank in ranks]
+    return [
+        _BUDGET,
+        *peaks,
+        f"{summary['levels'][-1]['predicted_slowdown']:.2f}×",
+        f"{time.monotonic() - started:.0f} s",
+    ]
 
 
 def main() -> int:
@@ -62,7 +83,9 @@ def main() -> int:
         f"{table(HEADER, rows)}\n\nThe counted are those of rank 0, the median of three.\n\n"
         f"{_TIMES} predictions of `fsdp` at 2 ranks, in as many processes: {len(peaks)} number.\n\n"
         f"A model of 6.6 billion parameters, `benchmarks/large.py`, all of it in float32:\n\n"
-        f"{table(['ranks', 'tensor peak, predicted', 'time', 'largest process'], large)}"
+        f"{table(['ranks', 'tensor peak, predicted', 'time', 'largest process'], large)}\n\n"
+        "Llama 3 70B, `benchmarks/llama.py`, at 256 ranks, 4096 words each:\n\n"
+        f"{table(['budget', 'without a plan', 'with one', 'slowdown, priced', 'time'], [of_llama()])}"
     )
     write_section("One rank of many", this_command(), text)
     return int(worst > 0 or len(peaks) > 1)

@@ -177,6 +177,7 @@ def plan_rank(
     allow_inexact: bool = False,
     search_time: float | None = None,
     for_device: str | os.PathLike[str] | DeviceProfile | None = None,
+    unverified: bool = False,
     dims: Mapping[str, int] | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
@@ -189,7 +190,8 @@ def plan_rank(
 ) -> Optimized:
     """The plan for one rank of many, as ``memopt optimize --ranks --plan-only``: searched on predictions.
 
-    It is verified on the model as a whole, in one process and with a few samples.
+    It is verified on the model as a whole, in one process and with a few samples; not if ``unverified``, for a model
+    that this machine does not hold.
     ``parallelize(memopt_cli.apply_plan(build(), found.plan), mesh)`` takes it.  The search's arguments are those of
     :func:`memopt_cli.optimize`; the others, and errors, those of :func:`predict_rank`; :class:`NothingFitsError` if
     no plan is within the budget, and :class:`VerificationError` if one computes something else.
@@ -207,6 +209,7 @@ def plan_rank(
         timeout_s=limit_s,
         card=card_given(for_device, None),
         layout=layout,
+        unverified=unverified,
     )
     resolved = resolve(request.search)
     check_goal(request.goal, resolved)

@@ -373,6 +373,14 @@ PlanOnly = Annotated[
         help="Write the plan but no model: the training script applies the plan.",
     ),
 ]
+Unverified = Annotated[
+    bool,
+    typer.Option(
+        "--unverified",
+        rich_help_panel=OUTPUT,
+        help="With --ranks or --for: write the plan without proof, where the model does not fit here.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the report as JSON.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", rich_help_panel=OUTPUT, help="Show no progress on stderr.")]
 Verbose = Annotated[

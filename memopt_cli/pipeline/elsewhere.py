@@ -9,7 +9,8 @@ import math
 import time
 from dataclasses import replace
 
-from memopt_cli.errors import NothingFitsError, OptionError
+from memopt_cli.batch_size.capacity import runnable_bytes
+from memopt_cli.errors import MemoryBudgetError, NothingFitsError, OptionError
 from memopt_cli.estimation import estimate
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced, TraceJob
 from memopt_cli.pipeline.climb import found_row, is_worth_it, not_worth_it
@@ -42,6 +43,10 @@ from memopt_cli.records import (
 )
 from memopt_cli.units import format_bytes
 
+_UNVERIFIED = "The plan was compared with nothing (--unverified): memopt apply --verify does so where the model fits."
+_LEAST_HELD = 2
+"""Times its parameters that a step of a model takes at least: these, and their gradients."""
+
 
 def check_request(request: OptimizeRequest) -> None:
     """Raises :class:`OptionError` for what wants measurements, which there are none of elsewhere."""
@@ -52,6 +57,11 @@ def check_request(request: OptimizeRequest) -> None:
         "--dim with a range": request.layout is not None and request.dim_range is not None,
     }
     flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
+    if request.unverified and not is_elsewhere(request):
+        raise OptionError(
+            "--unverified is for a step that is not run here, and this one is measured",
+            hint="Omit it, or give --ranks or --for.",
+        )
     if is_elsewhere(request) and flag is not None:
         where = (
             f"--for {request.card.name} is for a device that is not here" if request.card else "--ranks predicts them"
@@ -77,8 +87,11 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     """Search by dry runs, for a card in its blocks and by times of its roofline, and verify at a small size.
 
     Of many ranks it is the first that is planned for; the model is verified whole.  Raises :class:`MemoptError`, a
-    :class:`NothingFitsError` where no plan is within the budget.
+    :class:`NothingFitsError` where no plan is within the budget, and before the search a :class:`MemoryBudgetError`
+    where this machine cannot hold what is to be verified.
     """
+    if not request.unverified:
+        _check_held(prepared)
     card, layout = request.card, request.layout
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
     notes, options = [*resolved.notes, *prepared.notes], resolved.options
@@ -116,8 +129,9 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     tree = ModuleTree(traced.trace)
     selection = selected(tree, plan, options, by_goal=request.goal != SearchGoal()) if options.level else None
     notes += left_out(selection.refused) if selection is not None else []
-    verification = verified_small(prepared, plan, request.timeout_s, progress)
-    if not isinstance(verification, Verification):
+    notes += [_UNVERIFIED] * request.unverified
+    verification = None if request.unverified else verified_small(prepared, plan, request.timeout_s, progress)
+    if not isinstance(verification, Verification | None):
         raise_failure(verification, "verification could not be run: ")
     return Findings(
         resolved=resolved,
@@ -135,6 +149,17 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         estimates=estimates,
         parallel=parallel,
     )
+
+
+def _check_held(prepared: Prepared) -> None:
+    needed_bytes = _LEAST_HELD * prepared.facts.trainable_bytes
+    free_bytes = runnable_bytes(prepared.subject.settings.device)
+    if needed_bytes > free_bytes:
+        raise MemoryBudgetError(
+            f"no plan could be verified here: the model and its gradients take {format_bytes(needed_bytes)}, "
+            f"and {format_bytes(free_bytes)} are free",
+            hint="Take a machine that holds them, or add --unverified --plan-only: a plan is written without proof.",
+        )
 
 
 def _of_ranks(

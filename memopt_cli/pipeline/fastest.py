@@ -154,7 +154,7 @@ class _Job:
             probes=SearchProbes(session, limit_s=self._left_s()),
             options=self.resolved.options,
             progress=self.progress,
-            runs=lambda: list(self.trials.of(ORIGINAL)),
+            runs=self.trials.planned,
         )
         self._plans(case, self.pricing, session)
 
@@ -221,6 +221,7 @@ class _Job:
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
             step_s=pricing.step_s,
             samples_per_s=self._samples_per_s,
+            growth_known=lambda: pricing.growth_known,
             of_use=self._of_use,
             run=self.trials.run,
             runs_left=lambda: _RUNS - len(self.trials.found),

@@ -77,7 +77,7 @@ class Kept:
     def _go_on(self) -> None:
         """In the order of what would be missed most."""
         verification = self.found.verification
-        passed = verification is not None and verification.passed
+        passed = self.request.unverified if verification is None else verification.passed
         writes = passed and not self.request.dry_run
         if writes:
             self._keep_plan()

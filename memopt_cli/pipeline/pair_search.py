@@ -31,8 +31,6 @@ class Candidate:
     model: PeakModel
     batch: int
     """To be run next."""
-    samples_per_s: float
-    """By the sums."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +48,8 @@ class PairSearch:
     """Of a plan at a batch, by sums."""
     samples_per_s: Callable[[int, float], float]
     """Of a batch and the time of a step."""
+    growth_known: Callable[[], bool]
+    """Whether the sums know by runs how a step's time grows with its batch: else a pair is run whatever they say."""
     of_use: Callable[[int], int]
     """The largest batch, no larger than that, of which a step of the optimizer can be made."""
     run: Callable[[Plan, int], BatchProbe | Failure]
@@ -94,20 +94,26 @@ class PairSearch:
 
     def seek(self, pairs: Sequence[tuple[float, Plan, int]], best: float) -> None:
         """Run the pairs that may be faster than ``best`` samples a second, the most promising first."""
-        waiting, candidates = list(pairs), list[Candidate]()
-        while self.runs_left() > 0 and not self.over():
-            hopeful = best * (1 - (_CLOSE if self.ran else _DOUBT)) / self.bias
-            next_rate = max((found.samples_per_s for found in candidates), default=0.0)
-            if waiting and waiting[0][0] >= max(hopeful, next_rate):
-                _, plan, batch = waiting.pop(0)  # by dry runs it may take a larger batch, or a smaller one
+        waiting, candidates = [(plan, batch) for _, plan, batch in pairs], list[Candidate]()
+        while self.runs_left() > 0 and not self.over():  # a run may correct the sums of all others
+            pair = max(waiting, key=lambda pair: self._rate(*pair), default=None)
+            candidate = max(candidates, key=lambda found: self._rate(found.plan, found.batch), default=None)
+            hopeful = best * (1 - (_CLOSE if self.ran else _DOUBT)) / self.bias if self.growth_known() else 0.0
+            next_rate = 0.0 if candidate is None else self._rate(candidate.plan, candidate.batch)
+            if pair is not None and self._rate(*pair) >= max(hopeful, next_rate):
+                waiting.remove(pair)  # by dry runs it may take a larger batch, or a smaller one
+                plan, batch = pair
                 candidates += self._sized(plan, self._model(plan, batch))
-            elif candidates and next_rate >= hopeful:
-                candidate = max(candidates, key=lambda found: found.samples_per_s)
+            elif candidate is not None and next_rate >= hopeful:
                 candidates.remove(candidate)
                 candidates += self._run(candidate)
                 best = max([best, *(self.samples_per_s(run.batch, run.step_s) for run in self.ran)])
             else:
                 return
+
+    def _rate(self, plan: Plan, batch: int) -> float:
+        """Samples a second, by the sums."""
+        return self.samples_per_s(batch, self.step_s(plan, batch))
 
     def _run(self, candidate: Candidate) -> list[Candidate]:
         """What of it is left to be run: a smaller batch if it did not fit, a larger one if it took far less."""
@@ -115,7 +121,8 @@ class PairSearch:
         others = self._sized(candidate.plan, candidate.model)
         if isinstance(found, BatchProbe) and found.allocated_peak_bytes <= self.within_bytes:
             self.ran.append(found)
-            self.bias = self.samples_per_s(found.batch, found.step_s) / candidate.samples_per_s
+            measured = self.samples_per_s(found.batch, found.step_s)
+            self.bias = measured / self._rate(candidate.plan, candidate.batch)
             return [other for other in others if other.batch >= _WORTH_ANOTHER_RUN * candidate.batch]
         return [other for other in others if other.batch < candidate.batch]
 
@@ -128,7 +135,4 @@ class PairSearch:
         batch = self.of_use(largest) if largest else 0
         if batch and (step_s := self.step_s(plan, batch)) > self.limits.longest_step_s:
             batch = self.of_use(int(batch * self.limits.longest_step_s / step_s))
-        if not batch:
-            return []
-        rate = self.samples_per_s(batch, self.step_s(plan, batch))
-        return [Candidate(plan=plan, model=model, batch=batch, samples_per_s=rate)]
+        return [Candidate(plan=plan, model=model, batch=batch)] if batch else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.measure.jobs import ORIGINAL, ChunkingJob, Traced
@@ -42,8 +42,8 @@ class Pricing:
     probes: SearchProbes
     options: SearchOptions
     progress: Progress
-    runs: Callable[[], list[BatchProbe]]
-    """Of the original, so far."""
+    runs: Callable[[], list[tuple[Plan, BatchProbe]]]
+    """Of the original and of plans that were priced, so far."""
     priced: int = 0
     """Plans so far."""
     _steps: dict[Heads, ScaledStep | Failure | NotTried] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Pricing:
     @property
     def per_step_s(self) -> float:
         """Seconds of the optimizer in a step, as far as they are known."""
-        runs, timed = self.runs(), self.step.timed
+        runs, timed = self._runs_of_original(), self.step.timed
         return share_once(timed) * _seconds(runs, timed.batch) if runs else 0.0
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:
@@ -77,15 +77,34 @@ class Pricing:
 
     def step_s(self, plan: Plan, batch: int) -> float:
         """Seconds of a step under a plan that was found."""
-        original = self._known(ORIGINAL, batch)
-        return self.original_s(batch) * self._known(plan, batch).predict(plan).step_s / original.step_s
+        return self.original_s(batch) * self._slowdown(plan, batch)
 
     def original_s(self, batch: int) -> float:
-        """Seconds of the original's step: by its runs, or without one by its flops."""
-        runs = self.runs()
+        """Seconds of the original's step: by its runs and those that tell of it, or without one by its flops."""
+        runs = self._telling_runs()
         if not runs:
             return self._known(ORIGINAL, batch).step_s
         return _seconds(runs, batch)
+
+    @property
+    def growth_known(self) -> bool:
+        """Whether runs tell how the original's step grows with its batch."""
+        return len({run.batch for run in self._telling_runs()}) > 1
+
+    def _telling_runs(self) -> list[BatchProbe]:
+        """Those of the original; while they are of one batch, or none, also those of plans, without their slowdown."""
+        runs = self._runs_of_original()
+        if len({run.batch for run in runs}) < 2:
+            planned = [(plan, run) for plan, run in self.runs() if plan != ORIGINAL]
+            runs += [replace(run, step_s=run.step_s / self._slowdown(plan, run.batch)) for plan, run in planned]
+        return runs
+
+    def _runs_of_original(self) -> list[BatchProbe]:
+        return [run for plan, run in self.runs() if plan == ORIGINAL]
+
+    def _slowdown(self, plan: Plan, batch: int) -> float:
+        """By the sums."""
+        return self._known(plan, batch).predict(plan).step_s / self._known(ORIGINAL, batch).step_s
 
     # ------------------------------------------------------------------------------------------ at one batch
 
@@ -144,7 +163,7 @@ class Pricing:
 
     def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
         """Its operators take together what the step takes: what Python does between them counts as theirs."""
-        runs, timed = self.runs(), self.step.timed
+        runs, timed = self._runs_of_original(), self.step.timed
         if not runs or not is_timed(timed):
             return step.at(batch, pace=batch / timed.batch, once_pace=1.0)
         measured_s, once_s = _seconds(runs, timed.batch), self.per_step_s

@@ -47,9 +47,13 @@ class Trials:
         """The same without a plan."""
         return self.run(ORIGINAL, batch)
 
+    def planned(self) -> list[tuple[Plan, BatchProbe]]:
+        """The runs that gave numbers, each with its plan."""
+        return [(plan, run) for (plan, _), run in self.found.items() if isinstance(run, BatchProbe)]
+
     def of(self, plan: Plan) -> Iterator[BatchProbe]:
-        """The runs under a plan that gave numbers."""
-        return (run for (planned, _), run in self.found.items() if planned == plan and isinstance(run, BatchProbe))
+        """Those under a plan."""
+        return (run for planned, run in self.planned() if planned == plan)
 
     def _run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         with self.prepared.at(batch).session(self.timeout_s) as session:

@@ -44,6 +44,8 @@ class OptimizeRequest:
     """Many ranks, for one of which the plan is searched; nothing is measured."""
     plan_only: bool = False
     """Write no model: the plan is applied where it trains."""
+    unverified: bool = False
+    """A plan for a step elsewhere is not compared with the original: this machine may not hold the model."""
     force: bool = False
     """Existing files may be replaced."""
     timeout_s: float = 600.0

@@ -238,7 +238,7 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
         if row.repeats is not None and row.repeats > 0:  # the table says "no segments" of what repeats level 0
             yield f"level {row.level}: the plan of level {row.repeats}"
     if summary.parallel is not None:
-        yield from planned_lines(summary.parallel)
+        yield from planned_lines(summary.parallel, verified=summary.verification is not None)
     elif summary.estimates is not None:
         there = summary.estimates.planned.device
         how = f"; memopt apply --confirm measures the plan on {there}" if _changes(summary) else ""

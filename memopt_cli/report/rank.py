@@ -32,7 +32,7 @@ def planned_headline(found: PlannedRanks) -> str:
     return f"{TENSOR_PEAK}: {peaks} ({before.layout.ranks} ranks, {format_layout(before.layout)})"
 
 
-def planned_lines(found: PlannedRanks) -> Iterator[str]:
+def planned_lines(found: PlannedRanks, *, verified: bool) -> Iterator[str]:
     """What each rank needs, what is exchanged, and what was run of it."""
     for rank in found.planned:
         calls = counted(sum(each.calls for each in rank.collectives), "collective")
@@ -40,7 +40,8 @@ def planned_lines(found: PlannedRanks) -> Iterator[str]:
             f"rank {rank.rank}: {format_bytes(rank.tensor_peak_bytes)}, {calls} of "
             f"{format_bytes(rank.exchanged_bytes)} in all"
         )
-    yield "predicted on tensors without data: no group of ranks ran; the model was verified whole, in one process"
+    proof = "; the model was verified whole, in one process" if verified else ""
+    yield f"predicted on tensors without data: no group of ranks ran{proof}"
 
 
 _SHOWN = 16

@@ -202,7 +202,8 @@ def _note_state(trained: Trained, step: str, case: Case, model: nn.Module, x: Te
     _note(trained, f"{step}random numbers", torch.get_rng_state())
     if x.is_cuda:
         _note(trained, f"{step}random numbers of the GPU", torch.cuda.get_rng_state(x.device))
-    trained.others[f"{step}random numbers"] = str(hash((str(np.random.get_state()), random.getstate())))
+    _, words, *place = np.random.get_state()
+    trained.others[f"{step}random numbers"] = str(hash((words.tobytes(), *place, random.getstate())))
 
 
 def _note(trained: Trained, name: str, value: Any) -> None:

@@ -67,6 +67,7 @@ class Machine:
             ratio=1.0,
             step_s=self.step_s,
             samples_per_s=lambda batch, step_s: batch / step_s,
+            growth_known=lambda: True,
             of_use=lambda size: size if global_batch is None else accumulate(global_batch, size).batch,
             run=self.run,
             runs_left=lambda: most_runs - len(self.asked),
@@ -95,6 +96,21 @@ def test_the_best_pair_is_run(fixed_s: float) -> None:
     plan, batch = best(machine)
     wanted = batch / machine.step_s(PLANS[plan], batch)
     assert max(run.samples_per_s for run in search.ran) >= 0.97 * wanted
+    assert len(machine.asked) <= 8
+
+
+def test_where_the_growth_is_not_known_a_pair_is_run_and_corrects_the_sums() -> None:
+    """By the sums a step takes as many times longer as its batch is larger, and the original is faster."""
+    machine = Machine(fixed_s=2.0)
+    search = machine.search()
+    first_s = machine.step_s(PLANS[0], 100)
+    search.growth_known = lambda: bool(machine.asked)
+    search.step_s = lambda plan, batch: (
+        machine.step_s(plan, batch) if machine.asked else first_s * batch / 100 * (1 + 0.1 * len(plan.segments))
+    )
+    search.seek(search.priced(100), 100 / first_s)
+    plan, batch = best(machine)
+    assert max(run.samples_per_s for run in search.ran) >= 0.97 * batch / machine.step_s(PLANS[plan], batch)
     assert len(machine.asked) <= 8
 
 

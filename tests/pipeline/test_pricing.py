@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import MemoptError
+from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.pricing import Pricing
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.plan.cost_model import CostModel
@@ -34,11 +35,11 @@ def record(batch: int) -> StepTrace:
     return FakeStep(step).record(batch)
 
 
-def ran(step_s: Callable[[int], float], *batches: int) -> list[BatchProbe]:
-    return [BatchProbe(batch=batch, allocated_peak_bytes=1, step_s=step_s(batch)) for batch in batches]
+def ran(step_s: Callable[[int], float], *batches: int, plan: Plan = ORIGINAL) -> list[tuple[Plan, BatchProbe]]:
+    return [(plan, BatchProbe(batch=batch, allocated_peak_bytes=1, step_s=step_s(batch))) for batch in batches]
 
 
-def pricing(runs: list[BatchProbe], large: StepTrace | None = None) -> Pricing:
+def pricing(runs: list[tuple[Plan, BatchProbe]], large: StepTrace | None = None) -> Pricing:
     def nobody() -> None:
         raise MemoptError("nothing is asked at this level")
 
@@ -100,3 +101,19 @@ def test_without_a_run_it_is_told_by_flops() -> None:
     prices = pricing([])
     assert 0 < prices.original_s(4) < prices.original_s(400)
     assert prices.per_step_s == 0
+
+
+def test_a_plan_that_ran_tells_how_the_step_grows_where_the_original_ran_at_one_batch() -> None:
+    runs = ran(lambda batch: 0.1 + 0.01 * batch, 2)
+    prices = pricing(runs)
+    plan = prices.fastest(20, record(20).allocated_peak_bytes * 7 // 10)
+    assert plan is not None
+    assert not prices.growth_known
+    assert prices.original_s(20) == pytest.approx(1.2)
+    slowdown = prices.step_s(plan, 20) / prices.original_s(20)
+    runs += ran(lambda batch: (0.1 + 0.01 * batch) * slowdown, 20, plan=plan)
+    assert prices.growth_known
+    assert prices.original_s(40) == pytest.approx(0.5)
+    assert prices.step_s(plan, 20) == pytest.approx(0.3 * slowdown)
+    runs += ran(lambda batch: 0.04 + 0.04 * batch, 2, 4)[1:]  # its own two say more
+    assert prices.original_s(40) == pytest.approx(0.12 + 0.04 * 38)

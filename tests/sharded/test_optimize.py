@@ -11,6 +11,7 @@ import yaml
 from memopt_cli import plan_rank, predict_rank
 from memopt_cli.cli.app import main
 from memopt_cli.contents import read_plan
+from memopt_cli.pipeline import elsewhere
 from memopt_cli.records import Layout
 from tests.sharded import models
 
@@ -56,6 +57,32 @@ def test_a_plan_of_a_replica_names_modules_of_the_model(tmp_path: Path, monkeypa
     assert not any(segment.path.startswith("module") for segment in plan.segments)
     predicted = predict_rank(models.transformer, INPUTS, ranks=4, parallelize=models.replicate, plan=plan)
     assert predicted.tensor_peak_bytes == first["tensor_peak_bytes"]
+
+
+def test_a_model_that_this_machine_does_not_hold_is_planned_without_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(elsewhere, "runnable_bytes", lambda device: 1000)
+    monkeypatch.setattr(elsewhere, "verified_small", lambda *_: pytest.fail("it would fill the memory"))
+    assert optimized(f"{MODELS}:shard", "--budget", "900KiB", "-o", "net.pt") == 3
+    said = capsys.readouterr().err
+    assert "no plan could be verified here: the model and its gradients take " in said
+    assert "--unverified" in said
+    assert not [*tmp_path.iterdir()]
+    assert optimized(f"{MODELS}:shard", "--budget", "900KiB", "-o", "net.pt", "--unverified") == 0
+    said = capsys.readouterr().out
+    assert "not verified" in said
+    assert "was verified" not in said
+    summary = json.loads(Path("net.summary.json").read_text())["summary"]
+    assert summary["verification"] is None
+    assert any("--unverified" in note for note in summary["notes"])
+    assert read_plan("net.plan.yaml")[1].segments
+
+
+def test_what_is_measured_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["optimize", f"{MODELS}:transformer", "-i", INPUTS, "--unverified"]) == 2
+    assert "give --ranks or --for" in capsys.readouterr().err
 
 
 def test_a_plan_for_functions_of_this_process() -> None:

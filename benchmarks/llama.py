@@ -1,0 +1,32 @@
+"""Llama 3 70B by its configuration, and how a training script shards it: for predictions, never built with data."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def build() -> nn.Module:
+    """With weights as transformers draws them."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Every layer is a unit; products are of bfloat16, sums of gradients of float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
