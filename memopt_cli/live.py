@@ -203,6 +203,7 @@ def profile(
     plan: Plan | str | os.PathLike[str] | None = None,
     fake: bool = False,
     for_device: str | os.PathLike[str] | DeviceProfile | None = None,
+    compile: str | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,
@@ -216,7 +217,8 @@ def profile(
 
     ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.
     ``for_device``: estimate for a GPU that is not here, as ``--for``: ``"a100-40gb"``, the path of a YAML file, or a
-    ``DeviceProfile``.  A plan that the model carries is left out.
+    ``DeviceProfile``.  ``compile``: a backend of ``torch.compile``, which the step is measured by, too.  A plan that
+    the model carries is left out.
 
     Other arguments and errors are those of :func:`optimize`.
     """
@@ -225,7 +227,9 @@ def profile(
     data: Data = "small batch" if fake or card else "full size"
     chosen = plan_given(plan)
     with _prepared(model, given_inputs(inputs, dims), step, verbose) as (prepared, progress):
-        found = profile_prepared(prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress, card=card)
+        found = profile_prepared(
+            prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress, card=card, backend=compile
+        )
         return Profiled(found)
 
 

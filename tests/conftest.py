@@ -53,6 +53,19 @@ def _one_import(_one_thread: None, request: pytest.FixtureRequest) -> Iterator[N
         yield
 
 
+@pytest.fixture(autouse=True)
+def _one_import_for_the_next(_one_import: None) -> Iterator[None]:
+    """After a test that changes the environment, and so starts a server of its own, as well."""
+    from memopt_cli.measure import processes
+
+    servers = processes._servers
+    of_all = dict(servers.kept or {})
+    yield
+    for role, server in of_all.items():
+        if servers.kept is not None and server.serves():
+            servers.kept[role] = servers.used[role] = server
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _little_to_collect(_one_thread: None) -> None:
     """A collection of garbage looks at what a module's tests made, and not at all of PyTorch and of the other tests."""

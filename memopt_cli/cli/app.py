@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
 import traceback
@@ -11,6 +12,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from typing import Annotated, Final, TextIO, cast
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 from typer.main import get_command
 
@@ -108,13 +110,19 @@ def _guarded_streams() -> Iterator[None]:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        with get_command(app).make_context("memopt", list(arguments)) as context:
+        with _command().make_context("memopt", list(arguments)) as context:
             context.command.invoke(context)
         code = 0
     except typer.Exit as stop:
         code = stop.exit_code
     sys.stdout.flush()
     return code
+
+
+@functools.cache
+def _command() -> TyperGroup:
+    """All commands and what they take, which is worked out once for all calls of :func:`main` in a process."""
+    return cast(TyperGroup, get_command(app))
 
 
 def _as_memopt_error(err: BaseException) -> MemoptError:

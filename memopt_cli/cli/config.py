@@ -21,8 +21,9 @@ _RUNS_CODE = {"trust", "sandbox", "no-sandbox"}
 """Keys that vouch for code.  A file must be named to set them: one may lie in a downloaded folder."""
 
 _SAYS_NO_CODE = {
-    *("0..1", "0..4", "24GiB|90%", "8GiB|60%", "auto|cpu|cuda:N", "CARD|FILE", "CLASS|PATH", "FILE", "LOW:HIGH"),
-    *("METRIC:LIMIT", "N", "NAME", "NAME,...", "NAME=SIZE", "NAME=SIZE,...", "NORM", "RATIO", "SECONDS", "SPEC", None),
+    *("0..1", "0..4", "24GiB|90%", "8GiB|60%", "auto|cpu|cuda:N", "BACKEND", "CARD|FILE", "CLASS|PATH", "FILE"),
+    *("LOW:HIGH", "METRIC:LIMIT", "N", "NAME", "NAME,...", "NAME=SIZE", "NAME=SIZE,...", "NORM", "RATIO", "SECONDS"),
+    *("SPEC", None),
 }
 """What ``--help`` calls the values of flags that name no code: a found file sets no others.  A model may be code, too:
 ``package.module:callable``.  Where files are is looked at besides."""

@@ -49,6 +49,16 @@ def profile(
         ),
     ] = False,
     card: options.Card = None,
+    compile: Annotated[
+        str | None,
+        typer.Option(
+            "--compile",
+            metavar="BACKEND",
+            show_default=False,
+            rich_help_panel=STEP,
+            help="Measure the step compiled, too: inductor, aot_eager, …",
+        ),
+    ] = None,
     step: StepOptions,
     spread: RankOptions,
     timeout: options.Timeout = 600.0,
@@ -74,6 +84,7 @@ def profile(
         card=card,
         layout=spread.predicted(without_data=fake or card is not None),
         rank=spread.rank,
+        backend=compile,
         timeout_s=timeout,
     )
     files = ReportFiles(html=html, snapshot=snapshot, force=force)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, Generic, Literal, TypeVar, get_args
 from memopt_cli.records import (
     BatchProbe,
     ChunkRule,
+    CompiledStep,
     Conditions,
     Counted,
     DeviceProfile,
@@ -303,6 +304,15 @@ class ProbeJob(StepJob[BatchProbe]):
     """Sizes of other symbols than described."""
     limit_bytes: int | None = None
     """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledJob(StepJob[CompiledStep]):
+    """The allocated peak and the time of the step, compiled."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.compiled:measure"
+    plan: Plan
+    backend: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

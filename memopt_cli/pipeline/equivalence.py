@@ -38,7 +38,7 @@ from memopt_cli.records import (
 )
 
 _TOLERANCE: Final = 1e-9
-"""Relative difference in float64 up to which two steps are taken for the same, as for a plan in chunks."""
+"""As :data:`memopt_cli.equality.TOLERANCE`, which imports PyTorch."""
 
 
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from memopt_cli.contents import read_plan
+from memopt_cli.errors import OptionError
 from memopt_cli.estimation import estimate, timed
-from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, Data, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.on_card import recorded_here
@@ -17,6 +18,7 @@ from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
+    CompiledStep,
     DeviceProfile,
     Failure,
     Instant,
@@ -56,7 +58,13 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     settings = recorded_here(request.settings, request.card)
     prepared = prepare(opening_of(request, settings, data=data), progress=progress, ask=ask)
     return profile_prepared(
-        prepared, plan, data=data, timeout_s=request.timeout_s, progress=progress, card=request.card
+        prepared,
+        plan,
+        data=data,
+        timeout_s=request.timeout_s,
+        progress=progress,
+        card=request.card,
+        backend=request.backend,
     )
 
 
@@ -83,8 +91,11 @@ def profile_prepared(
     timeout_s: float,
     progress: Progress,
     card: DeviceProfile | None = None,
+    backend: str | None = None,
 ) -> StepProfile:
     """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured."""
+    if backend is not None and data != "full size":
+        raise OptionError("a compiled step is measured, and this one is not run", hint="Leave out --compile.")
     notes = list(prepared.notes)
     with contextlib.ExitStack() as sessions:
         session = sessions.enter_context(prepared.session(timeout_s, data))
@@ -107,7 +118,16 @@ def profile_prepared(
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))
     found = _profile(prepared, plan, measured, traced, notes)
+    if backend is not None:
+        found = replace(found, compiled=_compiled(prepared, plan, backend, timeout_s, progress))
     return found if card is None else replace(found, estimate=estimate(traced.trace, card))
+
+
+def _compiled(prepared: Prepared, plan: Plan, backend: str, timeout_s: float, progress: Progress) -> CompiledStep:
+    progress.stage("measuring a compiled step")
+    with prepared.session(timeout_s) as session:
+        found = session.ask(CompiledJob(plan=plan, backend=backend))
+    return found if isinstance(found, CompiledStep) else raise_failure(found, f"compiled by {backend}: ")
 
 
 def _measure(session: Session, plan: Plan, progress: Progress) -> Measurement | OutOfMemory:

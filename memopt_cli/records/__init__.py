@@ -111,7 +111,7 @@ from memopt_cli.records.plan import (
     Refused,
     SegmentPlan,
 )
-from memopt_cli.records.profile import Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
+from memopt_cli.records.profile import CompiledStep, Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
 from memopt_cli.records.rank import (
     GroupMeasurement,
     MeasureRequest,
@@ -185,6 +185,7 @@ __all__ = [
     "ChunkRule",
     "Collective",
     "Comparison",
+    "CompiledStep",
     "CompressorName",
     "Conditions",
     "Confirmation",

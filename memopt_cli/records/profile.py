@@ -34,8 +34,20 @@ class ProfileRequest:
     """Predict the step of one rank of many, without data."""
     rank: int | None = None
     """Which one; ``None``: the first and the last, and the larger of them in full."""
+    backend: str | None = None
+    """Measure the step compiled by this backend of ``torch.compile``, too."""
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledStep:
+    """A step of a model that ``torch.compile`` compiles as a whole, once it is compiled."""
+
+    backend: str
+    allocated_peak_bytes: int
+    """As the allocator tells it; tensors within compiled code are seen by nobody else."""
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +127,8 @@ class StepProfile:
     trace: StepTrace
     estimate: DeviceEstimate | None = None
     """On a device that is not here, whose times the recorded operators then have; ``None``: none was asked for."""
+    compiled: CompiledStep | None = None
+    """The same step compiled; ``None``: that was not asked for."""
     ranks: tuple[RankPrediction, ...] = ()
     """Of a step that is spread over many ranks: those that were asked for.  The rest is of the first that is largest.
     """

@@ -33,6 +33,9 @@ def headline(found: StepProfile) -> Iterator[str]:
         case _:
             allocated = f"allocated peak {format_bytes(found.peak.allocated_bytes)}"
             yield f"{allocated}, tensor peak {format_bytes(found.tensor_peak_bytes)}: estimated, the step was not run"
+    if found.compiled is not None:
+        peak, step = format_bytes(found.compiled.allocated_peak_bytes), format_seconds(found.compiled.step_s)
+        yield f"compiled by {found.compiled.backend}: allocated peak {peak}, step {step}"
     yield f"the peak is reached {_when(found)}"
 
 

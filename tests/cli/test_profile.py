@@ -38,7 +38,8 @@ def test_defaults(requests: list[ProfileRequest]) -> None:
 
 def test_every_flag_arrives(requests: list[ProfileRequest]) -> None:
     flags = (
-        "-i Bx3 --dim B=8 --fake --plan p.plan.yaml --device cuda:1 --precision fp64 --loss l.py:f --optimizer adamw "
+        "-i Bx3 --dim B=8 --fake --plan p.plan.yaml --compile aot_eager "
+        "--device cuda:1 --precision fp64 --loss l.py:f --optimizer adamw "
         "--seed 7 --timeout 12.5 --weights w.pt --code-path train.py --allow-package a --allow-global c.D -q"
     )
     assert main(["profile", "model.pt", *flags.split()]) == 3
@@ -50,6 +51,7 @@ def test_every_flag_arrives(requests: list[ProfileRequest]) -> None:
             settings=StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7),
             plan_path="p.plan.yaml",
             fake=True,
+            backend="aot_eager",
             timeout_s=12.5,
         )
     ]

@@ -14,11 +14,13 @@ from memopt_cli.errors import UsageError
 from memopt_cli.loading import load_model
 from memopt_cli.records import ModelSource
 from tests.fuzz import files
+from tests.rows import quick
 
 
+@pytest.mark.parametrize("count", quick([20, 200], {20}))
 @pytest.mark.parametrize("name", files.FORMATS)
-def test_broken_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
-    assert files.failures(name, seed=1, count=40, keep=tmp_path) == []
+def test_broken_files_are_read_or_refused(name: str, count: int, tmp_path: Path) -> None:
+    assert files.failures(name, seed=1, count=count, keep=tmp_path) == []
 
 
 @pytest.mark.slow

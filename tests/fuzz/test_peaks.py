@@ -8,13 +8,15 @@ from memopt_cli.records import SegmentPlan
 from tests.fuzz.cases import Case, drawn_case, from_text
 from tests.fuzz.models import Block
 from tests.fuzz.peaks import LEFT_OUT, Peaks, outcome
+from tests.rows import quick
 
 
 @pytest.mark.slow
-def test_predicted_counted_and_allocated_peaks_agree() -> None:
-    found = {index: outcome(drawn_case(1, index)) for index in range(20)}
+@pytest.mark.parametrize("first", quick([0, 10], {0}))
+def test_predicted_counted_and_allocated_peaks_agree(first: int) -> None:
+    found = {index: outcome(drawn_case(1, index)) for index in range(first, first + 10)}
     assert {index: result for index, result in found.items() if result.is_failure} == {}
-    assert sum(result.kind == "same" for result in found.values()) > 10
+    assert sum(result.kind == "same" for result in found.values()) > len(found) / 2
 
 
 @pytest.mark.parametrize(

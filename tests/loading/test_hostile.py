@@ -50,7 +50,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", sorted(files()))
 
 
+@pytest.mark.usefixtures("in_process")
 def test_no_hostile_model_runs_or_is_loaded(case: str, memopt: Memopt) -> None:
+    """Not confined either: a subprocess would hide what runs."""
+    refuse(case, memopt)
+
+
+@pytest.mark.parametrize("name", ["INST, plain", "os.system, zip", "a list of a range", "an LSTM", "many lists"])
+def test_a_subprocess_refuses_it_in_the_same_words(name: str, memopt: Memopt) -> None:
+    refuse(name, memopt)
+
+
+def refuse(case: str, memopt: Memopt) -> None:
+    """The hostile file is, with its exit code and one clear sentence."""
     hostile = files()[case]
     Path("model.pt").write_bytes(hostile.data)
     done = memopt("optimize", "model.pt", "-i", "2x3", "-q")
@@ -67,7 +79,6 @@ def test_no_hostile_model_runs_or_is_loaded(case: str, memopt: Memopt) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_inspecting_a_hostile_model_runs_nothing(case: str, memopt: Memopt) -> None:
-    """Not confined either: a subprocess, which the test before has, would hide what runs."""
     Path("model.pt").write_bytes(files()[case].data)
     done = memopt("inspect", "model.pt", "--json")
     assert done.changed == set()

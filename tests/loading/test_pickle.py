@@ -458,16 +458,33 @@ SCRIPT = """
 """
 
 USE = """
-    import sys, torch
+    import os, sys, torch
     from memopt_cli.loading import load, load_model
     from memopt_cli.records import ModelSource, Trust
 
-    trust = Trust(code_paths=(sys.argv[1],), pickle="pickle" in sys.argv)
-    model = load_model(ModelSource(location=sys.argv[2], trust=trust)).module
-    torch.save(model, "again.pt")
-    again = load("again.pt", trust=trust)
-    print(type(again).__module__, type(again).__name__, type(again) is type(model), again(torch.ones(1, 2)).shape)
+    def use(name, saved, pickle):
+        trust = Trust(code_paths=("train.py",), pickle=pickle)
+        model = load_model(ModelSource(location=name, trust=trust)).module
+        torch.save(model, saved)
+        again = load(saved, trust=trust)
+        print(saved, type(again).__module__, type(again).__name__, type(again) is type(model), flush=True)
+        again(torch.ones(1, 2))
+
+    for given in sys.argv[1:]:
+        name, _, way = given.partition("+")
+        if os.fork() == 0:  # what one has found is unknown to the others
+            use(name, f"again-{given}", way == "pickle")
+            os._exit(0)
+        os.wait()
     """
+IN_THE_SCRIPT = """
+    import runpy, sys, torch
+
+    sys.modules["__main__"].Net = runpy.run_path("train.py")["Net"]
+    for name in sys.argv[1:]:
+        torch.load(name, weights_only=False)
+"""
+USED = ("model.pt", "legacy.pt", "model.pt+pickle")
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -487,22 +504,31 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("user")
     (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
-    (folder / "use.py").write_text(textwrap.dedent(USE))
     done = run(folder, "train.py")
     assert done.returncode == 0, done.stderr
     (folder / "trained").unlink()
     return folder
 
 
-@pytest.mark.parametrize("arguments", [["model.pt"], ["legacy.pt"], ["model.pt", "pickle"]], ids=" ".join)
-def test_a_class_of_the_training_script_is_found_and_saved_again(trained: Path, arguments: list[str]) -> None:
-    done = run(trained, "use.py", "train.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("torch.Size")[0].split() == ["__main__", "Net", "True"]
+@pytest.fixture(scope="module")
+def used(trained: Path) -> dict[str, list[str]]:
+    """The file that was saved again -> what its class is; by one process for all files."""
+    (trained / "use.py").write_text(textwrap.dedent(USE))
+    done = run(trained, "use.py", *USED, "odd.pt")
+    assert (done.returncode, done.stderr) == (0, "")
     assert not (trained / "trained").exists()
-    # What was saved loads where the original did: in the script itself.
-    check = "import runpy, sys, torch; sys.modules['__main__'].Net = runpy.run_path('train.py')['Net']"
-    assert run(trained, "-c", check + "; torch.load('again.pt', weights_only=False)").returncode == 0
+    return {name: told for name, *told in map(str.split, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_a_class_of_the_training_script_is_found_and_saved_again(name: str, used: dict[str, list[str]]) -> None:
+    assert used[f"again-{name}"] == ["__main__", "Net", "True"]
+
+
+def test_what_was_saved_again_loads_where_the_original_did(trained: Path, used: dict[str, list[str]]) -> None:
+    """In the script itself."""
+    done = run(trained, "-c", textwrap.dedent(IN_THE_SCRIPT), *(f"again-{name}" for name in USED))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_class_of_the_training_script_needs_the_script(trained: Path) -> None:
@@ -527,9 +553,8 @@ def test_a_yes_cannot_find_the_script(trained: Path) -> None:
     assert refusal.value.requests == ()
 
 
-def test_of_the_users_code_all_classes_are_trusted(trained: Path) -> None:
-    done = run(trained, "use.py", "train.py", "odd.pt")
-    assert done.returncode == 0, done.stderr
+def test_of_the_users_code_all_classes_are_trusted(used: dict[str, list[str]]) -> None:
+    assert used["again-odd.pt"] == ["__main__", "Net", "True"]
 
 
 def test_a_script_without_the_class_is_named(trained: Path, tmp_path: Path) -> None:

@@ -119,11 +119,40 @@ def test_under_a_plan(model_file: str, tmp_path: Path) -> None:
     assert isinstance(planned.measurement, Measurement)
     assert planned.tensor_peak_bytes == planned.measurement.tensor_peak_bytes < plain.tensor_peak_bytes
     assert planned.modules[0].saved_bytes < plain.modules[0].saved_bytes
+    compiled, both = (
+        profiled(model_file, "2048x256", plan_path=path, backend="aot_eager").compiled
+        for path in (None, str(tmp_path / "p.plan.yaml"))
+    )
+    assert compiled is not None
+    assert both is not None
+    assert compiled.step_s > 0
+    assert isinstance(plain.measurement, Measurement)
+    assert compiled.allocated_peak_bytes == pytest.approx(plain.measurement.allocated_peak_bytes, rel=0.15)
+    assert both.allocated_peak_bytes < 0.9 * compiled.allocated_peak_bytes
 
 
 def header() -> dict[str, Any]:
     spec = to_data(InputSpec(tensors=(parse_tensor("1x3"),), source="here"))
     return {"memopt": "0", "torch": "2", "model": "net.pt", "sha256": None, "spec": spec, "seed": 0, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [({"backend": "nope"}, "no backend 'nope'"), ({"backend": "eager", "fake": True}, "a compiled step is measured")],
+)
+def test_a_step_that_is_not_compiled(model_file: str, request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        profiled(model_file, **request_)
+
+
+def test_a_backend_that_fails_says_so(model_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("no compiler is here\nmore of it")
+
+    monkeypatch.setattr(torch, "compile", lambda model, backend: Fails())
+    with pytest.raises(StepError, match=r"compiled by eager: RuntimeError: no compiler is here$"):
+        profiled(model_file, backend="eager")
 
 
 def test_a_missing_plan(model_file: str) -> None:

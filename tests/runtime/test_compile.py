@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from memopt_cli.runtime import SegmentConfig, compiled, install_segment
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.private_torch import WRITES_TWICE
+from tests.rows import quick
 
 BIT = SegmentConfig(compressor="bit")
 
@@ -144,11 +145,16 @@ def forward_of_inner(model: nn.Module, backend: Any) -> nn.Module:
     return model
 
 
+PLACES = [(Drawing, root), (batch_norm, outer), (batch_norm, inner), (Drawing, forward_of_inner)]
+COMPILED = [(make, place, backend) for backend in ("eager", "aot_eager", as_it_is) for make, place in PLACES]
+PROVEN = {(make, place, "aot_eager") for make, place in PLACES} | {
+    *((Drawing, root, "eager"), (batch_norm, inner, "eager"), (Drawing, forward_of_inner, as_it_is)),
+}
+"""Every place, and every compiler."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", as_it_is])
-@pytest.mark.parametrize(
-    ("make", "place"), [(Drawing, root), (batch_norm, outer), (batch_norm, inner), (Drawing, forward_of_inner)]
-)
+@pytest.mark.parametrize(("make", "place", "backend"), quick(COMPILED, PROVEN))
 def test_segments_in_segments(make: Callable[[], nn.Module], place: Place, backend: Any) -> None:
     """A compiler that does not differentiate ahead would draw and count again in backward."""
     torch.manual_seed(0)

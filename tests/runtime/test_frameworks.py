@@ -30,6 +30,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime import SegmentConfig, install_segment, reset_hidden_state
 from memopt_cli.runtime.module_state import ModuleState
+from tests.rows import quick
 from tests.user_code.spiking import FEATURES, Keeping
 
 BIT = SegmentConfig(compressor="bit")
@@ -194,10 +195,15 @@ def test_a_segment_is_the_same_to_the_bit(model: nn.Module, between: Callable[[n
     assert judge.recomputations >= 3
 
 
+BETWEEN = [(between, name) for between in (reset_hidden_state, forget_graph) for name in IN_CHUNKS]
+PROVEN = {(reset_hidden_state, name) for name in IN_CHUNKS} | {
+    (forget_graph, name) for name in ("jelly-lif", "snntorch-leaky", "jelly-batch-norm")
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", IN_CHUNKS)
-@pytest.mark.parametrize("between", [reset_hidden_state, forget_graph])
-def test_chunks_of_time_are_the_same(name: str, between: Callable[[nn.Module], object], judge: Any) -> None:
+@pytest.mark.parametrize(("between", "name"), quick(BETWEEN, PROVEN))
+def test_chunks_of_time_are_the_same(between: Callable[[nn.Module], object], name: str, judge: Any) -> None:
     judge.between, judge.tolerance = between, TOLERANCE
     model, x = IN_CHUNKS[name]().double(), drawn(torch.float64).requires_grad_()
     normed = name == "jelly-batch-norm"

@@ -105,7 +105,7 @@ def test_twice_the_program_takes_twice_the_time(shape: Callable[[int], Any]) -> 
             gc.enable()
 
     seconds(100)
-    short, long = map(min, zip(*[(seconds(2000), seconds(4000)) for _ in range(3)], strict=True))
+    short, long = map(min, zip(*[(seconds(1500), seconds(3000)) for _ in range(3)], strict=True))
     assert long < 3 * short + 0.02
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,14 +27,23 @@ RANKS = ("--ranks", "8", "--parallel", "train.py:shard")
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training script, and its baseline beside it; recorded once for all tests."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "train.py").write_text(SCRIPT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["baseline", "train.py:build", *RANKS, "-i", "4x64", "-q"]) == 0
+    return folder
+
+
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A training script of which a baseline is recorded."""
+def script(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the training script, in a folder of this test's."""
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    assert main(["baseline", "train.py:build", *RANKS, "-i", "4x64", "-q"]) == 0
-    return path
+    return tmp_path / "train.py"
 
 
 def check(*flags: str) -> int:

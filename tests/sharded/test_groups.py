@@ -11,6 +11,7 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.errors import OptionError
+from memopt_cli.measure import processes
 from memopt_cli.runtime.private_torch import start_fake_group
 from tests.sharded.cases import in_group
 from tests.sharded.together import Net, agreements, searches
@@ -25,7 +26,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def everything() -> dict[str, Any]:
-    return agreements() | searches()
+    with processes.kept():  # what a rank forks its subprocesses from, for all searches
+        return agreements() | searches()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from memopt_cli.pipeline import elsewhere
 from memopt_cli.records import Layout
 from tests.sharded import models
 
-pytestmark = [pytest.mark.slow, pytest.mark.process]
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.usefixtures("here")]
 MODELS = Path(__file__).with_name("models.py")
 INPUTS = f"4x{models.LENGTH}@int64=0..{models.WORDS}"
 
@@ -42,6 +42,7 @@ def test_a_plan_of_one_rank_is_one_of_the_model(tmp_path: Path, monkeypatch: pyt
     assert predicted.tensor_peak_bytes == first["tensor_peak_bytes"]
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_plan_of_a_replica_names_modules_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of ``DistributedDataParallel``, which is around it; its buckets are counted."""
     monkeypatch.chdir(tmp_path)

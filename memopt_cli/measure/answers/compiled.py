@@ -1,0 +1,48 @@
+"""A step that ``torch.compile`` compiled: what the allocator sees of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from memopt_cli.apply import apply_plan
+from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.steps import take_from_start
+from memopt_cli.measure.answers.timed import probed
+from memopt_cli.measure.jobs import CompiledJob
+from memopt_cli.own_step import OwnStep
+from memopt_cli.records import CompiledStep
+from memopt_cli.step import is_out_of_memory, take
+
+_COMPILING = 2
+"""Steps until nothing is compiled any more: the second finds gradients as every later one does."""
+
+
+def measure(bench: Bench, job: CompiledJob) -> CompiledStep:
+    """The model is compiled as a whole; a plan is put on it before.
+
+    Raises :class:`UsageError` for a backend that there is not, and :class:`StepError` where it does not compile.
+    """
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if job.backend not in backends:
+        raise UsageError(
+            f"torch.compile has no backend {job.backend!r} here", hint=f"It has {', '.join(sorted(backends))}."
+        )
+    step = bench.step()
+    if isinstance(step, OwnStep):
+        raise StepError("a step of one's own calls its models itself", hint="Compile them in make_step.")
+    apply_plan(bench.model, job.plan, bench.optimizer)
+    step = replace(step, model=cast(nn.Module, torch.compile(bench.model, backend=job.backend)))
+    try:
+        for _ in range(_COMPILING):
+            take_from_start(bench, step, take)
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, MemoptError):
+            raise
+        raise StepError(first_line(error)) from error
+    peak_bytes, step_s = probed(bench, step)
+    return CompiledStep(backend=job.backend, allocated_peak_bytes=peak_bytes, step_s=step_s)
