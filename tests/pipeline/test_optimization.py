@@ -819,7 +819,7 @@ def test_optimizer_precision_and_loss(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     Path("loss.py").write_text("def square(output):\n    return (output ** 2).mean()\n")
     done = optimize(
-        "net.pt", *SPEC, *"--level 0 --optimizer adamw --precision bf16 --loss loss.py:square --json".split()
+        "net.pt", *SPEC, *"--level 1 --optimizer adamw --precision bf16 --loss loss.py:square --json".split()
     )
     assert done.code == 0, done.err
     row = from_data(MemOptSummary, json.loads(done.out)["summary"]).levels[0]
@@ -835,7 +835,7 @@ def test_an_optimizer_of_the_users_own(optimize: Memopt) -> None:
     Path("train.py").write_text(
         "import torch\ndef make(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)\n"
     )
-    done = optimize("net.pt", *SPEC, *"--level 0 --optimizer train.py:make --json".split())
+    done = optimize("net.pt", *SPEC, *"--level 1 --optimizer train.py:make --json".split())
     assert done.code == 0, done.err
     row = from_data(MemOptSummary, json.loads(done.out)["summary"]).levels[0]
     assert isinstance(row.outcome, Measurement)
