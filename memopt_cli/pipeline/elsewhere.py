@@ -62,6 +62,10 @@ def check_request(request: OptimizeRequest) -> None:
             "--unverified is for a step that is not run here, and this one is measured",
             hint="Omit it, or give --ranks or --for.",
         )
+    if request.unverified and request.dim_range is not None:
+        raise OptionError(
+            "--unverified is for one step, and of a plan by length every range is verified", hint="Give --dim one size."
+        )
     if is_elsewhere(request) and flag is not None:
         where = (
             f"--for {request.card.name} is for a device that is not here" if request.card else "--ranks predicts them"

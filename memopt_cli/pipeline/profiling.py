@@ -49,6 +49,8 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
 
     Raises :class:`MemoptError`; a step that does not fit is estimated, as with ``fake``, and so is one for a card.
     """
+    if request.layout is not None or request.fake or request.card is not None:
+        _check_not_compiled(request.backend)
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
     if request.layout is not None:
         return _profile_ranks(request, request.layout, plan, progress=progress, ask=ask)
@@ -94,8 +96,8 @@ def profile_prepared(
     backend: str | None = None,
 ) -> StepProfile:
     """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured."""
-    if backend is not None and data != "full size":
-        raise OptionError("a compiled step is measured, and this one is not run", hint="Leave out --compile.")
+    if data != "full size":
+        _check_not_compiled(backend)
     notes = list(prepared.notes)
     with contextlib.ExitStack() as sessions:
         session = sessions.enter_context(prepared.session(timeout_s, data))
@@ -117,17 +119,28 @@ def profile_prepared(
         )
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))
-    found = _profile(prepared, plan, measured, traced, notes)
-    if backend is not None:
-        found = replace(found, compiled=_compiled(prepared, plan, backend, timeout_s, progress))
+    compiled = None if backend is None else _compiled(prepared, plan, backend, timeout_s, progress)
+    if isinstance(compiled, OutOfMemory):
+        notes.append("The compiled step does not fit here.")
+    found = replace(
+        _profile(prepared, plan, measured, traced, notes),
+        compiled=compiled if isinstance(compiled, CompiledStep) else None,
+    )
     return found if card is None else replace(found, estimate=estimate(traced.trace, card))
 
 
-def _compiled(prepared: Prepared, plan: Plan, backend: str, timeout_s: float, progress: Progress) -> CompiledStep:
+def _check_not_compiled(backend: str | None) -> None:
+    if backend is not None:
+        raise OptionError("a compiled step is measured, and this one is not run", hint="Leave out --compile.")
+
+
+def _compiled(
+    prepared: Prepared, plan: Plan, backend: str, timeout_s: float, progress: Progress
+) -> CompiledStep | OutOfMemory:
     progress.stage("measuring a compiled step")
     with prepared.session(timeout_s) as session:
         found = session.ask(CompiledJob(plan=plan, backend=backend))
-    return found if isinstance(found, CompiledStep) else raise_failure(found, f"compiled by {backend}: ")
+    return found if isinstance(found, CompiledStep | OutOfMemory) else raise_failure(found, f"compiled by {backend}: ")
 
 
 def _measure(session: Session, plan: Plan, progress: Progress) -> Measurement | OutOfMemory:

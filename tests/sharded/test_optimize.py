@@ -80,6 +80,12 @@ def test_a_model_that_this_machine_does_not_hold_is_planned_without_proof(
     assert read_plan("net.plan.yaml")[1].segments
 
 
+def test_every_range_of_a_plan_by_length_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    step = ["-i", f"4xS@int64=0..{models.WORDS}", "--dim", f"S=2:{models.LENGTH}", "--for", "h100-80gb"]
+    assert main(["optimize", f"{MODELS}:transformer", *step, "--unverified"]) == 2
+    assert "Give --dim one size" in capsys.readouterr().err
+
+
 def test_what_is_measured_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["optimize", f"{MODELS}:transformer", "-i", INPUTS, "--unverified"]) == 2
     assert "give --ranks or --for" in capsys.readouterr().err
