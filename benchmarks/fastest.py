@@ -3,9 +3,10 @@
     python benchmarks/fastest.py [--only NAME] [--optimizer adamw] [--samples 2 16]
 
 The sample models are those of ``make samples``; the others are of transformers.  Each is tried within what the original
-takes with so many ``--samples``, and 2 % more: a prediction may be so far off.  The sweep: the original, ``checkpoint`` on every block, and the plans of ``memopt
-optimize --frontier`` at four times the original's largest batch, each with the largest batch that it takes, three
-quarters, half and a quarter of it.  The answer is run once more among them, for times drift.
+takes with so many ``--samples``, and 2 % more: a prediction may be so far off.  The sweep: the original, ``checkpoint``
+on every block, and the plans of ``memopt optimize --frontier`` at four times the original's largest batch, each with
+the largest batch that it takes, three quarters, half and a quarter of it.  The answer is run once more among them, for
+times drift.
 
 Wanted: the answer trains at least 97 % of the samples a second of the best of the sweep, the original's best batch and
 that of ``checkpoint`` on every block among it, from at most eight runs.  Times want a machine that does nothing else.
