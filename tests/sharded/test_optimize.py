@@ -81,7 +81,16 @@ def test_a_model_that_this_machine_does_not_hold_is_planned_without_proof(
 
 
 def test_every_range_of_a_plan_by_length_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    step = ["-i", f"4xS@int64=0..{models.WORDS}", "--dim", f"S=2:{models.LENGTH}", "--for", "h100-80gb"]
+    step = [
+        "-i",
+        f"4xS@int64=0..{models.WORDS}",
+        "--dim",
+        f"S=2:{models.LENGTH}",
+        "--for",
+        "h100-80gb",
+        "--budget",
+        "60%",
+    ]
     assert main(["optimize", f"{MODELS}:transformer", *step, "--unverified"]) == 2
     assert "Give --dim one size" in capsys.readouterr().err
 
