@@ -27,11 +27,9 @@ def measure(bench: Bench, job: CompiledJob) -> CompiledStep:
 
     Raises :class:`UsageError` for a backend that there is not, and :class:`StepError` where it does not compile.
     """
-    backends = torch.compiler.list_backends(exclude_tags=())
-    if job.backend not in backends:
-        raise UsageError(
-            f"torch.compile has no backend {job.backend!r} here", hint=f"It has {', '.join(sorted(backends))}."
-        )
+    if job.backend not in torch.compiler.list_backends(exclude_tags=()):
+        usual = ", ".join([*torch.compiler.list_backends(), "aot_eager"])
+        raise UsageError(f"torch.compile has no backend {job.backend!r} here", hint=f"It has {usual}, and others.")
     step = bench.step()
     if isinstance(step, OwnStep):
         raise StepError("a step of one's own calls its models itself", hint="Compile them in make_step.")
