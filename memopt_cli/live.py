@@ -49,7 +49,7 @@ from memopt_cli.pipeline.live_group import on_every_rank
 from memopt_cli.pipeline.live_model import described, found_and_proven, logged, prepared_model, taken_off_note
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
-from memopt_cli.pipeline.profiling import profile_prepared
+from memopt_cli.pipeline.profiling import check_compiled, profile_prepared
 from memopt_cli.pipeline.reach import UserFunction
 from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
@@ -225,6 +225,7 @@ def profile(
     card = card_given(for_device, device)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     data: Data = "small batch" if fake or card else "full size"
+    check_compiled(compile, is_run=data == "full size")
     chosen = plan_given(plan)
     with _prepared(model, given_inputs(inputs, dims), step, verbose) as (prepared, progress):
         found = profile_prepared(

@@ -147,6 +147,12 @@ def test_it_looks_like_the_report(optimized: tuple[nn.Module, Any]) -> None:
     assert "→" in found._repr_html_()
 
 
+@pytest.mark.parametrize("elsewhere", [{"fake": True}, {"for_device": "h100-80gb"}])
+def test_what_is_not_run_is_not_compiled(elsewhere: dict[str, Any], x: Tensor) -> None:
+    with pytest.raises(UsageError, match="a compiled step is measured"):
+        memopt_cli.profile(made(), x, compile="eager", **elsewhere)
+
+
 @pytest.mark.usefixtures("in_process")
 def test_a_frontier_is_measured_and_nothing_applied(x: Tensor) -> None:
     model = made()

@@ -232,7 +232,7 @@ class _Job:
         if not pairs and not fastest:
             unit = self.limits.multiple_of
             plan = pricing.least(unit)
-            pairs = [] if plan.is_empty else [(self._samples_per_s(unit, pricing.step_s(plan, unit)), plan, unit)]
+            pairs = [] if plan.is_empty else [(plan, unit)]
         self.progress.stage("running the plans that may be faster")
         search.seek(pairs, max(fastest, default=0.0))
 

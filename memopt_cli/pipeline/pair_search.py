@@ -78,23 +78,22 @@ class PairSearch:
             if size >= most:
                 return
 
-    def priced(self, after: int) -> list[tuple[float, Plan, int]]:
-        """Samples a second, plan and batch of the fastest plans at these, best first, each plan once."""
-        found: dict[Plan, tuple[float, Plan, int]] = {}
+    def priced(self, after: int) -> list[tuple[Plan, int]]:
+        """The fastest plans at these, each once, with the largest of its batches."""
+        found: dict[Plan, int] = {}
         for batch in self.batches(after):
             plan = None if self.over() else self.fastest(batch)
             if plan is None:
                 break
-            step_s = self.step_s(plan, batch)
-            if step_s > self.limits.longest_step_s:
+            if self.step_s(plan, batch) > self.limits.longest_step_s:
                 break
             if not plan.is_empty:
-                found[plan] = self.samples_per_s(batch, step_s), plan, batch
-        return sorted(found.values(), key=lambda pair: -pair[0])
+                found[plan] = batch
+        return list(found.items())
 
-    def seek(self, pairs: Sequence[tuple[float, Plan, int]], best: float) -> None:
+    def seek(self, pairs: Sequence[tuple[Plan, int]], best: float) -> None:
         """Run the pairs that may be faster than ``best`` samples a second, the most promising first."""
-        waiting, candidates = [(plan, batch) for _, plan, batch in pairs], list[Candidate]()
+        waiting, candidates = list(pairs), list[Candidate]()
         while self.runs_left() > 0 and not self.over():  # a run may correct the sums of all others
             pair = max(waiting, key=lambda pair: self._rate(*pair), default=None)
             candidate = max(candidates, key=lambda found: self._rate(found.plan, found.batch), default=None)

@@ -49,8 +49,7 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
 
     Raises :class:`MemoptError`; a step that does not fit is estimated, as with ``fake``, and so is one for a card.
     """
-    if request.layout is not None or request.fake or request.card is not None:
-        _check_not_compiled(request.backend)
+    check_compiled(request.backend, is_run=request.layout is None and not request.fake and request.card is None)
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
     if request.layout is not None:
         return _profile_ranks(request, request.layout, plan, progress=progress, ask=ask)
@@ -68,6 +67,12 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
         card=request.card,
         backend=request.backend,
     )
+
+
+def check_compiled(backend: str | None, *, is_run: bool) -> None:
+    """Raises :class:`OptionError` for a step that is to be compiled, and not to be run."""
+    if backend is not None and not is_run:
+        raise OptionError("a compiled step is measured, and this one is not run", hint="Leave out --compile.")
 
 
 def _profile_ranks(
@@ -95,9 +100,10 @@ def profile_prepared(
     card: DeviceProfile | None = None,
     backend: str | None = None,
 ) -> StepProfile:
-    """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured."""
-    if data != "full size":
-        _check_not_compiled(backend)
+    """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured.
+
+    ``backend``: compile the step, too, which is run then: see :func:`check_compiled`.
+    """
     notes = list(prepared.notes)
     with contextlib.ExitStack() as sessions:
         session = sessions.enter_context(prepared.session(timeout_s, data))
@@ -127,11 +133,6 @@ def profile_prepared(
         compiled=compiled if isinstance(compiled, CompiledStep) else None,
     )
     return found if card is None else replace(found, estimate=estimate(traced.trace, card))
-
-
-def _check_not_compiled(backend: str | None) -> None:
-    if backend is not None:
-        raise OptionError("a compiled step is measured, and this one is not run", hint="Leave out --compile.")
 
 
 def _compiled(
