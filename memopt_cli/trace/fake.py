@@ -15,6 +15,7 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.records import Counted, StepSettings, StepTrace
 from memopt_cli.runtime.lumps import ChunksDiffer, Lumps
 from memopt_cli.runtime.private_torch import (
+    DryRun,
     FakeCopyMode,
     FakeTensorMode,
     buffers_of,
@@ -37,7 +38,7 @@ from memopt_cli.workspace import Workspaces
 def fake_mode() -> FakeTensorMode:
     """Where new tensors have no data, and may meet such as have."""
     mend_copies_of_fakes()
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return DryRun(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
