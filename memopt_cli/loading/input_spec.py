@@ -197,7 +197,7 @@ def make_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments of one step, on ``device``.
 
-    Random values come from a generator of their own, so the same spec and seed give the same inputs; a script may draw
+    Random values come from generators of their own, so the same spec and seed give the same inputs; a script may draw
     from PyTorch's, which is seeded for it and put back.  With ``dtype``, floating tensors are cast to it.
     Raises :class:`UsageError` for a data file or script that cannot be used.
     """
@@ -206,9 +206,9 @@ def make_inputs(
     elif spec.script is not None:
         made = _run_script(spec.script, spec.dims, seed)
     else:
-        generator = torch.Generator().manual_seed(seed)
         tensors = []
-        for t in spec.tensors:
+        for place, t in enumerate(spec.tensors):  # each of its own: in a dry run, only some are drawn
+            generator = torch.Generator().manual_seed(seed + place)
             with with_data() if _may_be_read(t, spec.dims) else contextlib.nullcontext():
                 tensors.append((t.name, _make_tensor(t, spec.dims, generator)))
         positional = tuple(tensor for name, tensor in tensors if name is None)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.own_step import NUMBER_READ
 from memopt_cli.runtime.private_torch import (
+    UNKNOWN_WITHOUT_DATA,
     TorchDispatchMode,
     has_schema,
     is_fake,
@@ -27,10 +27,10 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 
+_aten = torch.ops.aten
 _MOST_VALUES = 1 << 24
 """Of a tensor that is computed to read a number: a mask of 4096 by 4096."""
-_READS = {NUMBER_READ, torch.ops.aten.equal.default}
-"""They give numbers, no tensors."""
+_MASKS = (torch.bool, torch.uint8)
 _SOURCES = frozenset(
     "arange eye full lift_fresh linspace logspace ones scalar_tensor tril_indices triu_indices zeros".split()
 )
@@ -71,11 +71,12 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(is_made_of_others, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        if func in _READS and self._follows(func, args, kwargs):
-            number = _run(func, map_leaves(self._noted, (args, kwargs)))
-            if number is not None:
-                return number
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except UNKNOWN_WITHOUT_DATA:
+            result = self._by_numbers(func, args, kwargs)
+            if result is None:
+                raise
         if not self._made and not _is_source(func):
             return result
         if has_schema(func) and schema_of(func).is_mutable:
@@ -85,6 +86,24 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = map_leaves(self._noted, (args, kwargs))
             self._note(tensors_of(result), _Made(lambda: _run(func, given)))
         return result
+
+    def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives that must know numbers, or how many there are; ``None`` if they are not known."""
+        if takes := _TAKES.get(func):
+            masks = [leaf for leaf in tensors_of(args[1]) if leaf.dtype in _MASKS]
+            values = [self._noted(mask).values() if self._is_known(mask) else None for mask in masks]
+            return None if any(value is None for value in values) else takes(self, *args, values)
+        if not self._follows(func, args, kwargs):
+            return None
+        found = _run(func, map_leaves(self._noted, (args, kwargs)))
+        device = next(tensor.device for tensor in tensors_of((args, kwargs)))
+        return map_leaves(lambda leaf: self.made_known(leaf, device) if isinstance(leaf, Tensor) else leaf, found)
+
+    def made_known(self, values: Tensor, device: torch.device) -> Tensor:
+        """A tensor without data that has values."""
+        made = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
+        self.tell(made, values)
+        return made
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether what an operator makes follows from what is known."""
@@ -160,6 +179,29 @@ class _View:
             return found.as_strided(*self._geometry).cpu()
 
 
+def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], masks: list[Tensor]) -> Tensor:
+    """``x[indices]``; ``masks``: the values of those among them, in turn."""
+    values = iter(masks)
+    places: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in _MASKS:
+            places.append(index)
+            continue
+        with unseen():
+            found = next(values).nonzero(as_tuple=True)
+        places += [numbers.made_known(place, x.device) for place in found]
+    taken: Tensor = _aten.index.Tensor(x, places)
+    return taken
+
+
+def _selected(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:
+    """``x.masked_select(mask)``."""
+    with unseen():
+        taken = masks[0].broadcast_to(x.shape) if x.dim() >= mask.dim() else masks[0]
+        number = int(taken.count_nonzero())
+    return torch.empty(number, dtype=x.dtype, device=x.device)
+
+
 def _run(func: Any, given: tuple[Any, dict[str, Any]]) -> Any:
     """An operator on numbers that are known; ``None`` if they cannot be computed."""
     views = [leaf for leaf in tree_leaves(given) if isinstance(leaf, _View)]
@@ -186,3 +228,7 @@ def _is_function(func: Any) -> bool:
     if not has_schema(func) or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return "empty" not in schema_of(func).name
+
+
+_TAKES: dict[Any, Callable[..., Tensor]] = {_aten.index.Tensor: _indexed, _aten.masked_select.default: _selected}
+"""What they take of a tensor, masks say: these must be known, not the tensor."""

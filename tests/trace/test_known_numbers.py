@@ -163,6 +163,36 @@ def test_numbers_of_floating_inputs_are_not_read() -> None:
         FakeStep(padded(torch.tensor([2.0, 5.0, 3.0, 1.0]))).count()
 
 
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda x, mask: x[mask],
+        lambda x, mask: x[:, mask[0]],
+        lambda x, mask: x[mask.nonzero(as_tuple=True)],
+        lambda x, mask: x.masked_select(mask[..., None]),
+        lambda x, mask: x[torch.where(mask[:, 0])[0]],
+        lambda x, mask: x[mask[:, 0].long().unique()],
+        lambda x, mask: torch.repeat_interleave(x, mask.sum(1), dim=0),
+        lambda x, mask: x[:, : int(mask.sum(1).max())],
+    ],
+    ids="mask column places selected where unique repeated cut".split(),
+)
+def test_how_many_a_mask_takes_is_known(take: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Taking(nn.Module):
+        """Works on what a mask takes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(1, 16)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.last(take(self.first(x), mask).flatten()[:, None]).exp()
+
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 0]]).bool()
+    step = step_of_model(Taking(), (torch.randn(3, 5, 8), mask))
+    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+
+
 def test_what_is_noted_keeps_no_tensor() -> None:
     class Positions(nn.Module):
         """Makes a table of numbers over and over, none of which lasts."""
