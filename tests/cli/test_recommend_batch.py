@@ -330,7 +330,10 @@ def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--memory", "1700KiB", "--search-time", "0"), "without a plan, and the search for one was ended after 0 s (--search-time)"),
+        (
+            ("--memory", "1700KiB", "--search-time", "0"),
+            "without a plan, and the search for one was ended after 0 s (--search-time)",
+        ),
         (("--memory", "10KiB"), "with any plan that was found; the least "),
     ],
 )
