@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.measure.jobs import MeasureJob
-from memopt_cli.pipeline import profile
+from memopt_cli.pipeline import profile, profiling
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     InputSpec,
@@ -153,6 +153,36 @@ def test_a_backend_that_fails_says_so(model_file: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "compile", lambda model, backend: Fails())
     with pytest.raises(StepError, match=r"compiled by eager: RuntimeError: no compiler is here$"):
         profiled(model_file, backend="eager")
+
+
+def test_of_code_that_was_compiled_often_the_next_model_is_too(
+    model_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch compiles a function eight times, and runs it as it is from then on."""
+    graphs: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+
+    def compile_anew(model: nn.Module, **named: Any) -> Any:
+        return compiled(model, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", compile_anew)
+    for _ in range(3):
+        assert profiled(model_file, backend="eager").compiled is not None
+    assert len(graphs) == 3
+
+
+def test_a_step_of_ones_own_is_not_compiled_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is told before anything is run."""
+    monkeypatch.setattr(profiling, "_measure", lambda *_: pytest.fail("a step is run"))
+    steps = Path(__file__).parents[1] / "user_code" / "own_steps.py"
+    with pytest.raises(StepError, match="calls its models itself"):
+        profiled(f"{steps}:two_rounds", "4x8", backend="eager")
 
 
 def test_a_missing_plan(model_file: str) -> None:
