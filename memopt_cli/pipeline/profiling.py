@@ -132,6 +132,10 @@ def profile_prepared(
     compiled = None if backend is None else _compiled(prepared, plan, backend, timeout_s, progress)
     if isinstance(compiled, OutOfMemory):
         notes.append("The compiled step does not fit here.")
+    elif compiled is not None and compiled.broken:
+        notes.append(
+            f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {compiled.broken}."
+        )
     found = replace(
         _profile(prepared, plan, measured, traced, notes),
         compiled=compiled if isinstance(compiled, CompiledStep) else None,

@@ -16,7 +16,7 @@ from memopt_cli.measure.answers.timed import probed
 from memopt_cli.measure.jobs import CompiledJob
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import CompiledStep
-from memopt_cli.step import is_out_of_memory, take
+from memopt_cli.step import Step, is_out_of_memory, take
 
 _COMPILING = 2
 """Steps until nothing is compiled any more: the second finds gradients as every later one does."""
@@ -35,6 +35,7 @@ def measure(bench: Bench, job: CompiledJob) -> CompiledStep:
     step = bench.step()
     assert not isinstance(step, OwnStep), "refused before"
     torch.compiler.reset()
+    broken = _broken(bench, step)
     apply_plan(bench.model, job.plan, bench.optimizer)
     step = replace(step, model=cast(nn.Module, torch.compile(bench.model, backend=job.backend)))
     try:
@@ -45,4 +46,18 @@ def measure(bench: Bench, job: CompiledJob) -> CompiledStep:
             raise
         raise StepError(first_line(error)) from error
     peak_bytes, step_s = probed(bench, step)
-    return CompiledStep(backend=job.backend, allocated_peak_bytes=peak_bytes, step_s=step_s)
+    return CompiledStep(backend=job.backend, allocated_peak_bytes=peak_bytes, step_s=step_s, broken=broken)
+
+
+def _broken(bench: Bench, step: Step) -> str:
+    """Why the model is not one graph; empty if it is."""
+    whole = torch.compile(bench.model, backend="eager", fullgraph=True)
+    try:
+        take_from_start(bench, replace(step, model=cast(nn.Module, whole)), Step.reach_loss)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return first_line(error)
+    finally:
+        torch.compiler.reset()
+    return ""
