@@ -85,10 +85,13 @@ class PairSearch:
             plan = None if self.over() else self.fastest(batch)
             if plan is None:
                 break
-            if self.step_s(plan, batch) > self.limits.longest_step_s:
+            is_late = self.step_s(plan, batch) > self.limits.longest_step_s
+            if is_late and (after or found):
                 break
             if not plan.is_empty:
                 found[plan] = batch
+            if is_late:  # the least that there is: see below
+                break
         return list(found.items())
 
     def seek(self, pairs: Sequence[tuple[Plan, int]], best: float) -> None:
@@ -129,9 +132,10 @@ class PairSearch:
         return PeakModel(batch=batch, runs=Runs(self.limits), predict=self.predict(plan), ratio=self.ratio)
 
     def _sized(self, plan: Plan, model: PeakModel) -> list[Candidate]:
-        """With the largest batch that is of use and in time, if there is one."""
+        """With the largest batch that fits, is of use and in time, if there is one; of those too late the smallest."""
         largest = model.runs.below_failures(model.largest_within(self.within_bytes))
         batch = self.of_use(largest) if largest else 0
-        if batch and (step_s := self.step_s(plan, batch)) > self.limits.longest_step_s:
-            batch = self.of_use(int(batch * self.limits.longest_step_s / step_s))
+        unit, longest_s = self.limits.multiple_of, self.limits.longest_step_s
+        while batch > unit and (step_s := self.step_s(plan, batch)) > longest_s:
+            batch = self.of_use(max(unit, int(batch * longest_s / step_s)))
         return [Candidate(plan=plan, model=model, batch=batch)] if batch else []

@@ -182,6 +182,17 @@ def test_no_step_is_to_take_longer_than_it_may() -> None:
     assert all(run.step_s <= 0.8 for run in search.ran)
 
 
+def test_where_no_step_is_in_time_the_smallest_batch_is_run() -> None:
+    """As without a plan: a step that takes long is an answer, and none is not."""
+    machine = Machine(fixed_s=50.0, slowdown=0.1)
+    search = machine.search(longest_step_s=10.0)
+    search.fastest = lambda batch: PLANS[1]
+    assert search.priced(after=0) == [(PLANS[1], 1)]
+    assert search.priced(after=8) == []
+    search.seek([(PLANS[1], 1)], 0.0)
+    assert machine.asked == [(1, 1)]
+
+
 def test_dry_runs_are_spared_for_pairs_that_cannot_win() -> None:
     machine = Machine(fixed_s=0.5, true_slowdown=1.0)
     search = machine.search()
