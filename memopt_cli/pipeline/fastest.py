@@ -42,6 +42,7 @@ from memopt_cli.records import (
     Failure,
     FastestTraining,
     Objective,
+    OutOfMemory,
     PairRun,
     Plan,
     Verification,
@@ -224,6 +225,7 @@ class _Job:
             fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
             predict=lambda plan: self._predict(plan, pricing, session),
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
+            room=self._room(case),
             step_s=pricing.step_s,
             samples_per_s=self._samples_per_s,
             growth_known=lambda: pricing.growth_known,
@@ -239,6 +241,13 @@ class _Job:
             unit = self.limits.multiple_of
             plan = pricing.least(unit)
             search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
+
+    def _room(self, case: Case) -> float:
+        """Of what a step may take, what its tensors may: less than all where the original ran out of memory within."""
+        model, within = case.search.model, self.limits.budget_bytes
+        lost = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
+        most = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
+        return most / within if most and any(peak <= within for peak in lost) else 1.0
 
     def _predict(self, plan: Plan, pricing: Pricing, session: Callable[[], Session]) -> Predict:
         """By dry runs where they are possible."""
