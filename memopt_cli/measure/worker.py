@@ -129,7 +129,8 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
     """What an exception of a job is to whoever asked."""
     if is_out_of_memory(error):
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        return OutOfMemory(detail=first.rpartition("DefaultCPUAllocator: ")[2])
+        tried, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
+        return OutOfMemory(detail=tried.removeprefix("CUDA out of memory. ").rstrip("."))
     hint = error.hint if isinstance(error, MemoptError) else ""
     is_explained = isinstance(error, FileFormatError) and hint  # a module that trains when it is imported, say
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):

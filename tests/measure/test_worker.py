@@ -44,6 +44,7 @@ from memopt_cli.records import (
     ChunkRule,
     InputSpec,
     ModelSource,
+    OutOfMemory,
     Plan,
     Refused,
     SegmentPlan,
@@ -511,3 +512,14 @@ def test_an_answer_too_long_to_be_read_is_a_failure_that_says_so() -> None:
     said = from_data(StepFailed, json.loads(_line(reply, 100)))
     assert "more to tell than 100 B" in said.message
     assert said.hint
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of 79.18 GiB of which 1 is free.",
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: Tried to allocate 64.00 MiB",
+    ],
+)
+def test_of_a_lack_of_memory_it_is_told_how_much_was_wanted(message: str) -> None:
+    assert failure_of(torch.OutOfMemoryError(f"{message}\nmore")) == OutOfMemory(detail="Tried to allocate 64.00 MiB")
