@@ -152,8 +152,9 @@ def test_a_backend_that_fails_says_so(model_file: str, monkeypatch: pytest.Monke
             raise RuntimeError("no compiler is here\nmore of it")
 
     monkeypatch.setattr(torch, "compile", lambda model, **named: Fails())
-    with pytest.raises(StepError, match=r"compiled by eager: RuntimeError: no compiler is here$"):
+    with pytest.raises(StepError, match=r"compiled by eager: RuntimeError: no compiler is here\nTake") as said:
         profiled(model_file, backend="eager")
+    assert "torch.compile(model, backend='eager')" in str(said.value.hint)
 
 
 def test_of_code_that_was_compiled_often_the_next_model_is_too(
