@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import io
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec, refuse_unknown
+from memopt_cli.runtime.private_torch import with_data
 from memopt_cli.spec_text import (
     MOST_INPUTS,
     check_spec,
@@ -50,6 +53,9 @@ __all__ = [
 
 _LONG_NAMES = {"batch": "B", "batch_size": "B", "seq": "S", "seq_len": "S", "steps": "T", "time": "T"}
 """Names that an input script may use for the usual symbols."""
+
+_MOST_READ = 1 << 22
+"""Values of an input that a dry run can read."""
 
 _EXAMPLE_LINE = "Describe them: memopt optimize {model} -i 4x3x224x224"
 
@@ -191,7 +197,7 @@ def make_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments of one step, on ``device``.
 
-    Random values come from a generator of their own, so the same spec and seed give the same inputs; a script may draw
+    Random values come from generators of their own, so the same spec and seed give the same inputs; a script may draw
     from PyTorch's, which is seeded for it and put back.  With ``dtype``, floating tensors are cast to it.
     Raises :class:`UsageError` for a data file or script that cannot be used.
     """
@@ -200,8 +206,11 @@ def make_inputs(
     elif spec.script is not None:
         made = _run_script(spec.script, spec.dims, seed)
     else:
-        generator = torch.Generator().manual_seed(seed)
-        tensors = [(t.name, _make_tensor(t, spec.dims, generator)) for t in spec.tensors]
+        tensors = []
+        for place, t in enumerate(spec.tensors):  # each of its own: in a dry run, only some are drawn
+            generator = torch.Generator().manual_seed(seed + place)
+            with with_data() if _may_be_read(t, spec.dims) else contextlib.nullcontext():
+                tensors.append((t.name, _make_tensor(t, spec.dims, generator)))
         positional = tuple(tensor for name, tensor in tensors if name is None)
         return _place(positional, device, dtype), _place({n: t for n, t in tensors if n is not None}, device, dtype)
     made = _place(made, device, dtype)
@@ -218,6 +227,12 @@ def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_place(item, device, dtype) for item in value)
     return value
+
+
+def _may_be_read(spec: TensorSpec, dims: Mapping[str, int]) -> bool:
+    """Whether a model may read an input, tokens, a mask or lengths, so that it has data in a dry run too."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return not (dtype.is_floating_point or dtype.is_complex) and math.prod(_sizes(spec, dims)) <= _MOST_READ
 
 
 def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Generator) -> Tensor:

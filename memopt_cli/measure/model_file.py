@@ -22,6 +22,7 @@ from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.model_batching.stacked import refuse_unsupported
 from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan, SnapshotFacts
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
+from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.trace import built_without_data, codec_paths, fake_mode
 from memopt_cli.trace.log import unique_bytes
 from memopt_cli.user_step import StepModels
@@ -54,6 +55,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
     if job.inputs:
         refuse_batched(model)
         _refuse_lazy(model)
+        _refuse_without_memory(model)
     carried = plan_of(model)
     remove_plan(model)
     spec = find_spec(loaded.source, model, job.spec, loaded.example_spec) if job.inputs else None
@@ -135,6 +137,20 @@ def _refuse_lazy(module: nn.Module) -> None:
             f"{name} has no value yet: a lazy module takes its shape from the first input",
             hint="Run the model on an input once, then save it; or let the callable that builds it do so.",
         )
+
+
+def _refuse_without_memory(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta and not is_fake(tensor):
+            raise StepError(
+                f"{name} is on the meta device: it has a shape and no values",
+                hint="Load the weights before the model is saved; or let a callable build it, and predict with --fake.",
+            )
+        if isinstance(tensor, nn.Parameter) and tensor.layout is not torch.strided:
+            raise StepError(
+                f"{name} is a parameter of the layout {tensor.layout}, and no step of such can be recorded",
+                hint="Keep it dense (to_dense); a sparse buffer is no obstacle.",
+            )
 
 
 def _is_batch_norm(module: Any) -> bool:

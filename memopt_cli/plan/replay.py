@@ -85,11 +85,15 @@ class Original:
         self._needed: dict[tuple[int, int], frozenset[int]] = {}
 
     def needed_by(self, call: ModuleCall) -> frozenset[int]:
-        """The storages from before a call that it reads: its inputs, and state that an earlier call has left behind."""
+        """The storages from before a call that it reads: its inputs, and state that an earlier call has left behind.
+
+        Not parameters that were gathered: backward gathers them again.
+        """
         key = call.start, call.end
         if key not in self._needed:
             read = {index for op in self.trace.ops[call.start : call.end] for index in op.reads}
-            state = (index for index in read if 0 <= self.trace.storages[index].born < call.start)
+            before = (index for index in read if 0 <= self.trace.storages[index].born < call.start)
+            state = (index for index in before if self.trace.storages[index].kind != "gathered")
             self._needed[key] = frozenset((*call.inputs, *state))
         return self._needed[key]
 

@@ -182,6 +182,29 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
+class DryRun(FakeTensorMode):
+    """Where tensors have no data, with what PyTorch's own leaves out.
+
+    Of products in groups, by which experts are computed, its meta function takes bfloat16 alone; kernels take more.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What an operator makes."""
+        if func is not _GROUPED_PRODUCT or args[0].dtype == torch.bfloat16:
+            return super().dispatch(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        with self:
+            return _grouped(*args, **(kwargs or {}))
+
+
+_GROUPED_OUTPUT: Final = getattr(torch._meta_registrations, "_create_grouped_mm_output_tensor", None)
+_GROUPED_PRODUCT: Final = torch.ops.aten._grouped_mm.default if _GROUPED_OUTPUT is not None else None
+
+
+def _grouped(first: Tensor, second: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    assert _GROUPED_OUTPUT is not None
+    return _GROUPED_OUTPUT(first, second, offs, out_dtype)
+
+
 @contextlib.contextmanager
 def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
     """Within, a method of a class of PyTorch's, or a function, is another, made of what it was."""

@@ -15,6 +15,7 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.records import Counted, StepSettings, StepTrace
 from memopt_cli.runtime.lumps import ChunksDiffer, Lumps
 from memopt_cli.runtime.private_torch import (
+    DryRun,
     FakeCopyMode,
     FakeTensorMode,
     buffers_of,
@@ -37,7 +38,7 @@ from memopt_cli.workspace import Workspaces
 def fake_mode() -> FakeTensorMode:
     """Where new tensors have no data, and may meet such as have."""
     mend_copies_of_fakes()
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return DryRun(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
@@ -64,7 +65,7 @@ def _placed(tensor: Tensor, settings: StepSettings) -> Tensor:
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
-def _without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _copied_without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy.  Raises :class:`RuntimeError` for a step of one's own that cannot be made so."""
     if isinstance(model, StepModels):
         with mode, NumbersKnown():
@@ -91,9 +92,9 @@ class FakeStep:
     def __init__(self, step: Step, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None) -> None:
         self._mode = mode or fake_mode()
         self._frees = sharded is None  # a forward without its backward leaves parameters gathered
-        model = _without_data(step.model, self._mode) if sharded is None else sharded
+        model = _copied_without_data(step.model, self._mode) if sharded is None else sharded
+        args, kwargs = self._without_data(step)
         with self._mode:
-            args, kwargs = map_leaves(self._fake, (step.args, step.kwargs))
             self.step = replace(
                 step, model=model, args=args, kwargs=kwargs, optimizer=step.make_optimizer(model), scaler=None
             )
@@ -106,15 +107,14 @@ class FakeStep:
 
     def feed(self, step: Step) -> None:
         """Go on with the inputs of another step, of a model of its own."""
-        with self._mode:
-            args, kwargs = map_leaves(self._fake, (step.args, step.kwargs))
+        args, kwargs = self._without_data(step)
         self.step = replace(self.step, args=args, kwargs=kwargs)
         self._start.enter()
         self._settle()
 
     def _settle(self) -> None:
         """The first step of a ``DTensor`` finds out by more tensors how its operators are sharded."""
-        with self._mode:
+        with self._running():
             reset_gradients(self.step)
             take(self.step)
         self.step.model.zero_grad(set_to_none=True)
@@ -129,15 +129,37 @@ class FakeStep:
         lumps = self._lumps if allocated is None else None  # an allocator takes many small tensors otherwise
         while True:
             self._start.enter()
-            with contextlib.suppress(ChunksDiffer), self._mode:
+            with contextlib.suppress(ChunksDiffer), self._running():
                 return count(self.step, workspaces, codecs, allocated, lumps)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """As :func:`~memopt_cli.trace.record`, without contents and times."""
         self._start.enter()
-        with self._mode:
+        with self._running():
             return record(self.step, batch, contents=False, frees=self._frees, workspaces=workspaces, codecs=codecs)
 
-    def _fake(self, leaf: Any) -> Any:
-        is_real = isinstance(leaf, Tensor) and not is_fake(leaf)
-        return self._mode.from_tensor(leaf) if is_real else leaf
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Within, the step is run; every time it knows the same numbers, whatever it writes to its inputs."""
+        numbers = NumbersKnown()
+        for tensor, values in self._given:
+            numbers.tell(tensor, values)
+        with self._mode, numbers, numbers.known_to_libraries():
+            yield
+
+    def _without_data(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of a step."""
+        self._given: list[tuple[Tensor, Tensor]] = []
+        """Inputs without data, and what they hold: whole numbers and masks, which models read."""
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or is_fake(leaf):
+                return leaf
+            made = self._mode.from_tensor(leaf)
+            if not leaf.is_floating_point() and not leaf.is_complex():
+                self._given.append((made, leaf))
+            return made
+
+        with self._mode:
+            args, kwargs = map_leaves(fake, (step.args, step.kwargs))
+        return args, kwargs

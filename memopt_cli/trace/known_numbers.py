@@ -1,75 +1,234 @@
-"""Numbers that a model reads while it is built without data."""
+"""Numbers that a model reads where its tensors have no data."""
 
 from __future__ import annotations
 
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memopt_cli.own_step import NUMBER_READ
-from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, memory_of, schema_of, unseen
+from memopt_cli.runtime.private_torch import (
+    UNKNOWN_WITHOUT_DATA,
+    TorchDispatchMode,
+    has_schema,
+    is_fake,
+    is_made_of_others,
+    memory_of,
+    replaced,
+    schema_of,
+    tree_leaves,
+    unseen,
+    version_counter,
+)
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 
-_MOST_VALUES = 4096
-"""Of what is computed: rates and sizes of layers are few."""
-_SOURCES = {"aten::arange", "aten::full", "aten::linspace", "aten::logspace", "aten::ones", "aten::zeros"}
-"""They make a tensor of numbers."""
+_aten = torch.ops.aten
+_MOST_VALUES = 1 << 24
+"""Of a tensor that is computed to read a number: a mask of 4096 by 4096."""
+_MASKS = (torch.bool, torch.uint8)
+_SOURCES = frozenset(
+    "arange eye full lift_fresh linspace logspace ones scalar_tensor tril_indices triu_indices zeros".split()
+)
+"""They make tensors of numbers; ``lift_fresh``, of ``torch.tensor([1, 2])``."""
 
 
 class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, tensors have no data, but numbers that follow from the code alone can be read.
+    """Within, tensors have no data, but numbers that follow from the code, and from inputs, can be read.
 
     Models with stochastic depth read ``torch.linspace(0, rate, depth)[3].item()``, and build other layers where that is
-    0.  A small tensor of the CPU is computed beside the one without data, and so is what follows from it.
+    0; attention makes no mask where ``attention_mask.all()``.  What made a tensor is noted for as long as that lives.
+    It runs, on the CPU, when a number is read.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._values: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """The id of a storage without data -> that storage, so that no other has its id, and its values."""
+        self._made: dict[int, tuple[weakref.ref[Any], _Made, int]] = {}
+        """The key of a storage without data -> that storage, what made it, and which of its results it is."""
+
+    def tell(self, tensor: Tensor, values: Tensor) -> None:
+        """A tensor without data has ``values``, which nobody writes to."""
+        self._note([tensor], _Made.told(values))
+
+    @contextmanager
+    def known_to_libraries(self) -> Iterator[None]:
+        """Within, transformers takes tensors whose numbers are known for such as have data.
+
+        It asks before it reads whether a mask is needed, and makes one, and copies of keys and values, if it may not.
+        """
+        asked = sys.modules.get("transformers.utils.import_utils")
+        if asked is None or not hasattr(asked, "is_fake_tensor"):
+            yield
+            return
+        with replaced(asked, "is_fake_tensor", lambda plain: lambda x: plain(x) and not self._is_known(x)):
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_made_of_others, types)):
+            return NotImplemented
         kwargs = kwargs or {}
-        given = tensors_of((args, kwargs))
-        if func is NUMBER_READ and (value := self._value_of(args[0])) is not None:
-            with unseen():
-                return value.item()
-        made = func(*args, **kwargs)
-        if schema_of(func).is_mutable:
-            for tensor in filter(_has_storage, given):
-                self._values.pop(memory_of(tensor), None)
-        elif self._follows(func, given) and all(map(self._is_new_and_small, tensors_of(made))):
-            with unseen():
-                really = func(*map_leaves(self._known, args), **map_leaves(self._known, kwargs))
-            for fake, value in zip(tensors_of(made), tensors_of(really), strict=True):
-                if fake.stride() == value.stride():
-                    self._values[memory_of(fake)] = fake.untyped_storage(), value
+        try:
+            result = func(*args, **kwargs)
+        except UNKNOWN_WITHOUT_DATA:
+            result = self._by_numbers(func, args, kwargs)
+            if result is None:
+                raise
+        if not self._made and not _is_source(func):
+            return result
+        if has_schema(func) and schema_of(func).is_mutable:
+            for tensor in filter(_has_storage, tensors_of((args, kwargs))):
+                self._made.pop(memory_of(tensor), None)
+        elif self._follows(func, args, kwargs):
+            given = map_leaves(self._noted, (args, kwargs))
+            self._note(tensors_of(result), _Made(lambda: _run(func, given)))
+        return result
+
+    def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives that must know numbers, or how many there are; ``None`` if they are not known."""
+        if takes := _TAKES.get(func):
+            masks = [leaf for leaf in tensors_of(args[1]) if leaf.dtype in _MASKS]
+            values = [self._noted(mask).values() if self._is_known(mask) else None for mask in masks]
+            return None if any(value is None for value in values) else takes(self, *args, values)
+        if not self._follows(func, args, kwargs):
+            return None
+        found = _run(func, map_leaves(self._noted, (args, kwargs)))
+        device = next(tensor.device for tensor in tensors_of((args, kwargs)))
+        return map_leaves(lambda leaf: self.made_known(leaf, device) if isinstance(leaf, Tensor) else leaf, found)
+
+    def made_known(self, values: Tensor, device: torch.device) -> Tensor:
+        """A tensor without data that has values."""
+        made = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
+        self.tell(made, values)
         return made
 
-    def _follows(self, func: Any, given: list[Tensor]) -> bool:
-        """Whether what an operator makes follows from the code."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return False
-        return all(self._value_of(t) is not None for t in given) if given else schema_of(func).name in _SOURCES
+    def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether what an operator makes follows from what is known."""
+        if any(isinstance(leaf, Tensor) and not self._is_known(leaf) for leaf in args):
+            return False  # of most, at a glance
+        given = tensors_of((args, kwargs))
+        return _is_function(func) and all(map(self._is_known, given)) if given else _is_source(func)
 
-    def _is_new_and_small(self, tensor: Tensor) -> bool:
-        is_small = is_fake(tensor) and tensor.device.type == "cpu" and tensor.numel() <= _MOST_VALUES
-        # A view has the values that it is of.
-        return is_small and _has_storage(tensor) and memory_of(tensor) not in self._values
+    def _is_known(self, tensor: Tensor) -> bool:
+        if is_fake(tensor):
+            return _has_storage(tensor) and memory_of(tensor) in self._made
+        return type(tensor) in (Tensor, nn.Parameter)
 
-    def _value_of(self, tensor: Tensor) -> Tensor | None:
-        if not is_fake(tensor):
-            return tensor
-        _, values = self._values.get(memory_of(tensor), (None, None)) if _has_storage(tensor) else (None, None)
-        if values is None or values.dtype != tensor.dtype:
+    def _note(self, tensors: list[Tensor], made: _Made) -> None:
+        for place, tensor in enumerate(tensors):
+            is_new = is_fake(tensor) and _has_storage(tensor) and memory_of(tensor) not in self._made
+            if is_new and tensor.numel() <= _MOST_VALUES:  # a view has the values that it is of
+                forget = functools.partial(self._forget, memory_of(tensor))
+                self._made[memory_of(tensor)] = weakref.ref(tensor.untyped_storage(), forget), made, place
+                made.strides[place] = tensor.stride()
+
+    def _forget(self, key: int, _: object) -> None:
+        self._made.pop(key, None)
+
+    def _noted(self, leaf: Any) -> Any:
+        """An argument of an operator, that can be kept."""
+        if not isinstance(leaf, Tensor):
+            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+        if not is_fake(leaf):
+            return _View(leaf, _Made.told(leaf), 0)
+        _, made, place = self._made[memory_of(leaf)]
+        return _View(leaf, made, place)
+
+
+class _Made:
+    """What an operator makes, computed when it is asked for."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.strides: dict[int, tuple[int, ...]] = {}
+        """Of its results as tensors without data have them."""
+        self._run: Callable[[], Any] | None = run
+        self._results: list[Tensor] = []
+
+    @classmethod
+    def told(cls, values: Tensor) -> _Made:
+        """Of a tensor, as long as nobody writes to it."""
+        version = version_counter(values)
+        return cls(lambda: values if version_counter(values) == version else None)
+
+    def result(self, place: int) -> Tensor | None:
+        """One of its results; ``None`` if it cannot be computed."""
+        if self._run is not None:
+            with suppress(RuntimeError):  # an operator that the CPU does not have, or too long a way to here
+                self._results = tensors_of(self._run())
+            self._run = None
+        found = self._results[place] if self._results else None
+        return found if found is not None and found.stride() == self.strides.get(place, found.stride()) else None
+
+
+class _View:
+    """A tensor that is an argument of an operator."""
+
+    def __init__(self, tensor: Tensor, made: _Made, place: int) -> None:
+        self._made, self._place, self._dtype = made, place, tensor.dtype
+        self._geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def values(self) -> Tensor | None:
+        """On the CPU; ``None`` if they cannot be computed."""
+        found = self._made.result(self._place)
+        if found is None or found.dtype != self._dtype:
             return None
-        with unseen():
-            return values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        with unseen(), torch.no_grad():
+            return found.as_strided(*self._geometry).cpu()
 
-    def _known(self, leaf: Any) -> Any:
-        return self._value_of(leaf) if isinstance(leaf, Tensor) else leaf
+
+def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], masks: list[Tensor]) -> Tensor:
+    """``x[indices]``; ``masks``: the values of those among them, in turn."""
+    values = iter(masks)
+    places: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in _MASKS:
+            places.append(index)
+            continue
+        with unseen():
+            found = next(values).nonzero(as_tuple=True)
+        places += [numbers.made_known(place, x.device) for place in found]
+    taken: Tensor = _aten.index.Tensor(x, places)
+    return taken
+
+
+def _selected(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:
+    """``x.masked_select(mask)``."""
+    with unseen():
+        taken = masks[0].broadcast_to(x.shape) if x.dim() >= mask.dim() else masks[0]
+        number = int(taken.count_nonzero())
+    return torch.empty(number, dtype=x.dtype, device=x.device)
+
+
+def _run(func: Any, given: tuple[Any, dict[str, Any]]) -> Any:
+    """An operator on numbers that are known; ``None`` if they cannot be computed."""
+    views = [leaf for leaf in tree_leaves(given) if isinstance(leaf, _View)]
+    values = {id(view): view.values() for view in views}
+    if any(value is None for value in values.values()):
+        return None
+    args, kwargs = map_leaves(lambda leaf: values.get(id(leaf), leaf), given)
+    with unseen(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return func(*args, **kwargs)
 
 
 def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
+
+
+@functools.cache
+def _is_source(func: Any) -> bool:
+    return _is_function(func) and schema_of(func).name.removeprefix("aten::") in _SOURCES
+
+
+@functools.cache
+def _is_function(func: Any) -> bool:
+    """Whether an operator makes the same of the same arguments, and does nothing else."""
+    if not has_schema(func) or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return "empty" not in schema_of(func).name
+
+
+_TAKES: dict[Any, Callable[..., Tensor]] = {_aten.index.Tensor: _indexed, _aten.masked_select.default: _selected}
+"""What they take of a tensor, masks say: these must be known, not the tensor."""

@@ -45,7 +45,8 @@ def record(
     """Record one step from the gradients that it is to find, and leave the model's state as it was, without them.
 
     ``contents``: look into the inputs of every module and into what autograd saves for the codec that holds them
-    exactly (not on fake tensors).  ``frees``: run forward once more to learn when it lets go of each storage by itself.
+    exactly (not on fake tensors).  ``frees``: run forward once more to learn when it lets go of each storage by itself;
+    otherwise that is taken to be when forward uses it for the last time.
     ``workspaces``: what the kernels were seen to take.  ``codecs``: what tensors without data are packed in.
     """
     step.model.zero_grad(set_to_none=True)
@@ -68,7 +69,7 @@ def record(
     start.enter()
     records = _Records(log)
     own = isinstance(step, OwnStep)
-    freed = records.last_uses() if own else records.freed(_lives_without_autograd(step) if frees else [])
+    freed = records.freed(_lives_without_autograd(step)) if frees and not own else records.last_uses()
     before.restore()
     saved = records.saved_bytes()
     return StepTrace(

@@ -27,7 +27,9 @@ from memopt_cli.loading.input_spec import (
     read_spec_file,
 )
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec
+from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.spec_text import format_tensor
+from memopt_cli.trace import fake_mode
 
 
 def spec(*texts: str, **fields: Any) -> InputSpec:
@@ -217,6 +219,19 @@ def test_integer_values(text: str, expected: set[int]) -> None:
 def test_only_floating_tensors_are_cast() -> None:
     args, _ = made(spec("2", "2@int64"), dtype=torch.float64)
     assert [t.dtype for t in args] == [torch.float64, torch.int64]
+
+
+def test_a_dry_run_is_given_the_numbers_that_a_step_is_given() -> None:
+    inputs = spec("4x8", "x:4x8@int64=0..100", "mask:4x8@bool=0..2", "y:1000000000x4@int64=0..9")
+    small = replace(inputs, tensors=inputs.tensors[:3])
+    _, real = made(small)
+    with fake_mode():
+        (x,), named = made(inputs)
+    assert is_fake(x)
+    assert is_fake(named["y"])  # would be 32 GB
+    for name in ("x", "mask"):
+        assert not is_fake(named[name])
+        assert torch.equal(named[name], real[name])
 
 
 def test_data_files(tmp_path: Path) -> None:

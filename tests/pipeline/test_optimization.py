@@ -526,6 +526,24 @@ def test_a_lazy_module_is_named(optimize: Memopt) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layer: layer.to("meta"), "0.weight is on the meta device"),
+        (lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach().to_sparse())), "torch.sparse_coo"),
+    ],
+    ids=["no values", "sparse"],
+)
+def test_a_parameter_of_which_no_step_can_be_recorded_is_named(
+    change: Callable[[nn.Module], object], reason: str, optimize: Memopt
+) -> None:
+    change((model := small_net())[0])
+    torch.save(model, "net.pt")
+    done = optimize("net.pt", *SPEC)
+    assert done.code == 3
+    assert reason in done.err.splitlines()[-2]
+
+
 @pytest.mark.slow
 def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
     torch.save(deep_net(), "net.pt")

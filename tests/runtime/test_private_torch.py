@@ -168,6 +168,20 @@ def test_a_method_is_replaced_and_put_back() -> None:
     assert "extra_repr" not in vars(Child)
 
 
+@pytest.mark.skipif(p._GROUPED_PRODUCT is None, reason="this PyTorch makes no other dry run of it")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dry_run_multiplies_in_groups(dtype: torch.dtype) -> None:
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    rows, weights = torch.ones(6, 16, dtype=dtype), torch.ones(2, 16, 8, dtype=dtype)
+    made = torch.ops.aten._grouped_mm.default(rows, weights, ends)
+    with p.DryRun(allow_non_fake_inputs=True) as mode:
+        found = torch.ops.aten._grouped_mm.default(mode.from_tensor(rows), weights, ends)
+        across = torch.ops.aten._grouped_mm.default(mode.from_tensor(rows).t(), rows, offs=ends)
+    assert p.is_fake(found)
+    assert (found.shape, found.dtype) == (made.shape, made.dtype)
+    assert (across.shape, across.dtype) == ((2, 16, 16), dtype)
+
+
 def test_a_tensor_of_a_dry_run_is_copied_deeply() -> None:
     p.mend_copies_of_fakes()
     with p.FakeTensorMode():

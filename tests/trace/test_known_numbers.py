@@ -13,8 +13,10 @@ from memopt_cli import Step
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
+from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode
 from memopt_cli.user_step import StepModels
+from tests.test_trace import step_of as step_of_model
 
 
 @pytest.fixture
@@ -34,6 +36,8 @@ def _without_data() -> Iterator[None]:
         (lambda: [int(torch.arange(6).view(2, 3).t()[2, 1])], [5]),
         (lambda: [int(torch.tensor([3, 4, 5]).cumsum(0)[-1])], [12]),
         (lambda: [bool((torch.ones(3) > 0).all())], [True]),
+        (lambda: [torch.equal(torch.arange(3), torch.tensor([0, 1, 2]))], [True]),
+        (lambda: [bool((torch.ones(4, 6, dtype=torch.bool).tril()[:, -1] == 0).all())], [True]),
     ],
 )
 def test_what_follows_from_the_code_can_be_read(read: Callable[[], list[Any]], numbers: list[Any]) -> None:
@@ -56,9 +60,11 @@ def _written() -> float:
         lambda: torch.randperm(5)[0].item(),
         lambda: torch.rand(3).add(torch.ones(3))[0].item(),
         lambda: torch.empty(3)[0].item(),
-        lambda: torch.zeros(1 << 20).sum().item(),
+        lambda: torch.empty_like(torch.ones(3))[0].item(),
+        lambda: torch.equal(torch.ones(3), torch.rand(3)),
+        lambda: torch.zeros(1 << 25).sum().item(),
     ],
-    ids=["written", "a parameter", "drawn", "of what is drawn", "no value yet", "large"],
+    ids=["written", "a parameter", "drawn", "of what is drawn", "no value yet", "like others", "compared", "large"],
 )
 def test_other_numbers_are_not_known(read: Callable[[], float]) -> None:
     with pytest.raises(UNKNOWN_WITHOUT_DATA):
@@ -120,3 +126,113 @@ def test_a_step_that_reads_its_parameters_as_it_is_made_has_none() -> None:
 
     with pytest.raises(UNKNOWN_WITHOUT_DATA):
         FakeStep(own(told))
+
+
+class Padded(nn.Module):
+    """Takes as many steps as the longest of some sequences, and may write to what says their lengths."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.cell, self.writes = nn.Linear(8, 8), writes
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        for _ in range(int(lengths.max())):
+            x = torch.tanh(self.cell(x))
+        if self.writes:
+            lengths.zero_()
+        return x
+
+
+def padded(lengths: Tensor, writes: bool = False) -> Step:
+    torch.manual_seed(0)
+    return step_of_model(Padded(writes), (torch.randn(4, 8), lengths))
+
+
+@pytest.mark.parametrize("lengths", [torch.tensor([2, 5, 3, 1]), torch.tensor([[9, 2, 5, 3, 1]])[:, 1:]])
+def test_numbers_of_inputs_can_be_read(lengths: Tensor) -> None:
+    assert FakeStep(padded(lengths)).count() == count(padded(lengths))
+
+
+def test_a_dry_run_knows_the_same_every_time_though_the_model_writes_to_its_inputs() -> None:
+    fake = FakeStep(padded(torch.tensor([2, 5, 3, 1]), writes=True))
+    assert fake.count() == fake.count()
+
+
+def test_numbers_of_floating_inputs_are_not_read() -> None:
+    with pytest.raises(UNKNOWN_WITHOUT_DATA):
+        FakeStep(padded(torch.tensor([2.0, 5.0, 3.0, 1.0]))).count()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda x, mask: x[mask],
+        lambda x, mask: x[:, mask[0]],
+        lambda x, mask: x[mask.nonzero(as_tuple=True)],
+        lambda x, mask: x.masked_select(mask[..., None]),
+        lambda x, mask: x[torch.where(mask[:, 0])[0]],
+        lambda x, mask: x[mask[:, 0].long().unique()],
+        lambda x, mask: torch.repeat_interleave(x, mask.sum(1), dim=0),
+        lambda x, mask: x[:, : int(mask.sum(1).max())],
+    ],
+    ids="mask column places selected where unique repeated cut".split(),
+)
+def test_how_many_a_mask_takes_is_known(take: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Taking(nn.Module):
+        """Works on what a mask takes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(1, 16)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.last(take(self.first(x), mask).flatten()[:, None]).exp()
+
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 0]]).bool()
+    step = step_of_model(Taking(), (torch.randn(3, 5, 8), mask))
+    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+
+
+def test_what_is_noted_keeps_no_tensor() -> None:
+    class Positions(nn.Module):
+        """Makes a table of numbers over and over, none of which lasts."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            for n in range(5):
+                x = x * (torch.arange(1000.0) + n).mean()
+            return x
+
+    step = step_of_model(Positions(), (torch.randn(3, requires_grad=True),), "none")
+    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["no mask", "a mask of ones", "padded"])
+def test_attention_of_transformers_makes_the_masks_that_it_makes_of_data(kind: str) -> None:
+    llama = pytest.importorskip("transformers").LlamaForCausalLM
+    config = llama.config_class(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    masks = {"no mask": None, "a mask of ones": torch.ones(2, 48).long(), "padded": torch.ones(2, 48).long().tril(30)}
+    ids = {"input_ids": torch.randint(0, 64, (2, 48)), "attention_mask": masks[kind]}
+    step = step_of_model(llama(config), (), **ids)
+    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+
+
+def test_experts_of_transformers_have_a_dry_run() -> None:
+    mixtral = pytest.importorskip("transformers").MixtralForCausalLM
+    config = mixtral.config_class(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    step = step_of_model(mixtral(config), (), input_ids=torch.randint(0, 64, (2, 48)))
+    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
