@@ -249,10 +249,11 @@ def path_given(name: str, given: str | os.PathLike[str]) -> Path:
 def names(name: str, given: object) -> tuple[str, ...]:
     """One, or several; a class by its name.  Raises :class:`OptionError`."""
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    return tuple(_text(name, each) for each in several)
+    return tuple(text(name, each) for each in several)
 
 
-def _text(name: str, given: object) -> str:
+def text(name: str, given: object) -> str:
+    """Text; of a class its name.  Raises :class:`OptionError`."""
     found = given.__name__ if isinstance(given, type) else given
     if not isinstance(found, str):
         raise OptionError(f"{name} is {_told(given)}", hint="Give text, or a list of it.")

@@ -136,9 +136,16 @@ class Terminated(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """An exception of any kind as one line: its type, and how what it says begins, which may quote a whole file."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:_LONGEST_LINE]}" if lines else type(error).__name__
+    """An exception of any kind as one line: its type, and how what it says begins, which may quote a whole file.
+
+    A line that ends with a colon announces the next: ``backend='tvm' raised:`` says nothing by itself.
+    """
+    said = ""
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        said = f"{said} {line}".lstrip()
+        if not line.endswith(":"):
+            break
+    return f"{type(error).__name__}: {said[:_LONGEST_LINE]}" if said else type(error).__name__
 
 
 _LONGEST_LINE = 2000

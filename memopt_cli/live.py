@@ -36,6 +36,7 @@ from memopt_cli.arguments import (
     seconds,
     settings_of,
     split_dims,
+    text,
     whole,
 )
 from memopt_cli.cards import check_nothing_runs
@@ -225,11 +226,12 @@ def profile(
     card = card_given(for_device, device)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     data: Data = "small batch" if fake or card else "full size"
-    check_compiled(compile, is_run=data == "full size")
+    backend = None if compile is None else text("compile", compile)
+    check_compiled(backend, is_run=data == "full size")
     chosen = plan_given(plan)
     with _prepared(model, given_inputs(inputs, dims), step, verbose) as (prepared, progress):
         found = profile_prepared(
-            prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress, card=card, backend=compile
+            prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress, card=card, backend=backend
         )
         return Profiled(found)
 

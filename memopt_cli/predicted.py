@@ -209,6 +209,7 @@ def plan_rank(
         timeout_s=limit_s,
         card=card_given(for_device, None),
         layout=layout,
+        plan_only=True,
         unverified=unverified,
     )
     resolved = resolve(request.search)

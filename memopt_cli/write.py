@@ -60,10 +60,10 @@ class OutputPaths:
 def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
     """Where a batch and the plan that goes with it are written: ``fast.batch.yaml`` and ``fast.plan.yaml``.
 
-    ``output``: that of the batch; ``None``: as :func:`output_paths`, beside the model.
+    ``output``: that of the batch; ``None``: as :func:`output_paths`, beside the model.  Raises as that does.
     """
+    paths = output_paths(location, output)
     if output is None:
-        paths = output_paths(location, None)
         return paths.batch, paths.plan
     batch = Path(output)
     return batch, batch.with_name(f"{batch.name.removesuffix(batch.suffix).removesuffix('.batch')}.plan.yaml")
@@ -78,9 +78,16 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
     model = _beside(location) if output is None else Path(output)
     if not model.name:
         raise UsageError(f"'{output}' does not name a file", hint="Write for example -o model.memopt.pt.")
-    if os.path.exists(model) and os.path.exists(location) and os.path.samefile(model, location):
-        raise UsageError(f"the output {model} is the model itself", hint="Name another file with -o.")
+    _spare_model(model, location)
     return OutputPaths(model=model, plan_only=plan_only)
+
+
+def _spare_model(path: Path, location: str) -> None:
+    """Raises :class:`UsageError` for the file that the model, or what builds it, is read from."""
+    factory = parse_factory(location)
+    file = factory[0] if factory and not os.path.exists(location) else location
+    if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
+        raise UsageError(f"the output {path} is the model itself", hint="Name another file.")
 
 
 def _beside(location: str) -> Path:
@@ -101,13 +108,14 @@ _LONGEST_STEM = 60
 """Characters of a name that stay in a temporary one: 255 bytes are the most, and a character may take four."""
 
 
-def check_targets(paths: Iterable[Path], *, force: bool) -> None:
+def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> None:
     """Raise now what writing would raise later.
 
-    :class:`UsageError` for a path that is a folder, or exists and may not be replaced; :class:`WriteError` for a folder
-    that is missing or not writable.
+    :class:`UsageError` for a path that is a folder, exists and may not be replaced, or is the ``model``, wherever that
+    is; :class:`WriteError` for a folder that is missing or not writable.
     """
     for path in paths:
+        _spare_model(path, model)
         if os.path.isdir(path):
             raise UsageError(
                 f"the output {path} is a folder", hint="Name a file with -o, for example -o model.memopt.pt."

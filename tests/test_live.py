@@ -153,6 +153,11 @@ def test_what_is_not_run_is_not_compiled(elsewhere: dict[str, Any], x: Tensor) -
         memopt_cli.profile(made(), x, compile="eager", **elsewhere)
 
 
+def test_a_backend_is_named(x: Tensor) -> None:
+    with pytest.raises(UsageError, match="compile is "):
+        memopt_cli.profile(made(), x, compile=print)  # type: ignore[arg-type]
+
+
 @pytest.mark.usefixtures("in_process")
 def test_a_frontier_is_measured_and_nothing_applied(x: Tensor) -> None:
     model = made()

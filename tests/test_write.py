@@ -69,9 +69,10 @@ def test_output_paths(location: str, output: str | None, names: str) -> None:
 
 
 @pytest.mark.parametrize("output", ["", ".", "/"])
-def test_an_output_that_names_no_file(output: str) -> None:
+@pytest.mark.parametrize("paths", [output_paths, pair_paths])
+def test_an_output_that_names_no_file(output: str, paths: Callable[[str, str], object]) -> None:
     with pytest.raises(UsageError, match="does not name a file"):
-        output_paths("model.pt", output)
+        paths("model.pt", output)
 
 
 def test_an_output_over_the_model(tmp_path: Path) -> None:
@@ -79,8 +80,20 @@ def test_an_output_over_the_model(tmp_path: Path) -> None:
     model.touch()
     (tmp_path / "link.pt").symlink_to(model)
     for output in (model, tmp_path / "link.pt"):
+        for paths in (output_paths, pair_paths):
+            with pytest.raises(UsageError, match="is the model itself"):
+                paths(str(model), str(output))
         with pytest.raises(UsageError, match="is the model itself"):
-            output_paths(str(model), str(output))
+            check_targets([output], force=True, model=str(model))
+
+
+def test_an_output_over_the_script_that_builds_the_model(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(UsageError, match="is the model itself"):
+        output_paths(f"{script}:build", str(script))
+    with pytest.raises(UsageError, match="is the model itself"):
+        check_targets([script], force=True, model=f"{script}:build")
 
 
 # ---------------------------------------------------------------------------------------------- to the disk

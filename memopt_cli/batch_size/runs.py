@@ -34,6 +34,10 @@ class Limits:
     """No larger batch is of use; ``None``: any is."""
     probes: int = MOST_PROBES
 
+    def is_in_time(self, step_s: float) -> bool:
+        """Whether a step takes no longer than it may."""
+        return step_s <= _PUNCTUAL * self.longest_step_s
+
 
 class Runs(dict[int, BatchProbe | Failure]):
     """Batch size -> what its run gave, within limits."""
@@ -65,7 +69,7 @@ class Runs(dict[int, BatchProbe | Failure]):
 
     def is_in_time(self, run: BatchProbe) -> bool:
         """Whether its step takes no longer than it may."""
-        return run.step_s <= _PUNCTUAL * self.limits.longest_step_s
+        return self.limits.is_in_time(run.step_s)
 
     @property
     def failed(self) -> list[int]:

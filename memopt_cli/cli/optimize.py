@@ -119,7 +119,7 @@ def optimize(
         interruptible=True,
     )
     search.check_ranges(request)
-    files.check()
+    files.check(model)
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 

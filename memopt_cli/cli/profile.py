@@ -88,7 +88,7 @@ def profile(
         timeout_s=timeout,
     )
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
-    files.check()
+    files.check(model)
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 

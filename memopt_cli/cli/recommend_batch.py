@@ -96,7 +96,7 @@ def recommend_batch(
         raise UsageError("--html is the report of a search", hint="Add --search.")
     elif request.strategies:
         batch.check_strategies(request, objective)
-    files.check()
+    files.check(model)
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 

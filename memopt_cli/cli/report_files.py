@@ -43,9 +43,10 @@ class ReportFiles:
         """There is something to write."""
         return self.html is not None or self.snapshot is not None
 
-    def check(self) -> None:
-        """Raise now what :meth:`write` would raise after minutes of work."""
-        check_targets([Path(path) for path in (self.html, self.snapshot) if path is not None], force=self.force)
+    def check(self, model: str) -> None:
+        """Raise now what :meth:`write` would raise after minutes of work.  ``model``: where it is, which is kept."""
+        paths = [Path(path) for path in (self.html, self.snapshot) if path is not None]
+        check_targets(paths, force=self.force, model=model)
         if self.html is not None:
             require_plotly()
 

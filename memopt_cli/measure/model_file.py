@@ -77,6 +77,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         indices=dict(_indices_in(model)),
         batch_norms=any(map(_is_batch_norm, model.modules())),
         trainable_bytes=unique_bytes(p for p in model.parameters() if p.requires_grad and not is_lazy(p)),
+        held_bytes=unique_bytes(t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)),
         sync_norms=tuple(path for path, module in named_parts(model) if isinstance(module, nn.SyncBatchNorm)),
     )
 

@@ -44,8 +44,8 @@ from memopt_cli.records import (
 from memopt_cli.units import format_bytes
 
 _UNVERIFIED = "The plan was compared with nothing (--unverified): memopt apply --verify does so where the model fits."
-_LEAST_HELD = 2
-"""Times its parameters that a step of a model takes at least: these, and their gradients."""
+_GRADIENTS = 2
+"""Of so many steps the gradients are held at least where two are compared."""
 
 
 def check_request(request: OptimizeRequest) -> None:
@@ -92,10 +92,9 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
 
     Of many ranks it is the first that is planned for; the model is verified whole.  Raises :class:`MemoptError`, a
     :class:`NothingFitsError` where no plan is within the budget, and before the search a :class:`MemoryBudgetError`
-    where this machine cannot hold what is to be verified.
+    where this machine cannot hold what is to be verified, or written.
     """
-    if not request.unverified:
-        _check_held(prepared)
+    _check_held(request, prepared)
     card, layout = request.card, request.layout
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
     notes, options = [*resolved.notes, *prepared.notes], resolved.options
@@ -155,14 +154,22 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     )
 
 
-def _check_held(prepared: Prepared) -> None:
-    needed_bytes = _LEAST_HELD * prepared.facts.trainable_bytes
+def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
+    """What is done with the whole model when the search has ended: it is verified, and written."""
+    facts = prepared.facts
+    if not request.unverified:
+        needed_bytes = facts.held_bytes + _GRADIENTS * facts.trainable_bytes
+        what = f"no plan could be verified here: the model and the gradients of {_GRADIENTS} steps take"
+    elif not request.plan_only:
+        needed_bytes = facts.held_bytes
+        what = "the model could not be written here: it takes"
+    else:
+        return
     free_bytes = runnable_bytes(prepared.subject.settings.device)
     if needed_bytes > free_bytes:
         raise MemoryBudgetError(
-            f"no plan could be verified here: the model and its gradients take {format_bytes(needed_bytes)}, "
-            f"and {format_bytes(free_bytes)} are free",
-            hint="Take a machine that holds them, or add --unverified --plan-only: a plan is written without proof.",
+            f"{what} {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free",
+            hint="Take a machine that holds that, or add --unverified --plan-only: a plan is written without proof.",
         )
 
 

@@ -30,7 +30,7 @@ from memopt_cli.pipeline.pricing import Pricing
 from memopt_cli.pipeline.recommendation import accumulating, accumulation_notes, check_inputs
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
-from memopt_cli.pipeline.trials import Trials
+from memopt_cli.pipeline.trials import Pair, Trials
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve
 from memopt_cli.plan.scaled import ScaledStep, scaled
@@ -42,6 +42,7 @@ from memopt_cli.records import (
     Failure,
     FastestTraining,
     Objective,
+    OutOfMemory,
     PairRun,
     Plan,
     Verification,
@@ -95,7 +96,7 @@ def fastest_prepared(
         with Sessions(job.open_session, lambda: notes.append(SESSION_LOST), "small batch") as session:
             job.search(session)
     except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
-        if isinstance(err, Terminated) or not any(pair.usable for pair in job.pairs()):
+        if isinstance(err, Terminated) or not job.usable():
             raise
         progress.note("The search is interrupted: the best so far is verified. Ctrl-C again: stop.")
         job.interrupted = True
@@ -113,6 +114,8 @@ class _Job:
     limits: Limits
     notes: list[str]
     interrupted: bool = False
+    untried: str = ""
+    """Why no plan was tried, in words."""
     trials: Trials = field(init=False)
     pricing: Pricing | None = None
     dry_runs: list[BatchProbes] = field(default_factory=list)
@@ -189,8 +192,11 @@ class _Job:
             step = self._step_of([batch for batch in records if batch > 1])
         if step is None:
             small, large = min(records, default=0), max(records, default=0)
-            why = f"it runs other operators at batch {large} than at batch {small}" if small < large else "see above"
-            self.notes.append(f"No plan was tried: the step is not known at other batches ({why}).")
+            why = f"it runs other operators at batch {large} than at batch {small}"
+            if small == large:
+                why = next((note.rstrip(".") for said in self.trials.notes.values() for note in said), "see above")
+            self.untried = f"the step is not known at other batches ({why})"
+            self.notes.append(f"No plan was tried: {self.untried}.")
         return step
 
     def _step_of(self, batches: list[int]) -> ScaledStep | None:
@@ -219,6 +225,7 @@ class _Job:
             fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
             predict=lambda plan: self._predict(plan, pricing, session),
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
+            room=self._room(case),
             step_s=pricing.step_s,
             samples_per_s=self._samples_per_s,
             growth_known=lambda: pricing.growth_known,
@@ -228,13 +235,19 @@ class _Job:
             over=self._is_over,
         )
         pairs = search.priced(self._of_use(runs.best))
-        fastest = [pair.samples_per_s or 0.0 for pair in self.pairs() if pair.usable]
-        if not pairs and not fastest:
+        self.progress.stage("running the plans that may be faster")
+        search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.usable()), default=0.0))
+        if not self.usable() and not self._is_over():
             unit = self.limits.multiple_of
             plan = pricing.least(unit)
-            pairs = [] if plan.is_empty else [(plan, unit)]
-        self.progress.stage("running the plans that may be faster")
-        search.seek(pairs, max(fastest, default=0.0))
+            search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
+
+    def _room(self, case: Case) -> float:
+        """Of what a step may take, what its tensors may: less than all where the original ran out of memory within."""
+        model, within = case.search.model, self.limits.budget_bytes
+        lost = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
+        most = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
+        return most / within if most and any(peak <= within for peak in lost) else 1.0
 
     def _predict(self, plan: Plan, pricing: Pricing, session: Callable[[], Session]) -> Predict:
         """By dry runs where they are possible."""
@@ -260,6 +273,7 @@ class _Job:
 
     def pairs(self) -> list[PairRun]:
         """All that was run, as it trains with as many passes for a step of the optimizer as are asked for."""
+        usable = self._in_use()
         return [
             PairRun(
                 plan=plan,
@@ -267,12 +281,27 @@ class _Job:
                 steps=self._steps(batch),
                 outcome=run,
                 samples_per_s=self._samples_per_s(batch, run.step_s) if isinstance(run, BatchProbe) else None,
-                usable=isinstance(run, BatchProbe)
-                and run.allocated_peak_bytes <= self.limits.budget_bytes
-                and self._of_use(batch) == batch,
+                usable=(plan, batch) in usable,
+                late=isinstance(run, BatchProbe) and not self.limits.is_in_time(run.step_s),
             )
             for (plan, batch), run in self.trials.found.items()
         ]
+
+    def _in_use(self) -> list[Pair]:
+        """Those that could be the answer; where no step is in time, the shortest alone."""
+        within = self.limits.budget_bytes
+        fitting = [
+            (plan, run)
+            for plan, run in self.trials.planned()
+            if run.allocated_peak_bytes <= within and self._of_use(run.batch) == run.batch
+        ]
+        in_time = [(plan, run) for plan, run in fitting if self.limits.is_in_time(run.step_s)]
+        shortest = sorted(fitting, key=lambda pair: pair[1].step_s)[:1]
+        return [(plan, run.batch) for plan, run in in_time or shortest]
+
+    def usable(self) -> list[PairRun]:
+        """Those that may be the answer."""
+        return [pair for pair in self.pairs() if pair.usable]
 
     def _of_use(self, largest: int) -> int:
         """The largest batch up to this of which a step of the optimizer is made; 0 if there is none."""
@@ -295,8 +324,10 @@ class _Job:
         """The best pair whose plan is verified.  Raises :class:`NothingFitsError` if none was run that fits."""
         pairs = self.pairs()
         chosen, verification = self._proven(pairs)
-        originals = [i for i, pair in enumerate(pairs) if pair.usable and pair.plan == ORIGINAL]
         accumulation = self._accumulation(pairs[chosen].batch)
+        if pairs[chosen].late:
+            longest_s = self.limits.longest_step_s
+            self.notes.append(f"No step was within {longest_s:g} s (--longest-step): the shortest is the answer.")
         if self.interrupted:
             self.notes.append("Interrupted: what was still to be run may have given a better answer.")
         return FastestTraining(
@@ -305,7 +336,7 @@ class _Job:
             limit=f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name})",
             runs=tuple(pairs),
             chosen=chosen,
-            original=max(originals, key=lambda i: pairs[i].samples_per_s or 0.0, default=None),
+            original=best_original(pairs),
             level=self.resolved.options.level,
             accumulation=accumulation,
             verification=verification,
@@ -338,13 +369,20 @@ class _Job:
     def _nothing_fits(self) -> NothingFitsError:
         unit = self.limits.multiple_of
         text = f"not even batch {unit} fits into {format_bytes(self.limits.budget_bytes)} ({self.limits.name})"
+        if self._is_over():
+            text += f" without a plan, and the search for one was ended after {self.request.search_limit_s:.3g} s"
+            return NothingFitsError(f"{text} (--search-time)", hint="Give it more --search-time, or more --memory.")
         if self.pricing is None:
+            text += f" without a plan, and none was tried: {self.untried}"
             return NothingFitsError(text, hint="Give more --memory or smaller inputs.")
-        least_bytes = self.pricing.peak_bytes(self.pricing.least(unit), unit)
-        return NothingFitsError(
-            f"{text} with any plan that was found; the least is about {format_bytes(least_bytes)}",
-            hint="Give more --memory or smaller inputs, or a higher --level.",
-        )
+        hint = "Give more --memory or smaller inputs, or a higher --level."
+        plan = self.pricing.least(unit)
+        run = self.trials.found.get((plan, unit))
+        if run is not None and not isinstance(run, BatchProbe):
+            return NothingFitsError(f"{text} with any plan that was found; at the least {describe(run)}", hint=hint)
+        by_sums = self.pricing.peak_bytes(plan, unit) * self._priced_ratio(self.pricing)
+        least = f"is about {format_bytes(by_sums)}" if run is None else f"took {format_bytes(run.allocated_peak_bytes)}"
+        return NothingFitsError(f"{text} with any plan that was found; the least {least}", hint=hint)
 
     def _accumulation(self, batch: int) -> Accumulation | None:
         wanted = self.request.global_batch
@@ -372,6 +410,11 @@ def ranked(pairs: list[PairRun]) -> Iterator[int]:
         best = min((i for i, rate in left.items() if rate >= close), key=lambda i: _cost(pairs[i]))
         yield best
         del left[best]
+
+
+def best_original(pairs: list[PairRun]) -> int | None:
+    """Index of the first of them that has no plan; ``None``: there is none."""
+    return next((index for index in ranked(pairs) if pairs[index].plan == ORIGINAL), None)
 
 
 def _cost(pair: PairRun) -> tuple[int, bool, int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from memopt_cli.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.batch_size.runs import Limits, Runs
-from memopt_cli.records import BatchProbe, Failure, Plan
+from memopt_cli.records import BatchProbe, Failure, OutOfMemory, Plan
 
 _GROWTH = 1.4
 """Each batch at which plans are priced is so many times the one before."""
@@ -19,6 +19,9 @@ _DOUBT = 0.1
 by that."""
 _WORTH_ANOTHER_RUN = 1.1
 """A batch that ran is followed by one that is so many times as large, if by its run that fits."""
+_LESS = (0.9, 0.8, 0.5)
+"""A run out of memory is followed by one that takes so much of it, as an allocator keeps more than it hands out; the
+second in turn by one that takes so much of that, and so on."""
 _CLOSE = 0.03
 """The same once one was run, which corrects the sums."""
 
@@ -58,6 +61,10 @@ class PairSearch:
     """No pair is to be tried any more."""
     bias: float = 1.0
     """Measured samples a second over those by the sums, of the last pair that ran."""
+    room: float = 1.0
+    """Of what a step may take, what its tensors may by the predictions; less with every run out of memory."""
+    lost: int = 0
+    """Runs out of memory in turn."""
     ran: list[BatchProbe] = field(default_factory=list)
     """Those that fit."""
 
@@ -85,10 +92,13 @@ class PairSearch:
             plan = None if self.over() else self.fastest(batch)
             if plan is None:
                 break
-            if self.step_s(plan, batch) > self.limits.longest_step_s:
+            is_late = self.step_s(plan, batch) > self.limits.longest_step_s
+            if is_late and (after or found):
                 break
             if not plan.is_empty:
                 found[plan] = batch
+            if is_late:  # the least that there is: see below
+                break
         return list(found.items())
 
     def seek(self, pairs: Sequence[tuple[Plan, int]], best: float) -> None:
@@ -117,6 +127,9 @@ class PairSearch:
     def _run(self, candidate: Candidate) -> list[Candidate]:
         """What of it is left to be run: a smaller batch if it did not fit, a larger one if it took far less."""
         found = candidate.model.runs[candidate.batch] = self.run(candidate.plan, candidate.batch)
+        self.lost = self.lost + 1 if isinstance(found, OutOfMemory) else 0
+        if self.lost:
+            self.room *= _LESS[min(self.lost, len(_LESS)) - 1]
         others = self._sized(candidate.plan, candidate.model)
         if isinstance(found, BatchProbe) and found.allocated_peak_bytes <= self.within_bytes:
             self.ran.append(found)
@@ -129,9 +142,12 @@ class PairSearch:
         return PeakModel(batch=batch, runs=Runs(self.limits), predict=self.predict(plan), ratio=self.ratio)
 
     def _sized(self, plan: Plan, model: PeakModel) -> list[Candidate]:
-        """With the largest batch that is of use and in time, if there is one."""
-        largest = model.runs.below_failures(model.largest_within(self.within_bytes))
+        """With the largest batch that fits, is of use and in time, if there is one; of those too late the smallest."""
+        largest = model.largest_within(int(self.room * self.within_bytes))
+        if not any(isinstance(run, OutOfMemory) for run in model.runs.values()):  # of these the room knows
+            largest = model.runs.below_failures(largest)
         batch = self.of_use(largest) if largest else 0
-        if batch and (step_s := self.step_s(plan, batch)) > self.limits.longest_step_s:
-            batch = self.of_use(int(batch * self.limits.longest_step_s / step_s))
+        unit, longest_s = self.limits.multiple_of, self.limits.longest_step_s
+        while batch > unit and (step_s := self.step_s(plan, batch)) > longest_s:
+            batch = self.of_use(max(unit, int(batch * longest_s / step_s)))
         return [Candidate(plan=plan, model=model, batch=batch)] if batch else []

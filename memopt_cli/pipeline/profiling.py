@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from memopt_cli.contents import read_plan
-from memopt_cli.errors import OptionError
+from memopt_cli.errors import OptionError, StepError
 from memopt_cli.estimation import estimate, timed
 from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, Data, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
@@ -18,6 +18,7 @@ from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
+    STEP,
     CompiledStep,
     DeviceProfile,
     Failure,
@@ -102,8 +103,11 @@ def profile_prepared(
 ) -> StepProfile:
     """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured.
 
-    ``backend``: compile the step, too, which is run then: see :func:`check_compiled`.
+    ``backend``: compile the step, too, which is run then: see :func:`check_compiled`.  Raises :class:`StepError` for a
+    step of the user's own, which is not compiled from outside.
     """
+    if backend is not None and prepared.facts.format == STEP:
+        raise StepError("a step of one's own calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
     with contextlib.ExitStack() as sessions:
         session = sessions.enter_context(prepared.session(timeout_s, data))
@@ -128,6 +132,10 @@ def profile_prepared(
     compiled = None if backend is None else _compiled(prepared, plan, backend, timeout_s, progress)
     if isinstance(compiled, OutOfMemory):
         notes.append("The compiled step does not fit here.")
+    elif compiled is not None and compiled.broken:
+        notes.append(
+            f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {compiled.broken}."
+        )
     found = replace(
         _profile(prepared, plan, measured, traced, notes),
         compiled=compiled if isinstance(compiled, CompiledStep) else None,

@@ -56,7 +56,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
-        check_targets([Path(request.output)], force=request.force)
+        check_targets([Path(request.output)], force=request.force, model=request.source.location)
     check_replicas(request)
     settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
     opening = opening_of(

@@ -48,7 +48,7 @@ from memopt_cli.write import check_targets, content, write_all
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
     """Measure a training step and write what it needs.  Raises :class:`MemoptError`."""
-    check_targets([Path(request.output)], force=request.force)
+    check_targets([Path(request.output)], force=request.force, model=request.source.location)
     opening = _opening(request, request.settings, request.layout)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
     return record_prepared(request, prepared, progress)

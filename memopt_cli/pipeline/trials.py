@@ -11,7 +11,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.progress import Progress
-from memopt_cli.records import BatchProbe, Failure, Measurement, Plan
+from memopt_cli.records import BatchProbe, Failure, Measurement, Plan, describe
 from memopt_cli.units import format_bytes, format_seconds
 
 Pair = tuple[Plan, int]
@@ -89,5 +89,5 @@ class Trials:
 
 def _seen(found: BatchProbe | Failure) -> str:
     if not isinstance(found, BatchProbe):
-        return "cannot run"
+        return describe(found)
     return f"{format_bytes(found.allocated_peak_bytes)}, {format_seconds(found.step_s)}"

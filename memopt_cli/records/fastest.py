@@ -24,7 +24,9 @@ class PairRun:
     """With one step of the optimizer for so many passes; ``None``: it did not run."""
     usable: bool
     """It could be the answer: it is within the memory and the time of a step, and the samples of an optimizer step are
-    those asked for."""
+    those asked for.  Where no step is in time, the shortest is of use."""
+    late: bool = False
+    """Its step takes longer than it may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class FastestTraining:
     chosen: int
     """Index of the answer."""
     original: int | None
-    """Index of the fastest without a plan; ``None``: none fits."""
+    """Index of the fastest without a plan, of those as fast the smallest batch; ``None``: none fits."""
     level: int
     """The highest that plans were searched at."""
     accumulation: Accumulation | None

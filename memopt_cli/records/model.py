@@ -110,5 +110,7 @@ class ModelFacts:
     """A layer of it normalizes by statistics of the batch."""
     trainable_bytes: int
     """Of the parameters that require gradients, as they are stored."""
+    held_bytes: int
+    """Of all parameters and buffers, as they are stored."""
     sync_norms: tuple[str, ...]
     """Paths of batch norms that need all processes."""

@@ -42,12 +42,15 @@ class ProfileRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
-    """A step of a model that ``torch.compile`` compiles as a whole, once it is compiled."""
+    """A step of a model that is given to ``torch.compile`` as a whole, once it is compiled."""
 
     backend: str
     allocated_peak_bytes: int
     """As the allocator tells it; tensors within compiled code are seen by nobody else."""
     step_s: float
+    broken: str
+    """Why the model, without a plan, is not one graph, as PyTorch says it; empty if it is.  Of one that is not, parts
+    run as they are, and maybe all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

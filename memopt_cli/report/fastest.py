@@ -80,6 +80,8 @@ def _verdict(found: FastestTraining, index: int) -> str:
         return describe(run.outcome)
     if run.outcome.allocated_peak_bytes > found.budget_bytes:
         return "over the limit"
+    if run.late:
+        return "over the time of a step"
     if not run.usable:
         return "not of use for the global batch"
     return "the original's best" if index == found.original else ""

@@ -79,7 +79,7 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise
         if not self._made and not _is_source(func):
             return result
-        if has_schema(func) and schema_of(func).is_mutable:
+        if _writes(func):
             for tensor in filter(_has_storage, tensors_of((args, kwargs))):
                 self._made.pop(memory_of(tensor), None)
         elif self._follows(func, args, kwargs):
@@ -107,8 +107,9 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether what an operator makes follows from what is known."""
-        if any(isinstance(leaf, Tensor) and not self._is_known(leaf) for leaf in args):
-            return False  # of most, at a glance
+        for leaf in args:  # most have a tensor there that is not known
+            if isinstance(leaf, Tensor) and not self._is_known(leaf):
+                return False
         given = tensors_of((args, kwargs))
         return _is_function(func) and all(map(self._is_known, given)) if given else _is_source(func)
 
@@ -215,6 +216,11 @@ def _run(func: Any, given: tuple[Any, dict[str, Any]]) -> Any:
 
 def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    return has_schema(func) and bool(schema_of(func).is_mutable)
 
 
 @functools.cache

@@ -18,7 +18,9 @@ from memopt_cli.records import (
     DimRange,
     InputSpec,
     ModelSource,
+    Plan,
     SearchOverrides,
+    SegmentPlan,
     StepSettings,
     TensorSpec,
     Trust,
@@ -214,6 +216,17 @@ def net(tmp_path: Path) -> str:
     return "net.pt"
 
 
+@pytest.fixture
+def six_blocks(tmp_path: Path) -> str:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(6))
+    torch.save(nn.Sequential(*blocks), tmp_path / "net.pt")
+    return "net.pt"
+
+
 @pytest.mark.usefixtures("in_process")
 def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
     done = memopt("recommend-batch", net, "-i", "64x64", "--memory", "1MiB", "--global-batch", "4096")
@@ -289,14 +302,10 @@ def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], net: str) -> None:
-    import torch
-    from torch import nn
-
+def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], six_blocks: str) -> None:
     from memopt_cli.contents import read_plan
 
-    blocks = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(6))
-    torch.save(nn.Sequential(*blocks), net)
+    net = six_blocks
     flags = ("-i", "2x1024x16", "--memory", "1700KiB", "--search")
     done = memopt("recommend-batch", net, *flags, "--json")
     assert done.code == 0, done.err
@@ -315,6 +324,55 @@ def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], 
     again = memopt("recommend-batch", net, *flags)
     assert again.code == 2
     assert "net.memopt.batch.yaml exists" in again.err
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ("--memory", "1700KiB", "--search-time", "0"),
+            "without a plan, and the search for one was ended after 0 s (--search-time)",
+        ),
+        (("--memory", "10KiB"), "with any plan that was found; the least "),
+    ],
+)
+def test_a_search_that_finds_nothing_says_why(
+    memopt: Callable[..., Any], six_blocks: str, flags: tuple[str, ...], said: str
+) -> None:
+    done = memopt("recommend-batch", six_blocks, "-i", "2x1024x16", *flags, "--search")
+    assert done.code == 6
+    assert said in done.err
+    assert not done.changed
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_search_where_no_step_is_in_time(memopt: Callable[..., Any], six_blocks: str) -> None:
+    """As without a plan, the smallest batch is the answer; nothing was said to fit, not even the plan that did."""
+    flags = ("-i", "2x8192x16", "--memory", "13MiB", "--search", "--longest-step", "0.001", "--json")
+    done = memopt("recommend-batch", six_blocks, *flags)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    answer = found["runs"][found["chosen"]]
+    assert answer["late"]
+    assert answer["batch"] == 1
+    assert answer["plan"]["segments"]
+    assert "No step was within 0.001 s (--longest-step): the shortest is the answer." in found["notes"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_search_tries_the_least_plan_where_those_of_the_sums_do_not_fit(
+    memopt: Callable[..., Any], six_blocks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums promised too much, and nothing was said to fit."""
+    from memopt_cli.pipeline.pricing import Pricing
+
+    plan = Plan(segments=(SegmentPlan(path="0"),))
+    monkeypatch.setattr(Pricing, "fastest", lambda self, batch, budget_bytes: plan if batch == 1 else None)
+    done = memopt("recommend-batch", six_blocks, "-i", "2x1024x16", "--memory", "1700KiB", "--search", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert len(found["runs"][found["chosen"]]["plan"]["segments"]) > 1
 
 
 @pytest.mark.usefixtures("in_process")

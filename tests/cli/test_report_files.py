@@ -105,3 +105,18 @@ def test_a_path_that_is_no_text(pipeline: Any) -> None:
     files = ReportFiles(html="r.html", snapshot=None, force=False)
     assert files.write(lambda: "mod\udcff.pt") == ("r.html",)
     assert Path("r.html").read_text() == "mod\\udcff.pt"
+
+
+@pytest.mark.parametrize(
+    "flags", [("baseline", "-o"), ("recommend-batch", "-o"), ("profile", "--snapshot"), ("optimize", "--html")]
+)
+def test_no_report_is_written_over_the_model(
+    flags: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with ``--force`` either: it was replaced."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("def build(): ...\n")
+    command, flag = flags
+    assert main([command, "train.py:build", "-i", "2x2", flag, "train.py", "--force"]) == 2
+    assert "train.py is the model itself" in capsys.readouterr().err
+    assert Path("train.py").read_text() == "def build(): ...\n"

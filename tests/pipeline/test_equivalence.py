@@ -107,6 +107,7 @@ def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings
         indices={},
         batch_norms=True,
         trainable_bytes=0,
+        held_bytes=0,
         batch=ROWS,
         fixed_sizes=False,
         sync_norms=(),

@@ -152,6 +152,17 @@ def test_a_run_out_of_memory_is_too() -> None:
     assert all(run.batch <= 300 for run in search.ran)
 
 
+def test_what_an_allocator_keeps_is_learned_once() -> None:
+    """Every plan runs out of memory above 85 % of the limit, as where an allocator keeps the rest."""
+    machine = Machine(fixed_s=2.0)
+    kept = 0.85 * 1100
+    machine.fails = lambda batch: machine.peak(PLANS[machine.asked[-1][0]], batch) > kept
+    search = sought(machine)
+    assert 0 < len(machine.asked) - len(search.ran) <= 2
+    plan, batch = machine.asked[-1]
+    assert machine.peak(PLANS[plan], batch) >= 0.8 * kept
+
+
 @pytest.mark.parametrize("most_runs", [0, 1, 3])
 def test_no_more_pairs_are_run_than_may_be(most_runs: int) -> None:
     machine = Machine(fails=lambda batch: True)
@@ -180,6 +191,17 @@ def test_no_step_is_to_take_longer_than_it_may() -> None:
     search = sought(machine, longest_step_s=0.8)
     assert search.ran
     assert all(run.step_s <= 0.8 for run in search.ran)
+
+
+def test_where_no_step_is_in_time_the_smallest_batch_is_run() -> None:
+    """As without a plan: a step that takes long is an answer, and none is not."""
+    machine = Machine(fixed_s=50.0, slowdown=0.1)
+    search = machine.search(longest_step_s=10.0)
+    search.fastest = lambda batch: PLANS[1]
+    assert search.priced(after=0) == [(PLANS[1], 1)]
+    assert search.priced(after=8) == []
+    search.seek([(PLANS[1], 1)], 0.0)
+    assert machine.asked == [(1, 1)]
 
 
 def test_dry_runs_are_spared_for_pairs_that_cannot_win() -> None:

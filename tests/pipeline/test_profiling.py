@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.measure.jobs import MeasureJob
-from memopt_cli.pipeline import profile
+from memopt_cli.pipeline import profile, profiling
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     InputSpec,
@@ -126,6 +126,7 @@ def test_under_a_plan(model_file: str, tmp_path: Path) -> None:
     assert compiled is not None
     assert both is not None
     assert compiled.step_s > 0
+    assert compiled.broken == ""
     assert isinstance(plain.measurement, Measurement)
     assert compiled.allocated_peak_bytes == pytest.approx(plain.measurement.allocated_peak_bytes, rel=0.15)
     assert both.allocated_peak_bytes < 0.9 * compiled.allocated_peak_bytes
@@ -150,9 +151,48 @@ def test_a_backend_that_fails_says_so(model_file: str, monkeypatch: pytest.Monke
         def forward(self, x: Tensor) -> Tensor:
             raise RuntimeError("no compiler is here\nmore of it")
 
-    monkeypatch.setattr(torch, "compile", lambda model, backend: Fails())
+    monkeypatch.setattr(torch, "compile", lambda model, **named: Fails())
     with pytest.raises(StepError, match=r"compiled by eager: RuntimeError: no compiler is here$"):
         profiled(model_file, backend="eager")
+
+
+def test_of_code_that_was_compiled_often_the_next_model_is_too(
+    model_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch compiles a function eight times, and runs it as it is from then on."""
+    graphs: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile
+
+    def compile_anew(model: nn.Module, **named: Any) -> Any:
+        return compiled(model, **named) if named.get("fullgraph") else compiled(model, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", compile_anew)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(3):
+            assert profiled(model_file, backend="eager").compiled is not None
+    assert len(graphs) == 3
+
+
+def test_a_model_that_is_not_one_graph_is_said_to_run_in_part_as_it_is(tmp_path: Path) -> None:
+    """Of an LSTM, a compiler that is not installed was said to have compiled it."""
+    torch.save(nn.LSTM(8, 8), tmp_path / "net.pt")
+    found = profiled(str(tmp_path / "net.pt"), "4x2x8", backend="eager")
+    assert found.compiled is not None
+    assert "LSTM" in found.compiled.broken
+    assert any("run as is: Unsupported: " in note for note in found.notes)
+
+
+def test_a_step_of_ones_own_is_not_compiled_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is told before anything is run."""
+    monkeypatch.setattr(profiling, "_measure", lambda *_: pytest.fail("a step is run"))
+    steps = Path(__file__).parents[1] / "user_code" / "own_steps.py"
+    with pytest.raises(StepError, match="calls its models itself"):
+        profiled(f"{steps}:two_rounds", "4x8", backend="eager")
 
 
 def test_a_missing_plan(model_file: str) -> None:

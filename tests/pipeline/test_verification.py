@@ -80,6 +80,7 @@ def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
         indices={},
         batch_norms=True,
         trainable_bytes=0,
+        held_bytes=0,
         batch=SIZES["B"],
         fixed_sizes=False,
         sync_norms=(),

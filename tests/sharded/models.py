@@ -58,6 +58,13 @@ def transformer() -> nn.Module:
     return Transformer()
 
 
+def frozen() -> nn.Module:
+    """All but its head."""
+    model = Transformer().requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
 class Partly(Transformer):
     """A layer of it is never called."""
 

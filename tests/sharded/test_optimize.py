@@ -67,7 +67,7 @@ def test_a_model_that_this_machine_does_not_hold_is_planned_without_proof(
     monkeypatch.setattr(elsewhere, "verified_small", lambda *_: pytest.fail("it would fill the memory"))
     assert optimized(f"{MODELS}:shard", "--budget", "900KiB", "-o", "net.pt") == 3
     said = capsys.readouterr().err
-    assert "no plan could be verified here: the model and its gradients take " in said
+    assert "no plan could be verified here: the model and the gradients of 2 steps take " in said
     assert "--unverified" in said
     assert not [*tmp_path.iterdir()]
     assert optimized(f"{MODELS}:shard", "--budget", "900KiB", "-o", "net.pt", "--unverified") == 0
@@ -78,6 +78,32 @@ def test_a_model_that_this_machine_does_not_hold_is_planned_without_proof(
     assert summary["verification"] is None
     assert any("--unverified" in note for note in summary["notes"])
     assert read_plan("net.plan.yaml")[1].segments
+
+
+@pytest.mark.parametrize(
+    ("build", "flags", "free", "said"),
+    [
+        ("transformer", ["--plan-only"], 2.9, "could be verified here"),  # three times its size are compared
+        ("frozen", ["--plan-only"], 0.9, "could be verified here"),
+        ("transformer", ["--unverified"], 0.9, "the model could not be written here"),
+    ],
+)
+def test_nothing_is_done_with_a_model_that_does_not_fit(
+    build: str,
+    flags: list[str],
+    free: float,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """``free``: bytes of memory for one of the model.  The search begins if there are more."""
+    model = models.transformer()
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    monkeypatch.setattr(elsewhere, "record_step", lambda *_: pytest.fail("the search began"))
+    monkeypatch.setattr(elsewhere, "runnable_bytes", lambda device: int(free * size))
+    spread = ["--ranks", "4", "--parallel", f"{MODELS}:shard", "-i", INPUTS, "--level", "1", "-q"]
+    assert main(["optimize", f"{MODELS}:{build}", *spread, *flags]) == 3
+    assert said in capsys.readouterr().err
 
 
 def test_every_range_of_a_plan_by_length_is_verified(capsys: pytest.CaptureFixture[str]) -> None:

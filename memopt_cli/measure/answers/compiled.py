@@ -16,7 +16,7 @@ from memopt_cli.measure.answers.timed import probed
 from memopt_cli.measure.jobs import CompiledJob
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import CompiledStep
-from memopt_cli.step import is_out_of_memory, take
+from memopt_cli.step import Step, is_out_of_memory, take
 
 _COMPILING = 2
 """Steps until nothing is compiled any more: the second finds gradients as every later one does."""
@@ -25,14 +25,17 @@ _COMPILING = 2
 def measure(bench: Bench, job: CompiledJob) -> CompiledStep:
     """The model is compiled as a whole; a plan is put on it before.
 
+    What was compiled before is forgotten: of code that was compiled for many others, PyTorch would run it as it is.
+
     Raises :class:`UsageError` for a backend that there is not, and :class:`StepError` where it does not compile.
     """
     if job.backend not in torch.compiler.list_backends(exclude_tags=()):
         usual = ", ".join([*torch.compiler.list_backends(), "aot_eager"])
         raise UsageError(f"torch.compile has no backend {job.backend!r} here", hint=f"It has {usual}, and others.")
     step = bench.step()
-    if isinstance(step, OwnStep):
-        raise StepError("a step of one's own calls its models itself", hint="Compile them in make_step.")
+    assert not isinstance(step, OwnStep), "refused before"
+    torch.compiler.reset()
+    broken = _broken(bench, step)
     apply_plan(bench.model, job.plan, bench.optimizer)
     step = replace(step, model=cast(nn.Module, torch.compile(bench.model, backend=job.backend)))
     try:
@@ -43,4 +46,18 @@ def measure(bench: Bench, job: CompiledJob) -> CompiledStep:
             raise
         raise StepError(first_line(error)) from error
     peak_bytes, step_s = probed(bench, step)
-    return CompiledStep(backend=job.backend, allocated_peak_bytes=peak_bytes, step_s=step_s)
+    return CompiledStep(backend=job.backend, allocated_peak_bytes=peak_bytes, step_s=step_s, broken=broken)
+
+
+def _broken(bench: Bench, step: Step) -> str:
+    """Why the model is not one graph; empty if it is."""
+    whole = torch.compile(bench.model, backend="eager", fullgraph=True)
+    try:
+        take_from_start(bench, replace(step, model=cast(nn.Module, whole)), Step.reach_loss)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return first_line(error)
+    finally:
+        torch.compiler.reset()
+    return ""
