@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import json
 import logging
@@ -30,7 +31,7 @@ from memopt_cli import (
     memory_optimization,
     resolve_device,
 )
-from memopt_cli.errors import OptionError, StepError, VerificationError
+from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError
 from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
@@ -301,6 +302,7 @@ def test_a_codec_asked_for_that_does_not_fit_the_inputs_is_noted() -> None:
     assert "by '0', '1', '2' and 2 more: " in note
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_codec_that_does_not_fit_is_noted_where_a_search_makes_no_segment() -> None:
     net = nn.Sequential(Block(8), nn.Linear(8, 8))
     net[0].x_compressor = "BitSpikeCompressor"
@@ -1065,11 +1067,13 @@ def test_a_script_without_a_main_part_is_profiled_in_its_process_and_logs(tmp_pa
     assert [line for line in lines if line in (note, *stages)] == [note, *stages]
 
 
-def test_a_module_that_optimizes_as_it_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "mymodel.py").write_text(SCRIPT + "optimize()\n")
-    done = python(tmp_path, "-c", "import mymodel")
-    assert done.returncode == 1
-    assert "memopt is called by a module as it is imported" in done.stderr
+@pytest.mark.process
+def test_a_module_that_optimizes_as_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its subprocess, too, imports it."""
+    (tmp_path / "optimizes_itself.py").write_text(SCRIPT + "optimize()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MemoptError, match="memopt is called by a module as it is imported"):
+        importlib.import_module("optimizes_itself")
 
 
 @pytest.mark.parametrize(

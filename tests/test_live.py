@@ -229,6 +229,7 @@ def test_a_global_batch_counts_the_gradients_of_earlier_micro_batches(x: Tensor)
     assert many.batch < one.batch
 
 
+@pytest.mark.usefixtures("in_process")
 def test_text_describes_inputs_and_a_batch_is_advised_with_the_plan() -> None:
     found = memopt_cli.optimize(
         made(), f"Bx{WIDTH}", dims={"B": BATCH}, level=1, max_slowdown=math.inf, recommend_batch=True
@@ -361,8 +362,16 @@ print(found.summary.notes)
             "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net",
             marks=pytest.mark.exhaustive,  # what is said is the same: the class comes first
         ),
-        ("loss=lambda output: output.mean()", "Profiled in this process"),
-        ("loss='train.py:loss'", "memopt is called by a module as it is imported"),
+        pytest.param(
+            "loss=lambda output: output.mean()",
+            "Profiled in this process",
+            marks=pytest.mark.exhaustive,  # as above; a closure in a model that can be imported has a test of its own
+        ),
+        pytest.param(
+            "loss='train.py:loss'",
+            "memopt is called by a module as it is imported",
+            marks=pytest.mark.exhaustive,  # a test of memory_optimization shows the same
+        ),
     ],
 )
 def test_a_script_without_a_main_part(given: str, told: str, tmp_path: Path) -> None:

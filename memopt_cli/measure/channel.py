@@ -35,8 +35,11 @@ Ended = TimedOut | OutOfMemory | Crashed
 class Channel:
     """One subprocess and the pipes to it."""
 
-    def __init__(self, timeout_s: float) -> None:
-        """Starts it.  ``timeout_s``: between a message and the answer, or a part of a file."""
+    def __init__(self, timeout_s: float, *, steps: bool) -> None:
+        """Starts it.  ``timeout_s``: between a message and the answer, or a part of a file.
+
+        ``steps``: it is to find imported what steps without data want.
+        """
         self._timeout_s = timeout_s
         self._buffer = bytearray()
         self.process: processes.Subprocess | None = None
@@ -46,7 +49,7 @@ class Channel:
         self._jobs, self._replies = (os.fdopen(jobs_fd, "wb", buffering=0), os.fdopen(replies_fd, "rb", buffering=0))
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed with the channel
         try:
-            self.process = processes.start(jobs, replies, self._output.fileno())
+            self.process = processes.start(jobs, replies, self._output.fileno(), steps=steps)
         finally:
             os.close(jobs)
             os.close(replies)

@@ -67,6 +67,13 @@ class Subject:
     rank: int = 0
     """Which one."""
 
+    @property
+    def wants_compiler(self) -> bool:
+        """Steps without data, and models that are built without, take what PyTorch compiles with, which takes long to
+        import.
+        """
+        return self.data == "none" or self.spec != _NO_INPUTS
+
 
 class Job(Generic[Answer]):
     """A question about the subject: ``class CountJob(StepJob[Counted])`` is answered by a ``Counted``, or a failure."""

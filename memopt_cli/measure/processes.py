@@ -115,7 +115,7 @@ class ForkServer:
         return is_ours and self._process.poll() is None and self._environment == _environment()
 
     def announce_steps(self) -> None:
-        """A model is loaded: it can prepare for what comes next."""
+        """The next subprocess is to find imported what steps without data want, and so are all that follow."""
         with contextlib.suppress(OSError):
             self._control.send(STEPS_FOLLOW)
 
@@ -162,20 +162,18 @@ def kept(*, early: bool = False) -> Iterator[None]:
         _servers.kept = outer
 
 
-def start(jobs: int, replies: int, output: int) -> Subprocess:
-    """A profiling subprocess, which reads from ``jobs`` and writes to the others, open files."""
+def start(jobs: int, replies: int, output: int, *, steps: bool) -> Subprocess:
+    """A profiling subprocess, which reads from ``jobs`` and writes to the others, open files.
+
+    ``steps``: with what steps without data want, which is then imported once for all.
+    """
     server = _server(_role())
+    if steps:
+        server.announce_steps()
     ours, theirs = socket.socketpair()
     with theirs:
         server.ask((jobs, replies, output, theirs.fileno()))
     return Subprocess(ours, server)
-
-
-def announce_steps() -> None:
-    """To the server that forks where PyTorch is imported, if there is one."""
-    server = _servers.used.get("early")
-    if server is not None and server.serves():
-        server.announce_steps()
 
 
 def _role() -> Role:

@@ -10,14 +10,13 @@ from typing import BinaryIO, Self, TypeVar
 
 from memopt_cli.documents import places
 from memopt_cli.errors import ChangedFileError
-from memopt_cli.measure import processes
 from memopt_cli.measure.channel import Channel
 from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, Subject, name_of
 from memopt_cli.measure.replies import read
 from memopt_cli.measure.sizes import is_confined, most_saved_bytes
 from memopt_cli.measure.wire import SIZE
-from memopt_cli.records import Crashed, Failure, ModelFacts, ModelSource, StepFailed, to_data
+from memopt_cli.records import Crashed, Failure, ModelSource, StepFailed, to_data
 from memopt_cli.units import format_bytes
 
 Answer = TypeVar("Answer")
@@ -38,7 +37,7 @@ class Session:
 
     def __enter__(self) -> Self:
         self._folder = Folder() if is_confined(self._subject.source) else None
-        self._channel = Channel(self._timeout_s)
+        self._channel = Channel(self._timeout_s, steps=self._subject.wants_compiler)
         self._channel.send(
             {
                 "folder": os.getcwd(),
@@ -127,8 +126,6 @@ class Session:
             return channel.nonsense()
         if isinstance(found, FileChanged):
             raise ChangedFileError(found.message, hint=found.hint)
-        if isinstance(found, ModelFacts):
-            processes.announce_steps()
         return found
 
 

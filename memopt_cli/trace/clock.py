@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -80,8 +81,9 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
     return tuple(clock.times)
 
 
+@functools.cache
 def packing_bytes_per_s(device: str) -> float:
-    """How fast spikes are packed and unpacked again, the fastest of a few runs."""
+    """How fast spikes are packed and unpacked again, the fastest of a few runs; a process learns it once."""
     spikes = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float()
     codec = COMPRESSORS["bit"]
     seconds = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import DescribeJob, Measured, MeasureJob, Subject
@@ -53,6 +55,7 @@ class Net(torch.nn.Linear):
             assert torch.get_num_threads() == len(os.sched_getaffinity(0))
             torch.ones(1000, 1000) @ torch.ones(1000, 1000)
         if said == "frozen":
+            assert gc.isenabled()
             Path("frozen").write_text(str(gc.get_freeze_count()))
         if said == "register":
             atexit.register(Path("at the end").touch)
@@ -83,16 +86,18 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Session]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Session]:
     """A session on a model that leaves a file in the working directory: what an environment variable says.
 
-    Another file there says what else it does.
+    Another file there says what else it does.  One without steps spares its server an import.
     """
     (tmp_path / "left_behind.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
 
-    def session() -> Session:
+    def session(*, steps: bool = True) -> Session:
         source = ModelSource(location="left_behind:Net", trust=Trust(code_paths=(str(tmp_path),)))
+        if not steps:
+            return Session(Subject(source=source), 60.0)
         spec = InputSpec(tensors=(TensorSpec(shape=(2, 3)),), source="here")
         return Session(Subject(source=source, spec=spec, settings=StepSettings()), 60.0)
 
@@ -106,7 +111,7 @@ def of(session: Session) -> tuple[int, int]:
     return pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_sessions_share_what_they_are_forked_from_and_nothing_else(start: Callable[[], Session]) -> None:
+def test_sessions_share_what_they_are_forked_from_and_nothing_else(start: Callable[..., Session]) -> None:
     with start() as first, start() as second:
         (one, server), (other, same) = of(first), of(second)
         assert one != other
@@ -118,33 +123,58 @@ def test_sessions_share_what_they_are_forked_from_and_nothing_else(start: Callab
 
 
 def test_it_has_the_folder_and_the_environment_of_its_session(
-    start: Callable[[], Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for said in ("", "two"):
-        folder = tmp_path / f"folder {said}"
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        if said:
-            monkeypatch.setenv("MEMOPT_TEST", said)
-        with start() as session:
-            assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
-        assert (folder / "here").read_text() == said
+    """An environment that changes ends no session."""
+
+    def folder(said: str) -> Path:
+        made = tmp_path / f"folder {said}"
+        made.mkdir()
+        monkeypatch.chdir(made)
+        return made
+
+    one = folder("one")
+    with processes.kept(early=True), start() as outer:
+        assert isinstance(outer.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert (one / "here").read_text() == ""
+        two = folder("two")
+        monkeypatch.setenv("MEMOPT_TEST", "changed")
+        with start() as inner:
+            assert of(inner)[1] != of(outer)[1]
+            assert isinstance(inner.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert (two / "here").read_text() == "changed"
+        assert isinstance(outer.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
 @pytest.mark.usefixtures("nothing_kept")
-def test_after_the_death_of_the_server_another_is_started(start: Callable[[], Session]) -> None:
-    with start() as session:
-        _, server = of(session)
-        os.kill(server, signal.SIGKILL)
+def test_a_server_lives_as_long_as_it_is_said_and_after_its_death_another_is_started(
+    start: Callable[..., Session],
+) -> None:
+    """One test, for each of three servers takes long to start."""
+    with processes.kept(early=True):
+        with start(steps=False) as first:
+            _, kept = of(first)
+        with start(steps=False) as second:
+            assert of(second)[1] == kept
+    assert not Path(f"/proc/{kept}").exists()
+
+    with start(steps=False) as session:
+        _, killed = of(session)
+        assert killed != kept
+        os.kill(killed, signal.SIGKILL)
         answer = session.ask(MeasureJob(plan=ORIGINAL, steps=1))
         assert isinstance(answer, Crashed)
         assert answer.reason == "the process that it is forked from has ended"
+
     with start() as session:
-        assert of(session)[1] != server
-        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        _, told = of(session)
+        assert told != killed
+        daemon = daemon_of(session)
+        os.kill(told, signal.SIGTERM)  # as it is when memopt is killed: what it has started ends with it
+        assert wait_for(lambda: not Path(f"/proc/{daemon}").exists())
 
 
-def test_one_that_imports_after_the_fork(start: Callable[[], Session], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_imports_after_the_fork(start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a GPU is used."""
     with start() as early:
         monkeypatch.setattr(processes, "_role", lambda: "late")
@@ -155,11 +185,11 @@ def test_one_that_imports_after_the_fork(start: Callable[[], Session], monkeypat
             assert isinstance(late.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
-def test_a_thread_that_ends_takes_its_own_server_alone(start: Callable[[], Session]) -> None:
+def test_a_thread_that_ends_takes_its_own_server_alone(start: Callable[..., Session]) -> None:
     servers = []
 
     def work() -> None:
-        with processes.kept(), start() as session:
+        with processes.kept(), start(steps=False) as session:
             servers.append(of(session)[1])
             assert Path(f"/proc/{servers[0]}").exists()
 
@@ -172,29 +202,7 @@ def test_a_thread_that_ends_takes_its_own_server_alone(start: Callable[[], Sessi
         assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
-@pytest.mark.usefixtures("nothing_kept")
-def test_it_is_kept_as_long_as_it_is_said(start: Callable[[], Session]) -> None:
-    with processes.kept(early=True):
-        with start() as first:
-            _, server = of(first)
-        with start() as second:
-            assert of(second)[1] == server
-    assert not Path(f"/proc/{server}").exists()
-    with start() as third:
-        assert of(third)[1] != server
-
-
-def test_an_environment_that_changes_ends_no_session(
-    start: Callable[[], Session], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with processes.kept(early=True), start() as outer:
-        monkeypatch.setenv("MEMOPT_TEST", "changed")
-        with start() as inner:
-            assert of(inner)[1] != of(outer)[1]
-        assert isinstance(outer.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
-
-
-def test_threads_work_after_the_fork(start: Callable[[], Session], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_work_after_the_fork(start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many as there are processors, and products that are shared out among them."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     Path("said").write_text("large")
@@ -203,13 +211,13 @@ def test_threads_work_after_the_fork(start: Callable[[], Session], monkeypatch: 
 
 
 @pytest.mark.parametrize(("said", "code", "tail"), [("leave", 1, "the last words"), ("leave silently", 0, "")])
-def test_what_exits_is_told(said: str, code: int, tail: str, start: Callable[[], Session]) -> None:
+def test_what_exits_is_told(said: str, code: int, tail: str, start: Callable[..., Session]) -> None:
     Path("said").write_text(said)
     with start() as session:
         assert session.ask(MeasureJob(plan=ORIGINAL)) == Crashed(reason=f"exit code {code}", output_tail=tail)
 
 
-def test_an_interruption_that_the_model_raises_is_a_failure_of_its_step(start: Callable[[], Session]) -> None:
+def test_an_interruption_that_the_model_raises_is_a_failure_of_its_step(start: Callable[..., Session]) -> None:
     """It is none of the user's, who waits in another process: its traceback was shown."""
     Path("said").write_text("interrupt")
     with start() as session:
@@ -219,7 +227,7 @@ def test_an_interruption_that_the_model_raises_is_a_failure_of_its_step(start: C
         assert not session.ended
 
 
-def test_a_function_that_ends_the_process_is_named(start: Callable[[], Session]) -> None:
+def test_a_function_that_ends_the_process_is_named(start: Callable[..., Session]) -> None:
     Path("said").write_text("leave at once")
     with start() as session:
         found = session.ask(MeasureJob(plan=ORIGINAL))
@@ -227,7 +235,7 @@ def test_a_function_that_ends_the_process_is_named(start: Callable[[], Session])
     assert found.message.endswith("failed: SystemExit: the first words")
 
 
-def test_what_is_imported_is_not_looked_through_for_garbage(start: Callable[[], Session], tmp_path: Path) -> None:
+def test_what_is_imported_is_not_looked_through_for_garbage(start: Callable[..., Session], tmp_path: Path) -> None:
     """Collecting it would take half a second each time, and a copy of the memory that the server shares."""
     (tmp_path / "said").write_text("frozen")
     with start() as session:
@@ -235,7 +243,7 @@ def test_what_is_imported_is_not_looked_through_for_garbage(start: Callable[[], 
     assert int((tmp_path / "frozen").read_text()) > 50_000
 
 
-def test_what_is_registered_for_the_end_runs(start: Callable[[], Session], tmp_path: Path) -> None:
+def test_what_is_registered_for_the_end_runs(start: Callable[..., Session], tmp_path: Path) -> None:
     Path("said").write_text("register")
     with start() as session:
         assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
@@ -244,21 +252,12 @@ def test_what_is_registered_for_the_end_runs(start: Callable[[], Session], tmp_p
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_leaves_the_group_ends_too(killed: bool, start: Callable[[], Session]) -> None:
+def test_what_leaves_the_group_ends_too(killed: bool, start: Callable[..., Session]) -> None:
     with start() as session:
         daemon = daemon_of(session)
         if killed:
             os.kill(of(session)[0], signal.SIGKILL)
     assert not Path(f"/proc/{daemon}").exists()
-
-
-@pytest.mark.usefixtures("nothing_kept")
-def test_it_ends_with_the_server(start: Callable[[], Session]) -> None:
-    """Which is told to when memopt is killed."""
-    with start() as session:
-        daemon = daemon_of(session)
-        os.kill(of(session)[1], signal.SIGTERM)
-        assert wait_for(lambda: not Path(f"/proc/{daemon}").exists())
 
 
 def daemon_of(session: Session) -> int:
@@ -292,9 +291,9 @@ def test_the_end_of_the_terminal_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "fell_asleep.py").write_text(ASLEEP)
     path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
     environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(temporary)}
-    make = "import torch, fell_asleep; torch.save(fell_asleep.Net(3, 3), 'model.pt')"
     monkeypatch.chdir(temporary)
-    subprocess.run([sys.executable, "-c", make], cwd=tmp_path, env=environment, check=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.save(importlib.import_module("fell_asleep").Net(3, 3), tmp_path / "model.pt")
     command = [sys.executable, "-m", "memopt_cli", "profile", str(tmp_path / "model.pt"), "-i", "2x3"]
     heeded = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     with subprocess.Popen(
@@ -348,16 +347,20 @@ def make():
 """
 
 
-def test_what_steps_need_is_imported_once_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is refused costs one import of PyTorch, and no compiler."""
+def test_what_steps_need_is_imported_once_for_all_where_steps_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is refused, or is only to be given a plan, costs one import of PyTorch, and no compiler."""
     monkeypatch.chdir(tmp_path)
     Path("probe.py").write_text(PROBE)
     Path("refused.pt").write_bytes(b"cposix\nsystem\n(Vtouch canary\ntR.")
     monkeypatch.setenv("MEMOPT_TEST", "a server of its own")
     given = InputSpec(tensors=(TensorSpec(shape=(2, 3), dtype="float32"),), source="--input")
+    source = ModelSource(location="probe.py:make")
     with processes.kept():
-        for location in ("refused.pt", "probe.py:make", "probe.py:make"):
+        for location, answer in (("refused.pt", StepFailed), ("probe.py:make", ModelFacts)):
             with Session(Subject(source=ModelSource(location=location)), 60) as session:
-                found = session.ask(DescribeJob(spec=given))
-                assert isinstance(found, StepFailed if location == "refused.pt" else ModelFacts)
+                assert isinstance(session.ask(DescribeJob(spec=given)), answer)
+        with Session(Subject(source=source, spec=given), 60) as session:
+            assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
     assert Path("seen").read_text() == "False\nTrue\n"

@@ -76,7 +76,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answering]:
     made, threads, timers = Made(), [], []
 
     def session(pieces: Iterator[bytes], timeout_s: float = 60.0, location: str = "a:b") -> Session:
-        def start(jobs: int, replies: int, output: int) -> Made:
+        def start(jobs: int, replies: int, output: int, *, steps: bool) -> Made:
             ends = os.dup(jobs), os.dup(replies)
             threads.append(threading.Thread(target=made.answer, args=(*ends, pieces)))
             timers.append(threading.Timer(PATIENCE_S, made.end))

@@ -48,7 +48,8 @@ def optimize(memopt: Memopt, in_process: None) -> Memopt:
 
 
 RANGE = ("--dim", f"S={LOW}:{HIGH}")
-KNOWN = (*RANGE, "--lengths", "lengths.txt", "--budget", "60%")
+BY_SEGMENTS = ("--budget", "80%", "--level", "1")
+"""What segments reach by themselves: the search ends soon."""
 
 
 def summary_of(done: Any) -> MemOptSummary:
@@ -58,7 +59,8 @@ def summary_of(done: Any) -> MemOptSummary:
 
 @pytest.mark.slow
 def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, memopt: Memopt) -> None:
-    done = optimize(*KNOWN, "--html", "r.html")
+    known = ("--lengths", "lengths.txt", "--budget", "60%", "--max-split-rounds", "1")
+    done = optimize(*RANGE, *known, "--html", "r.html")
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(Path("net.memopt.summary.json").read_text())["summary"])
     rows, plan, budget = summary.ranges, summary.plan, summary.budget_bytes
@@ -122,7 +124,7 @@ def test_where_the_original_fits_there_are_no_ranges(optimize: Memopt) -> None:
 
 @pytest.mark.slow
 def test_without_lengths_all_are_alike(optimize: Memopt) -> None:
-    done = optimize(*RANGE, "--budget", "60%", "--json", "--dry-run")
+    done = optimize(*RANGE, *BY_SEGMENTS, "--json", "--dry-run")
     summary = summary_of(done)
     assert done.changed == set()
     assert any("All lengths are taken to be as frequent" in note for note in summary.notes)
@@ -137,7 +139,7 @@ def test_ctrl_c_after_the_longest_keeps_it(optimize: Memopt, answered: Callable[
         return ask(job)
 
     answered(MeasureJob, pressed)
-    done = optimize(*KNOWN)
+    done = optimize(*RANGE, "--lengths", "lengths.txt", *BY_SEGMENTS)
     assert done.code == 130
     assert [part.up_to for part in read_plan("net.memopt.plan.yaml")[1].ranges] == [HIGH]
     assert plan_of(memopt_cli.load("net.memopt.pt")) == read_plan("net.memopt.plan.yaml")[1]
@@ -164,7 +166,7 @@ def make():
 @pytest.mark.slow
 def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_process: None) -> None:
     Path("reading.py").write_text(READS)
-    flags = ("-i", "BxSx64", "--dim", "B=16", "--dim", "S=8:64", "--budget", "80%", "--no-recommend-batch", "--json")
+    flags = (*"-i BxSx64 --dim B=16 --dim S=8:64 --budget 80% --level 1".split(), "--no-recommend-batch", "--json")
     summary = summary_of(memopt("optimize", "reading.py:make", *flags, "--dry-run"))
     assert summary.ranges[-1].up_to == 64
     assert all(row.outcome.allocated_peak_bytes <= (summary.budget_bytes or 0) for row in summary.ranges)

@@ -35,6 +35,13 @@ def net() -> nn.Module:
     return model
 
 
+@pytest.fixture
+def step() -> list[str]:
+    """The same with inputs of a file, which cannot be resized: no batch is searched for."""
+    torch.save([torch.randn(256, 32)], "inputs.pt")
+    return ["--input-data", "inputs.pt", *STEP[2:]]
+
+
 def names(*ends: str) -> set[str]:
     return {f"net.memopt.{end}" for end in ends}
 
@@ -59,7 +66,10 @@ def test_the_plan_is_there_before_anything_follows(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["faulty:CannotBeSaved", "leaky:build"])
+@pytest.mark.parametrize(
+    "model",
+    ["faulty:CannotBeSaved", pytest.param("leaky:build", marks=pytest.mark.exhaustive)],  # fails in torch.save, too
+)
 def test_a_model_that_cannot_be_saved(
     model: str, memopt: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +86,7 @@ def test_a_model_that_cannot_be_saved(
     assert f"The verified plan is in {plan_path}.\n" in done.err
     assert "verified: " in done.out
 
-    done = memopt(*command, "--plan-only", "--force")
+    done = memopt(*command, "--plan-only", "--force", "--no-recommend-batch")
     assert (done.code, f"{name}.memopt.pt" in done.changed) == (0, False), done.err
     (line,) = (line for line in done.out.splitlines() if line.startswith("No model is written, as asked."))
     monkeypatch.syspath_prepend(user_code)
@@ -87,17 +97,17 @@ def test_a_model_that_cannot_be_saved(
 
 
 @pytest.mark.slow
-def test_a_plan_alone_leaves_a_model_of_that_name_alone(memopt: Memopt, net: nn.Module) -> None:
+def test_a_plan_alone_leaves_a_model_of_that_name_alone(memopt: Memopt, net: nn.Module, step: list[str]) -> None:
     Path("net.memopt.pt").write_text("mine")
-    assert memopt("optimize", "net.pt", *STEP).code == 2
-    done = memopt("optimize", "net.pt", *STEP, "--plan-only")
+    assert memopt("optimize", "net.pt", *step).code == 2
+    done = memopt("optimize", "net.pt", *step, "--plan-only")
     assert (done.code, done.changed) == (0, PLAN | names("batch.yaml"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--force",)])
 def test_a_file_that_has_come_to_exist_meanwhile(
-    flags: tuple[str, ...], memopt: Memopt, net: nn.Module, answered: Callable[..., None]
+    flags: tuple[str, ...], memopt: Memopt, net: nn.Module, step: list[str], answered: Callable[..., None]
 ) -> None:
     """It costs neither its owner's content nor the plan."""
 
@@ -106,7 +116,7 @@ def test_a_file_that_has_come_to_exist_meanwhile(
         return ask(job)
 
     answered(VerifyJob, meanwhile)
-    done = memopt("optimize", "net.pt", *STEP, *flags)
+    done = memopt("optimize", "net.pt", *step, *flags)
     assert done.code == 0, done.err
     if flags:
         assert done.changed == PLAN | names("pt", "batch.yaml")

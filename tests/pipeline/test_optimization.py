@@ -69,12 +69,12 @@ def block(channels: int, out: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
 
 
-def conv_net(stages: int = 2) -> nn.Sequential:
-    """Activations make up nearly all of its memory at ``8x1x16x16``: 4 MiB."""
+def conv_net() -> nn.Sequential:
+    """Activations make up nearly all of its memory at ``8x1x16x16``: 2 MiB."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        deeper = [nn.Sequential(block(16, 16), block(16, 16)) for _ in range(stages)]
-        return nn.Sequential(block(1, 16), *deeper, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+        deeper = nn.Sequential(block(16, 16), block(16, 16))
+        return nn.Sequential(block(1, 16), deeper, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 
 
 def small_net() -> nn.Sequential:
@@ -384,7 +384,9 @@ def test_where_the_original_was_killed_nothing_runs_at_full_size_but_plans(
 
     answered(MeasureJob, killed)
     answered(TraceJob, trace)
-    done = optimize("net.pt", *SPEC, *"--level 1 --budget 70% --json --snapshot step.pickle".split())
+    done = optimize(
+        "net.pt", *SPEC, *"--level 1 --budget 70% --no-recommend-batch --json --snapshot step.pickle".split()
+    )
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     assert isinstance(summary.levels[0].outcome, OutOfMemory)
@@ -405,7 +407,7 @@ def test_where_recording_a_full_step_was_killed_it_is_planned_from_a_few_samples
 
     answered(TraceJob, killed)
     torch.save(small_net(), "net.pt")
-    done = optimize("net.pt", *SPEC, "--level", "1")
+    done = optimize("net.pt", *SPEC, "--level", "1", "--no-recommend-batch")
     assert done.code == 0, done.err
     assert recorded[:2] == ["full size", "small batch"]
     assert "verified: " in done.out
@@ -491,7 +493,7 @@ SMALL_BATCH = ("-i", "Bx64", "--dim", "B=64")
 @pytest.mark.parametrize("goal", [("--level", "4"), ("--frontier",), ("--pick", "1")])
 def test_a_search_without_time_leaves_the_original(goal: tuple[str, ...], optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
-    done = optimize("net.pt", *SPEC, *goal, "--search-time", "0", "--json")
+    done = optimize("net.pt", *SPEC, *goal, "--search-time", "0", "--no-recommend-batch", "--json")
     assert done.code == 0, done.err
     assert " → " not in done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
@@ -545,7 +547,7 @@ def test_a_parameter_of_which_no_step_can_be_recorded_is_named(
 @pytest.mark.slow
 def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
     torch.save(deep_net(), "net.pt")
-    done = optimize("net.pt", *SPEC, "--level", "1", "--frontier", "--budget", "80%", "--json")
+    done = optimize("net.pt", *SPEC, "--level", "1", "--frontier", "--budget", "80%", "--no-recommend-batch", "--json")
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     first, *_, last = summary.frontier
@@ -604,7 +606,7 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far(
         return found
 
     answered(CountJob, pressed)
-    done = optimize("net.pt", *SPEC, *goal, "--json")
+    done = optimize("net.pt", *SPEC, *goal, "--no-recommend-batch", "--json")
     assert done.code == 130
     found = "the frontier is made" if "--frontier" in goal else "the plan is the best"
     assert f"interrupted; {found} of what had been tried" in done.err
@@ -668,7 +670,7 @@ def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, answered: Calla
 @pytest.mark.parametrize("level", [0, 1, 4])
 def test_levels(level: int, optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
-    flags = ("--level", str(level), "--json", "--measure-levels", "--max-slowdown", "none")
+    flags = ("--level", str(level), "--json", "--measure-levels", "--max-slowdown", "none", "--no-recommend-batch")
     done = optimize("net.pt", *SMALL_BATCH, *flags)
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
@@ -708,7 +710,7 @@ def test_a_factory_with_weights(optimize: Memopt) -> None:
     Path("user_models.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(64, 3)\n")
     weights = nn.Linear(64, 3).state_dict()
     torch.save(weights, "weights.pt")
-    done = optimize("user_models:build", *SPEC, "--weights", "weights.pt", "--level", "0")
+    done = optimize("user_models:build", *SPEC, "--weights", "weights.pt", "--level", "0", "--no-recommend-batch")
     assert done.code == 0, done.err
     assert "user_models.memopt.pt" in done.changed
     assert torch.equal(memopt_cli.load("user_models.memopt.pt").state_dict()["weight"], weights["weight"])
@@ -730,7 +732,7 @@ class UserNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = conv_net(stages=1)
+        self.net = conv_net()
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.net(images)
@@ -750,8 +752,8 @@ def save_program(kind: str, path: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "path", "flags"),
     [
-        ("scripted", "net.ts", "-i Bx1x16x16 --level 1"),
-        ("traced", "net.ts", "-i Bx1x16x16 --level 3 --search-time 10 --no-recommend-batch"),
+        ("scripted", "net.ts", "-i Bx1x16x16 --level 1 --no-recommend-batch"),
+        ("traced", "net.ts", "-i Bx1x16x16 --level 3 --max-split-rounds 1 --no-recommend-batch"),
         ("exported", "net.pt2", "--level 1"),  # it brings its own inputs
     ],
 )
@@ -779,7 +781,7 @@ def test_a_program_is_optimized_and_trains_without_its_source(
 def test_inputs_beside_the_model(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     Path("net.inputs.yaml").write_text("inputs: [{shape: Bx64}]\ndims: {B: 12}\n")
-    done = optimize("net.pt", "--level", "0")
+    done = optimize("net.pt", "--level", "0", "--no-recommend-batch")
     assert done.code == 0, done.err
     assert "Inputs: Bx64, B=12 (net.inputs.yaml)." in done.err
     assert "Inputs: Bx64, B=12 (net.inputs.yaml)." in done.out
@@ -837,7 +839,9 @@ def test_optimizer_precision_and_loss(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     Path("loss.py").write_text("def square(output):\n    return (output ** 2).mean()\n")
     done = optimize(
-        "net.pt", *SPEC, *"--level 1 --optimizer adamw --precision bf16 --loss loss.py:square --json".split()
+        "net.pt",
+        *SPEC,
+        *"--level 1 --optimizer adamw --precision bf16 --loss loss.py:square --no-recommend-batch --json".split(),
     )
     assert done.code == 0, done.err
     row = from_data(MemOptSummary, json.loads(done.out)["summary"]).levels[0]
@@ -853,7 +857,7 @@ def test_an_optimizer_of_the_users_own(optimize: Memopt) -> None:
     Path("train.py").write_text(
         "import torch\ndef make(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)\n"
     )
-    done = optimize("net.pt", *SPEC, *"--level 1 --optimizer train.py:make --json".split())
+    done = optimize("net.pt", *SPEC, *"--level 0 --optimizer train.py:make --no-recommend-batch --json".split())
     assert done.code == 0, done.err
     row = from_data(MemOptSummary, json.loads(done.out)["summary"]).levels[0]
     assert isinstance(row.outcome, Measurement)
@@ -1057,7 +1061,9 @@ def test_apply_compares_if_asked_to(model: str, differs: str, memopt: Memopt, in
 
 @pytest.mark.slow
 def test_hidden_state_of_earlier_steps_is_not_saved(optimize: Memopt, user_code: str) -> None:
-    done = optimize("faulty:Remembers", "-i", "2x3", "--code-path", user_code, "--level", "0")
+    done = optimize(
+        "faulty:Remembers", "-i", "2x3", "--code-path", user_code, *"--level 0 --no-recommend-batch".split()
+    )
     assert done.code == 0, done.err
     saved = torch.load("faulty.memopt.pt", weights_only=False)
     assert saved.last.grad_fn is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,8 @@ from memopt_cli.apply import apply_plan
 from memopt_cli.contents import plan_yaml, read_measured
 from memopt_cli.errors import BaselineError, UsageError
 from memopt_cli.measure.jobs import MeasureJob
-from memopt_cli.pipeline import baseline, check, compare_files
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.pipeline import baseline, check, compare_files, prepare
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Baseline,
@@ -122,6 +124,26 @@ def history(tmp_path: Path) -> History:
     return made
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Where the model as it was is recorded; once for all tests."""
+    made = History(tmp_path_factory.mktemp("first"))
+    made.commit("as it was")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "Session", LocalSession)
+        made.record()
+    return made
+
+
+@pytest.fixture
+def recorded(first: History, history: History) -> Baseline:
+    """The model as it was, and the baseline that was recorded of it."""
+    shutil.copy(first.model, history.model)
+    shutil.copy(first.baseline, history.baseline)
+    history.rewrite(model=history.model)
+    return read_measured(history.baseline)
+
+
 def change_of(found: Comparison, metric: str) -> float:
     return next(change.after - change.before for change in found.changes if change.metric == metric)
 
@@ -148,9 +170,8 @@ def test_nothing_is_timed_that_no_baseline_says(history: History, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_nothing_changed_five_times(history: History) -> None:
-    recorded = history.record()
-    for _ in range(5):
+def test_nothing_changed_twice(history: History, recorded: Baseline) -> None:
+    for _ in range(2):
         found = history.check(*(f"{metric}:0" for metric in ("peak", "activations", "parameters", "temporaries")))
         assert not found.exceeded
         assert found.changes[0].after == recorded.memory.tensor_peak_bytes
@@ -159,8 +180,7 @@ def test_nothing_changed_five_times(history: History) -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_is_widened(history: History) -> None:
-    history.record()
+def test_a_layer_is_widened(history: History, recorded: Baseline) -> None:
     history.commit("widened")
     found = history.check()
     assert len(found.exceeded) == 1
@@ -178,8 +198,7 @@ def test_a_layer_is_widened(history: History) -> None:
 
 
 @pytest.mark.slow
-def test_within_a_limit(history: History) -> None:
-    history.record()
+def test_within_a_limit(history: History, recorded: Baseline) -> None:
     history.commit("widened")
     assert not history.check("peak:50%", "peak:4MiB").exceeded
     assert [v.limit.text for v in history.check("peak:50%", "peak:1KiB").exceeded] == ["peak:1KiB"]
@@ -225,8 +244,7 @@ def test_packing_is_dropped(history: History) -> None:
 
 
 @pytest.mark.slow
-def test_a_buffer_is_added(history: History) -> None:
-    history.record()
+def test_a_buffer_is_added(history: History, recorded: Baseline) -> None:
     history.commit("buffer")
     found = history.check("peak:0", "buffers:0", "parameters:0", "activations:0")
     assert [verdict.limit.metric for verdict in found.exceeded] == ["peak", "buffers"]
@@ -238,8 +256,7 @@ def test_a_buffer_is_added(history: History) -> None:
 
 
 @pytest.mark.slow
-def test_modules_are_only_renamed(history: History) -> None:
-    history.record()
+def test_modules_are_only_renamed(history: History, recorded: Baseline) -> None:
     history.commit("renamed")
     found = history.check("peak:0", "allocated:0", "activations:0")
     assert [v for v in found.exceeded if v.limit.metric != "allocated"] == []
@@ -248,8 +265,7 @@ def test_modules_are_only_renamed(history: History) -> None:
 
 
 @pytest.mark.slow
-def test_a_rename_is_not_what_a_regression_comes_from(history: History) -> None:
-    history.record()
+def test_a_rename_is_not_what_a_regression_comes_from(history: History, recorded: Baseline) -> None:
     history.commit("renamed and widened")
     found = history.check()
     assert len(found.exceeded) == 1
@@ -262,8 +278,7 @@ def test_a_rename_is_not_what_a_regression_comes_from(history: History) -> None:
 
 
 @pytest.mark.slow
-def test_another_torch_is_told_and_compared(history: History) -> None:
-    history.record()
+def test_another_torch_is_told_and_compared(history: History, recorded: Baseline) -> None:
     history.rewrite(torch="2.6.0")
     found = history.check()
     assert not found.exceeded
@@ -289,9 +304,8 @@ def never(*_: object, **__: object) -> None:
     ],
 )
 def test_another_baseline_is_not_comparable(
-    changes: dict[str, Any], said: str, history: History, answered: Callable[..., None]
+    changes: dict[str, Any], said: str, history: History, recorded: Baseline, answered: Callable[..., None]
 ) -> None:
-    history.record()
     history.rewrite(**changes)
     answered(MeasureJob, never)
     with pytest.raises(BaselineError, match=said) as caught:
@@ -311,9 +325,8 @@ def test_another_baseline_is_not_comparable(
     ],
 )
 def test_another_step_is_not_comparable(
-    request_: dict[str, Any], said: str, history: History, answered: Callable[..., None]
+    request_: dict[str, Any], said: str, history: History, recorded: Baseline, answered: Callable[..., None]
 ) -> None:
-    history.record()
     answered(MeasureJob, never)
     with pytest.raises(BaselineError, match=said):
         history.check(**request_)
@@ -323,8 +336,9 @@ class Other(nn.Sequential):
     """A model of another class."""
 
 
-def test_a_baseline_of_another_model_is_not_comparable(history: History, answered: Callable[..., None]) -> None:
-    history.record()
+def test_a_baseline_of_another_model_is_not_comparable(
+    history: History, recorded: Baseline, answered: Callable[..., None]
+) -> None:
     history.model = str(Path(history.model).with_name("other.pt"))
     torch.save(Other(nn.Linear(128, 128), nn.Tanh()), history.model)
     answered(MeasureJob, never)
@@ -336,8 +350,7 @@ def test_a_baseline_of_another_model_is_not_comparable(history: History, answere
 
 
 @pytest.mark.slow
-def test_a_model_may_change_its_file_or_its_class(history: History) -> None:
-    history.record()
+def test_a_model_may_change_its_file_or_its_class(history: History, recorded: Baseline) -> None:
     torch.save(Other(OrderedDict(model().named_children())), history.model)
     assert not history.check(source=trusted(history)).exceeded
     history.model = str(Path(history.model).with_name("other.pt"))
@@ -376,8 +389,7 @@ def test_the_step_is_the_baselines_unless_said_otherwise(history: History) -> No
     assert found.changes[6].metric == "gradients"
 
 
-def test_no_gpu_for_a_baseline_of_one(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
-    history.record()
+def test_no_gpu_for_a_baseline_of_one(history: History, recorded: Baseline, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.loads(Path(history.baseline).read_text())
     data["conditions"]["settings"]["device"] = data["device"] = "cuda:0"
     Path(history.baseline).write_text(json.dumps(data))
@@ -409,8 +421,7 @@ def test_a_baseline_is_not_replaced_unasked(history: History) -> None:
 
 
 @pytest.mark.slow
-def test_two_baselines_side_by_side(history: History, tmp_path: Path) -> None:
-    history.record()
+def test_two_baselines_side_by_side(history: History, recorded: Baseline, tmp_path: Path) -> None:
     before = Path(history.baseline).rename(tmp_path / "before.json")
     history.commit("widened")
     history.record(settings=StepSettings(optimizer="sgd"))
@@ -422,12 +433,11 @@ def test_two_baselines_side_by_side(history: History, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_summary_is_no_baseline_but_can_be_compared(history: History, tmp_path: Path) -> None:
+def test_a_summary_is_no_baseline_but_can_be_compared(history: History, recorded: Baseline, tmp_path: Path) -> None:
     from memopt_cli.pipeline import optimize
     from memopt_cli.records import OptimizeRequest, SearchOverrides
 
     spec = InputSpec(tensors=(parse_tensor(f"{BATCH}x128"),), source="here")
-    recorded = history.record()
     made = OptimizeRequest(
         source=ModelSource(location=history.model),
         spec=spec,
@@ -485,10 +495,9 @@ def test_a_plan_by_length_is_held_at_the_end_of_every_range(
         history.check()
 
 
-def test_only_lengths_that_inputs_have_are_recorded(history: History, tmp_path: Path) -> None:
+def test_only_lengths_that_inputs_have_are_recorded(history: History, recorded: Baseline, tmp_path: Path) -> None:
     plan = tmp_path / "net.plan.yaml"
-    header = history.record().header
-    plan.write_bytes(plan_yaml(header, BY_LENGTH, 1))
+    plan.write_bytes(plan_yaml(recorded.header, BY_LENGTH, 1))
     cases = {
         "BxSx128": ({"B": 8, "S": 12}, "Nothing is recorded beyond S=12, and the plan goes up to 64."),
         "8x64x128": ({}, "The plan has ranges of S, and the inputs name no S: only their own length is recorded."),
@@ -504,13 +513,12 @@ def test_only_lengths_that_inputs_have_are_recorded(history: History, tmp_path: 
 
 
 @pytest.mark.slow
-def test_every_form_of_report_is_told_the_same(history: History) -> None:
+def test_every_form_of_report_is_told_the_same(history: History, recorded: Baseline) -> None:
     from memopt_cli.report.github import GithubReport
     from memopt_cli.report.json import JsonReport
     from memopt_cli.report.junit import JunitReport
     from memopt_cli.report.markdown import MarkdownReport
 
-    history.record()
     history.commit("widened")
     found = history.check()
     for report in (TextReport(), JsonReport(), MarkdownReport(), GithubReport(None), JunitReport()):

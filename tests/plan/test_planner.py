@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -48,9 +49,15 @@ def counted(plans: Planner) -> list[Priced]:
     return [found for found in plans.dry_runs.up_to(4) if not found.plan.is_empty]
 
 
+@functools.cache
+def known(name: str) -> Subject:
+    """One for all tests: what one has counted, the others need not."""
+    return SUBJECTS[name]()
+
+
 @pytest.fixture(scope="module", params=["chain", "gpt", "steps"])
 def subject(request: pytest.FixtureRequest) -> Subject:
-    return SUBJECTS[request.param]()
+    return known(request.param)
 
 
 # ---------------------------------------------------------------------------------------------- steps as chance has it
@@ -330,7 +337,7 @@ def test_sums_end_when_the_time_is_up(search: str, asked: int) -> None:
 
 @pytest.mark.slow
 def test_chunks_go_below_what_segments_reach() -> None:
-    subject = SUBJECTS["chain"]()
+    subject = known("chain")
     plain = subject.planner().least(4)
     asked: list[str] = []
 
@@ -405,7 +412,7 @@ def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memopt_cli.plan.at_level._WORTH_ASKING", worth)
-    subject = SUBJECTS["chain"]()
+    subject = known("chain")
     asked: list[str] = []
 
     def chunking(path: str) -> ChunkRule | Refused:
@@ -462,7 +469,7 @@ def test_no_chunks_are_asked_for_that_would_be_too_slow(most_slowdown: float, as
 
 def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     """The solver's sums may be too high, and chunks cost a multiple of the step."""
-    plans = SUBJECTS["chain"]().planner(lambda path: rule_along(0))
+    plans = known("chain").planner(lambda path: rule_along(0))
     needed = plans._at(4).runs.count(segments("blocks.1"))
     many = SegmentPlan(path="blocks.1", chunks=4, axis=0, inexact=True)
     assert needed is not None
@@ -492,7 +499,7 @@ def test_packing_is_taken_back_where_a_budget_does_not_need_it(needed: bool) -> 
     def fits(plan: Plan) -> bool:
         return plan.segments == plain.segments and plan.packed >= needed
 
-    relaxed = SUBJECTS["chain"]().planner()._grounds.plain.improvements.relaxed(replace(plain, packed=True), fits)
+    relaxed = known("chain").planner()._grounds.plain.improvements.relaxed(replace(plain, packed=True), fits)
     assert relaxed == replace(plain, packed=needed)
 
 
@@ -522,7 +529,7 @@ def test_a_module_runs_in_chunks_by_its_own_rule_not_by_that_of_its_class(axis: 
 
 
 def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_it() -> None:
-    plans = SUBJECTS["chain"]().planner(lambda path: rule_along(0))
+    plans = known("chain").planner(lambda path: rule_along(0))
     ground = plans._at(4).ground
     ground.questions._allow({"blocks.1": (rule_along(0), 4)})
     around = segments("", "blocks.0", "blocks.1.0")
@@ -544,7 +551,7 @@ def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut
 @pytest.mark.parametrize(("other", "rule"), [("blocks.3", None), ("blocks.5", rule_along(2))])
 def test_a_search_ends_where_one_block_answers_otherwise(other: str, rule: ChunkRule | None) -> None:
     """The solver takes blocks for alike no longer once their answers differ: each plan it makes follows them."""
-    subject = SUBJECTS["chain"]()
+    subject = known("chain")
     asked: list[str] = []
     ticks = itertools.count()
 
@@ -582,7 +589,7 @@ def test_plans_that_cannot_run_are_no_answers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", quick(LEVELS, (1, 4)))
 def test_a_plan_that_cannot_run_does_not_end_a_level(level: int) -> None:
-    subject = SUBJECTS["chain"]()
+    subject = known("chain")
     failing = {"blocks.1", "blocks.4"}
 
     def count(plan: Plan) -> Any:
@@ -597,7 +604,7 @@ def test_a_plan_that_cannot_run_does_not_end_a_level(level: int) -> None:
 
 
 def test_level_4_keeps_costly_outputs_where_the_peak_has_room_for_them() -> None:
-    subject = SUBJECTS["chain"]()
+    subject = copy.copy(known("chain"))
     ops = tuple(replace(op, seconds=1.0 if op.flops else 0.1) for op in subject.trace.ops)
     subject.trace = replace(subject.trace, ops=ops)  # so long that what a segment adds to each is nothing
     budget = int(1.15 * subject.planner(level=3).least(3).peak_bytes)

@@ -135,6 +135,12 @@ def shard_without_mesh(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model)
 
 
+def shard_without_mesh_and_keep(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in _blocks(model):
+        fully_shard(block, reshard_after_forward=False)
+    return fully_shard(model, reshard_after_forward=False)
+
+
 def shard_and_keep(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Parameters stay whole from forward to backward."""
     for block in _blocks(model):

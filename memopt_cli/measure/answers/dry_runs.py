@@ -177,7 +177,7 @@ def _timed(bench: Bench, plan: Plan, traced: Traced) -> Traced:
             times = operator_times(bench)
     if not times:
         return traced
-    rated = replace(traced.trace, packing_bytes_per_s=bench.known(_packing_bytes_per_s))
+    rated = replace(traced.trace, packing_bytes_per_s=trace.packing_bytes_per_s(bench.settings.device))
     recorded, no_seconds = trace.with_seconds(rated, times)
     return replace(traced, trace=recorded, unknown=(*traced.unknown, *([no_seconds] if no_seconds else [])))
 
@@ -185,10 +185,6 @@ def _timed(bench: Bench, plan: Plan, traced: Traced) -> Traced:
 def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
     """Of a step under the plan that is on the model, if it may be run and fits."""
     return bench.at_full_size(trace.time_operators)
-
-
-def _packing_bytes_per_s(bench: Bench) -> float:
-    return trace.packing_bytes_per_s(bench.settings.device)
 
 
 # ---------------------------------------------------------------------------------------------- without data
