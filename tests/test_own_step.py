@@ -191,7 +191,7 @@ def test_what_is_wrong_with_a_step_is_one_sentence(name: str, message: str) -> N
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("something_else", "returned a int, neither an nn.Module nor a memopt_cli.Step"),
+        ("something_else", "returned an instance of int, neither an nn.Module nor a memopt_cli.Step"),
         ("closure", "LBFGS runs forward and backward within its step"),
         ("strange_parameters", "SGD updates a tensor that is a parameter of no model of the step"),
     ],

@@ -67,7 +67,7 @@ def step_made(factory: Callable[[], Any], location: str) -> Step:
     """What a function that makes a step returns.  Raises as :func:`build`."""
     made = _made(factory, location)
     if not isinstance(made, Step):
-        raise FileFormatError(f"{location}() returned a {type(made).__name__}, not a memopt_cli.Step")
+        raise FileFormatError(f"{location}() returned an instance of {type(made).__name__}, not a memopt_cli.Step")
     return made
 
 
@@ -87,7 +87,7 @@ def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
         raise FileFormatError(f"{location}() failed: {first_line(err)}", hint=hint) from err
     if not isinstance(made, nn.Module | Step):
         raise FileFormatError(
-            f"{location}() returned a {type(made).__name__}, neither an nn.Module nor a memopt_cli.Step"
+            f"{location}() returned an instance of {type(made).__name__}, neither an nn.Module nor a memopt_cli.Step"
         )
     return made
 

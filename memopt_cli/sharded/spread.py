@@ -136,7 +136,7 @@ _OTHERS = "fully_shard, parallelize_module and DistributedDataParallel can."
 
 
 def _kind(value: object) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    return "nothing" if value is None else f"an instance of {type(value).__name__}"
 
 
 def _is_spread(model: nn.Module) -> bool:

@@ -152,7 +152,7 @@ def test_weights_that_are_no_state_dict(folder: Path) -> None:
     [
         ("user_factory:number", UsageError, "nothing callable named number"),
         ("user_factory:missing", UsageError, "nothing callable named missing"),
-        ("user_factory:wrong", FileFormatError, "returned a int"),
+        ("user_factory:wrong", FileFormatError, "returned an instance of int"),
         ("user_factory:failing", FileFormatError, "no luck"),
         ("no_such_module:make", FileFormatError, "no_such_module"),
     ],
