@@ -2,7 +2,7 @@
 
     python benchmarks/real_files.py [--only TEXT] [--folder FOLDER]
 
-It writes its section of RESULTS.md, unless only some rows are tried.
+It writes its section of RESULTS.md; of some rows, one of their own.
 
 Every file is built here, from a small configuration with random weights.  Then memopt is used as a user would: first
 without a flag and, where it stops, with exactly the flags that its hint prints, until the file loads or the hint prints
@@ -677,8 +677,8 @@ def main() -> None:
     found = f"{len(rows)} files: {', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}."
     text = "\n\n".join([found, table(["library", "file", "outcome"], rows), "\n".join(left_out)])
     print(text)
-    if not options.only:
-        write_section("Model files as people save them", this_command(), text)
+    title = "Model files as people save them"
+    write_section(f"{title}: {options.only}" if options.only else title, this_command(), text)
 
 
 if __name__ == "__main__":
