@@ -92,6 +92,8 @@ class FakeStep:
     def __init__(self, step: Step, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None) -> None:
         self._mode = mode or fake_mode()
         self._frees = sharded is None  # a forward without its backward leaves parameters gathered
+        self._given: list[tuple[Tensor, Tensor]] = []
+        """Inputs without data, and what they hold: whole numbers and masks, which models read."""
         model = _copied_without_data(step.model, self._mode) if sharded is None else sharded
         args, kwargs = self._without_data(step)
         with self._mode:
@@ -105,12 +107,25 @@ class FakeStep:
         elif self.step.optimizer is not None:
             self.count()  # makes the optimizer's state, which a first step does not have yet
 
+    @contextlib.contextmanager
+    def fed(self, step: Step) -> Iterator[FakeStep]:
+        """Within, it is one with the inputs of another step."""
+        own = self.step, self._given
+        self._take_inputs(step)
+        try:
+            yield self
+        finally:
+            self.step, self._given = own
+
     def feed(self, step: Step) -> None:
         """Go on with the inputs of another step, of a model of its own."""
-        args, kwargs = self._without_data(step)
-        self.step = replace(self.step, args=args, kwargs=kwargs)
+        self._take_inputs(step)
         self._start.enter()
         self._settle()
+
+    def _take_inputs(self, step: Step) -> None:
+        args, kwargs = self._without_data(step)
+        self.step = replace(self.step, args=args, kwargs=kwargs)
 
     def _settle(self) -> None:
         """The first step of a ``DTensor`` finds out by more tensors how its operators are sharded."""
@@ -149,8 +164,7 @@ class FakeStep:
 
     def _without_data(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs of a step."""
-        self._given: list[tuple[Tensor, Tensor]] = []
-        """Inputs without data, and what they hold: whole numbers and masks, which models read."""
+        self._given = []
 
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or is_fake(leaf):

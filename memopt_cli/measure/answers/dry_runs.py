@@ -199,9 +199,12 @@ def _planned(
         with _of_rank(bench, bench.subject.layout, plan, batch, dims) as fake:
             yield fake
         return
+    fake = bench.known(_described)
     described = batch is None and not dims
-    fake = bench.known(_described) if described else trace.FakeStep(_sized(bench, batch, dims), bench.mode)
-    with bench.planned(plan, fake.step):
+    with (
+        contextlib.nullcontext(fake) if described else fake.fed(_sized(bench, batch, dims)),
+        bench.planned(plan, fake.step),
+    ):
         yield fake
 
 
