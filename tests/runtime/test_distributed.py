@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment, remove_segment, segment_of
@@ -182,6 +184,27 @@ def ddp_compiled(rank: int) -> None:
         model(inputs(rank, 0)).square().mean().backward()
     for a, b in zip(plain.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+    without = torch.compile(DistributedDataParallel(shared()), backend="aot_eager")
+    kept = _kept_bytes(compiled, inputs(rank, 0)), _kept_bytes(without, inputs(rank, 0))
+    assert kept[0] < kept[1], kept
+
+
+def _kept_bytes(model: Any, x: Tensor) -> int:
+    """By autograd between forward and backward, parameters aside; after a step, in which it is compiled."""
+    model(x).square().mean().backward()
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    own = {part.untyped_storage().data_ptr() for part in parts}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x).square().mean().backward()
+    return sum(kept.values())
 
 
 def _sharded(net: nn.Module, *paths: str) -> nn.Module:
@@ -227,6 +250,9 @@ def fsdp_compiled(rank: int) -> None:
         model(inputs(rank, 0)).square().mean().backward()
     for a, b in zip(plain.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad.full_tensor())
+    without = torch.compile(_sharded(_blocks(), "0", "1", "2"), backend="aot_eager")
+    kept = _kept_bytes(compiled, inputs(rank, 0)), _kept_bytes(without, inputs(rank, 0))
+    assert kept[0] < kept[1], kept
 
 
 def fsdp_removal(rank: int) -> None:
