@@ -206,17 +206,21 @@ def test_what_is_noted_keeps_no_tensor() -> None:
     assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
 
 
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""Of models of transformers."""
+
+
 @pytest.mark.parametrize("kind", ["no mask", "a mask of ones", "padded"])
 def test_attention_of_transformers_makes_the_masks_that_it_makes_of_data(kind: str) -> None:
     llama = pytest.importorskip("transformers").LlamaForCausalLM
-    config = llama.config_class(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    config = llama.config_class(**SIZES)
     masks = {"no mask": None, "a mask of ones": torch.ones(2, 48).long(), "padded": torch.ones(2, 48).long().tril(30)}
     ids = {"input_ids": torch.randint(0, 64, (2, 48)), "attention_mask": masks[kind]}
     step = step_of_model(llama(config), (), **ids)
@@ -225,14 +229,6 @@ def test_attention_of_transformers_makes_the_masks_that_it_makes_of_data(kind: s
 
 def test_experts_of_transformers_have_a_dry_run() -> None:
     mixtral = pytest.importorskip("transformers").MixtralForCausalLM
-    config = mixtral.config_class(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
+    config = mixtral.config_class(**SIZES, num_local_experts=4)
     step = step_of_model(mixtral(config), (), input_ids=torch.randint(0, 64, (2, 48)))
     assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
