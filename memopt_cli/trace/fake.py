@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from memopt_cli.runtime.private_torch import (
     buffers_of,
     fakes_exchanged,
     is_fake,
+    memory_of,
     mend_copies_of_fakes,
     parameters_of,
 )
@@ -170,10 +172,15 @@ class FakeStep:
             if not isinstance(leaf, Tensor) or is_fake(leaf):
                 return leaf
             made = self._mode.from_tensor(leaf)
-            if not leaf.is_floating_point() and not leaf.is_complex():
+            if leaf.layout is torch.strided and not leaf.is_floating_point() and not leaf.is_complex():
                 self._given.append((made, leaf))
             return made
 
         with self._mode:
             args, kwargs = map_leaves(fake, (step.args, step.kwargs))
+        owners: dict[int, set[int]] = defaultdict(set)
+        for _, values in self._given:
+            owners[values.untyped_storage().data_ptr()].add(memory_of(values))
+        # What is written to one of two storages of the same memory is in the other, which nobody sees here.
+        self._given = [pair for pair in self._given if len(owners[pair[1].untyped_storage().data_ptr()]) == 1]
         return args, kwargs

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memopt_cli.runtime.private_torch import (
     UNKNOWN_WITHOUT_DATA,
@@ -30,11 +30,10 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 _aten = torch.ops.aten
 _MOST_VALUES = 1 << 24
 """Of a tensor that is computed to read a number: a mask of 4096 by 4096."""
-_MASKS = (torch.bool, torch.uint8)
-_SOURCES = frozenset(
-    "arange eye full lift_fresh linspace logspace ones scalar_tensor tril_indices triu_indices zeros".split()
-)
-"""They make tensors of numbers; ``lift_fresh``, of ``torch.tensor([1, 2])``."""
+_SOURCES = frozenset("arange eye full linspace logspace ones scalar_tensor tril_indices triu_indices zeros".split())
+"""They make tensors of numbers."""
+_CONSTANT = _aten.lift_fresh.default
+"""It makes one of ``torch.tensor([1, 2])``, which has data."""
 
 
 class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,9 +76,12 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = self._by_numbers(func, args, kwargs)
             if result is None:
                 raise
-        if not self._made and not _is_source(func):
+        if not self._made and func is not _CONSTANT and not _is_source(func):
             return result
-        if _writes(func):
+        if func is _CONSTANT:
+            if not is_fake(args[0]):
+                self.tell(result, _copied(args[0]))
+        elif _writes(func):
             for tensor in filter(_has_storage, tensors_of((args, kwargs))):
                 self._made.pop(memory_of(tensor), None)
         elif self._follows(func, args, kwargs):
@@ -90,7 +92,7 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives that must know numbers, or how many there are; ``None`` if they are not known."""
         if takes := _TAKES.get(func):
-            masks = [leaf for leaf in tensors_of(args[1]) if leaf.dtype in _MASKS]
+            masks = [leaf for leaf in tensors_of(args[1]) if leaf.dtype is torch.bool]
             values = [self._noted(mask).values() if self._is_known(mask) else None for mask in masks]
             return None if any(value is None for value in values) else takes(self, *args, values)
         if not self._follows(func, args, kwargs):
@@ -114,9 +116,8 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _is_function(func) and all(map(self._is_known, given)) if given else _is_source(func)
 
     def _is_known(self, tensor: Tensor) -> bool:
-        if is_fake(tensor):
-            return _has_storage(tensor) and memory_of(tensor) in self._made
-        return type(tensor) in (Tensor, nn.Parameter)
+        # Not a tensor with data: writes to it may be run on one without.
+        return is_fake(tensor) and _has_storage(tensor) and memory_of(tensor) in self._made
 
     def _note(self, tensors: list[Tensor], made: _Made) -> None:
         for place, tensor in enumerate(tensors):
@@ -133,8 +134,6 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """An argument of an operator, that can be kept."""
         if not isinstance(leaf, Tensor):
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-        if not is_fake(leaf):
-            return _View(leaf, _Made.told(leaf), 0)
         _, made, place = self._made[memory_of(leaf)]
         return _View(leaf, made, place)
 
@@ -151,6 +150,8 @@ class _Made:
     @classmethod
     def told(cls, values: Tensor) -> _Made:
         """Of a tensor, as long as nobody writes to it."""
+        if values.is_inference():
+            return cls(lambda: values)
         version = version_counter(values)
         return cls(lambda: values if version_counter(values) == version else None)
 
@@ -170,11 +171,12 @@ class _View:
     def __init__(self, tensor: Tensor, made: _Made, place: int) -> None:
         self._made, self._place, self._dtype = made, place, tensor.dtype
         self._geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self._is_plain = _is_plain(tensor)
 
     def values(self) -> Tensor | None:
         """On the CPU; ``None`` if they cannot be computed."""
         found = self._made.result(self._place)
-        if found is None or found.dtype != self._dtype:
+        if found is None or found.dtype != self._dtype or not (self._is_plain and _is_plain(found)):
             return None
         with unseen(), torch.no_grad():
             return found.as_strided(*self._geometry).cpu()
@@ -185,7 +187,7 @@ def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], mas
     values = iter(masks)
     places: list[Tensor | None] = []
     for index in indices:
-        if index is None or index.dtype not in _MASKS:
+        if index is None or index.dtype is not torch.bool:
             places.append(index)
             continue
         with unseen():
@@ -197,9 +199,9 @@ def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], mas
 
 def _selected(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:
     """``x.masked_select(mask)``."""
+    shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
     with unseen():
-        taken = masks[0].broadcast_to(x.shape) if x.dim() >= mask.dim() else masks[0]
-        number = int(taken.count_nonzero())
+        number = int(masks[0].broadcast_to(shape).count_nonzero())
     return torch.empty(number, dtype=x.dtype, device=x.device)
 
 
@@ -212,6 +214,16 @@ def _run(func: Any, given: tuple[Any, dict[str, Any]]) -> Any:
     args, kwargs = map_leaves(lambda leaf: values.get(id(leaf), leaf), given)
     with unseen(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         return func(*args, **kwargs)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether what it holds is what it says: no bit has it conjugated or negated."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    with unseen(), torch.no_grad():
+        return tensor.clone()
 
 
 def _has_storage(tensor: Tensor) -> bool:

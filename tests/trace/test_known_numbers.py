@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -191,6 +193,72 @@ def test_how_many_a_mask_takes_is_known(take: Callable[[Tensor, Tensor], Tensor]
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 0]]).bool()
     step = step_of_model(Taking(), (torch.randn(3, 5, 8), mask))
     assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+
+
+_GLOBAL = torch.tensor([1, 2, 3, 4])
+
+
+def _of_a_written_global(x: Tensor) -> Tensor:
+    _GLOBAL[:2].add_(5)
+    return _GLOBAL.sum()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        _of_a_written_global,
+        lambda x: torch._neg_view(x).sum() + 20,
+        lambda x: torch.full((3,), 1 + 2j).conj().imag.sum() + 20,
+        lambda x: x.view(2, 2).masked_select(torch.ones(2, 1, 1, dtype=torch.bool)).numel(),
+    ],
+    ids=["a written global", "negated", "conjugated", "selected by a larger mask"],
+)
+def test_a_number_is_that_of_data_or_not_known(read: Callable[[Tensor], Any]) -> None:
+    class Rows(nn.Module):
+        """Makes as many rows as a number says."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(torch.ones(8 * int(read(x)) + 1, 8))
+
+    step = step_of_model(Rows(), (torch.tensor([1, 2, 3, 4]),))
+    _GLOBAL.copy_(torch.tensor([1, 2, 3, 4]))
+    real = count(step).tensor_peak_bytes
+    _GLOBAL.copy_(torch.tensor([1, 2, 3, 4]))
+    with contextlib.suppress(*UNKNOWN_WITHOUT_DATA):
+        assert FakeStep(step).count().tensor_peak_bytes == real
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_inputs_that_share_memory_are_not_read(shared: bool) -> None:
+    class Written(nn.Module):
+        """Writes to one input, and reads the other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x.add_(4)
+            return self.linear(torch.ones(8 * int(y.sum()) + 1, 8))
+
+    numbers = np.array([1, 2, 3])
+    inputs = torch.from_numpy(numbers), torch.from_numpy(numbers if shared else numbers.copy())
+    fake = FakeStep(step_of_model(Written(), inputs))
+    if shared:
+        with pytest.raises(UNKNOWN_WITHOUT_DATA):
+            fake.count()
+    else:
+        assert fake.count() == fake.count()
+
+
+def test_inputs_made_for_inference_have_a_dry_run() -> None:
+    with torch.inference_mode():
+        lengths = torch.tensor([2, 5, 3, 1])
+    assert FakeStep(padded(lengths)).count() == count(padded(lengths.clone()))
 
 
 def test_what_is_noted_keeps_no_tensor() -> None:
