@@ -76,12 +76,12 @@ class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = self._by_numbers(func, args, kwargs)
             if result is None:
                 raise
-        if not self._made and func is not _CONSTANT and not _is_source(func):
+        if func is _CONSTANT and not is_fake(args[0]):
+            self.tell(result, _copied(args[0]))
             return result
-        if func is _CONSTANT:
-            if not is_fake(args[0]):
-                self.tell(result, _copied(args[0]))
-        elif _writes(func):
+        if not self._made and not _is_source(func):
+            return result
+        if _writes(func):
             for tensor in filter(_has_storage, tensors_of((args, kwargs))):
                 self._made.pop(memory_of(tensor), None)
         elif self._follows(func, args, kwargs):
