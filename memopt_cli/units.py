@@ -6,12 +6,13 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import UsageError, shortened
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)} | {
     unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))
 }
+_MOST_DIGITS = 80
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
@@ -19,13 +20,16 @@ def parse_bytes(text: str) -> int:
     """``"24GiB"``, ``"1.5 MB"``, ``"4096"`` -> bytes.
 
     ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, a bare number is bytes; case does not matter, and a fraction
-    of a byte is dropped.  Raises :class:`UsageError` for anything else.
+    of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more.
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get((match.group(2) or "B").lower()) if match else None
     if match is None or factor is None:
         raise UsageError(f"'{text}' is not a memory size", hint="Write for example 24GiB or 512MB.")
-    return int(Fraction(match.group(1)) * factor)
+    digits = match.group(1)
+    if len(digits) > _MOST_DIGITS or (size := int(Fraction(digits) * factor)) >= 2**63:
+        raise UsageError(f"{shortened(text)} is more memory than any device has")
+    return size
 
 
 def counted(number: int, noun: str) -> str:

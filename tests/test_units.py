@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from memopt_cli.errors import UsageError
 from memopt_cli.units import exact_bytes, format_bytes, format_seconds, parse_bytes, parse_percent
 
-sizes = st.integers(min_value=0, max_value=2**70)
+sizes = st.integers(min_value=0, max_value=2**63 - 1)
 
 
 @given(sizes)
@@ -38,6 +38,13 @@ def test_exact_bytes_is_the_shortest_such_text(size: int) -> None:
 )
 def test_parse_bytes(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["1" + "0" * 400 + "GiB", "8192PiB", "9" * 80, "0." + "0" * 9000])
+def test_parse_bytes_refuses_what_no_device_has(text: str) -> None:
+    with pytest.raises(UsageError, match="more memory than any device has") as refused:
+        parse_bytes(text)
+    assert len(refused.value.message) < 120
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1e3", "1,5GB", ".5GB", "nan", "1 2", "٣ GiB", "1GiB/s"])
