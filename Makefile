@@ -8,8 +8,8 @@ INSTALLED := .venv/.installed
 TRUST := --allow-package sample_models
 SAMPLES := sample_models/build/.written
 
-# What check-memory checks, in a few seconds each.
-MODELS := char_rnn lif_rnn gpt resnet spiking_vgg
+# What check-memory checks, in a few seconds each; the longest first.
+MODELS := spiking_vgg resnet gpt lif_rnn char_rnn
 SMALLER_gpt := --dim B=1
 SMALLER_resnet := --dim B=1
 SMALLER_spiking_vgg := --dim T=4 --dim B=1
@@ -26,7 +26,7 @@ COMPAT := build/compat
 OLDEST_TORCH := torch==$(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.toml).*
 COMPAT_SECONDS ?= 3600
 
-.PHONY: demo samples test test-fast test-exhaustive compat lint docs check-docs fuzz check-memory baselines bench clean
+.PHONY: demo samples test test-fast test-exhaustive compat lint lint-style lint-types lint-layers docs check-docs fuzz check-memory baselines bench clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 $(TRUST) --force
@@ -49,10 +49,17 @@ test-fast: $(INSTALLED)
 test-exhaustive: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive tests/$(PART)
 
-lint: $(INSTALLED)
+# make -j2 lint check-memory runs two at a time.
+lint: lint-style lint-types lint-layers
+
+lint-style: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+lint-types: $(INSTALLED)
 	$(BIN)/mypy
+
+lint-layers: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/test_layering.py
 
 docs: $(INSTALLED)
@@ -67,10 +74,11 @@ fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz training --count $(COUNT) --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz peaks --count $$(($(COUNT) / 20)) --seed $(SEED)
 
-check-memory: $(SAMPLES)
-	failed=0; for name in $(MODELS); do echo "$$name:"; \
-	  $(BIN)/memopt check sample_models/build/$$name.pt $(TRUST) --baseline benchmarks/baselines/$$name.json -q || failed=1; \
-	done; exit $$failed
+check-memory: $(MODELS:%=check-memory-%)
+
+check-memory-%: $(SAMPLES)
+	@echo "$*:"
+	@$(BIN)/memopt check sample_models/build/$*.pt $(TRUST) --baseline benchmarks/baselines/$*.json -q
 
 baselines: $(SAMPLES)
 	$(foreach name,$(MODELS),$(BIN)/memopt baseline sample_models/build/$(name).pt $(TRUST) $(SMALLER_$(name)) \

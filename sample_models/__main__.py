@@ -1,4 +1,4 @@
-"""``python -m sample_models [NAME ...]``: write the sample models (all by default) to ``sample_models/build/``."""
+"""``python -m sample_models [NAME ...] [--programs]``: write the sample models to ``sample_models/build/``."""
 
 from __future__ import annotations
 
@@ -53,16 +53,19 @@ def _dynamic(spec: InputSpec) -> tuple[dict[int, Any], ...]:
 
 def main() -> None:
     """Parse the names, write each model in every format and say where it is."""
-    parser = argparse.ArgumentParser(prog="python -m sample_models", description="Write the sample models.")
+    parser = argparse.ArgumentParser(prog="python -m sample_models", description="Write the sample models as files.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; all by default")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to (default: %(default)s)")
+    parser.add_argument("--programs", action="store_true", help="scripted, traced and exported as well")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(NAMES)):
         parser.error(f"no sample model is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
     warnings.simplefilter("ignore")  # tracing warns of what it freezes, TorchScript of its age
     for name in arguments.names or NAMES:
-        path = write_sample(name, arguments.folder)
-        print(path, *write_programs(importlib.import_module(f"sample_models.{name}").build, path))
+        written = [write_sample(name, arguments.folder)]
+        if arguments.programs:
+            written += write_programs(importlib.import_module(f"sample_models.{name}").build, written[0])
+        print(*written)
 
 
 if __name__ == "__main__":

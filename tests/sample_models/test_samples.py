@@ -114,6 +114,15 @@ def test_building_leaves_the_callers_random_numbers_alone(name: str) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.parametrize(("flags", "suffixes"), [([], {".pt"}), (["--programs"], {".pt", ".ts", ".pt2"})])
+def test_programs_are_written_when_they_are_asked_for(
+    flags: list[str], suffixes: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sample_models", "char_rnn", "--folder", str(tmp_path), *flags])
+    main()
+    assert {path.suffix for path in tmp_path.iterdir()} == {".yaml", *suffixes}
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
