@@ -112,6 +112,10 @@ class Bench:
         found: Knowledge = self._known[find_out]
         return found
 
+    def knows(self, find_out: Callable[[Bench], object]) -> bool:
+        """Whether that was asked, or told, before."""
+        return find_out in self._known
+
     def tell(self, find_out: Callable[[Bench], object], found: object) -> None:
         """The same was seen in steps that were run for another reason."""
         self._known.setdefault(find_out, found)

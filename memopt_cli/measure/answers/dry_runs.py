@@ -103,15 +103,19 @@ def count_on_data(bench: Bench, job: CountJob) -> Counted:
 
 def _recorded(bench: Bench, plan: Plan) -> Traced:
     """On tensors without data if the model allows; what was not seen in a small step is ``unknown``."""
-    return bench.known(_original) if plan == ORIGINAL else _record(bench, plan)
+    return bench.known(_original) if plan == ORIGINAL else _record(bench, plan, workspaces_for(bench, plan))
 
 
 def _original(bench: Bench) -> Traced:
-    return _record(bench, ORIGINAL)
+    return _record(bench, ORIGINAL, workspaces_for(bench, ORIGINAL))
 
 
-def _record(bench: Bench, plan: Plan) -> Traced:
-    workspaces = workspaces_for(bench, plan)
+def _original_without_workspaces(bench: Bench) -> Traced:
+    """For who does not ask what kernels take, which steps on data tell."""
+    return _record(bench, ORIGINAL, Workspaces())
+
+
+def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
     packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
     try:
         codecs = bench.known(_codecs) if packs else None
@@ -158,7 +162,7 @@ def _codecs(bench: Bench) -> trace.Codecs:
     """What the original's step with data holds in less, for steps without."""
     if bench.subject.data == "none":
         return trace.Codecs()
-    dry_run = bench.known(_original)
+    dry_run = bench.known(_original if bench.knows(_original) else _original_without_workspaces)
     if _wants_data(bench, dry_run):
         with contextlib.suppress(Exception):  # as of a step that is recorded
             return trace.codecs_of(record_on_data(bench, ORIGINAL).trace, dry_run.trace)

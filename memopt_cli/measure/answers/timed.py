@@ -41,7 +41,7 @@ _NEAR, _MOST_PAIRS = 0.05, 5
 those before and after 1.14 and 1.13, where the limit was 1.33.
 """
 _LONG_S = 1.0
-"""A step of this length is timed twice, warm; not while its memory is recorded, for which plans pay 20 to 45 %."""
+"""A step of this length is timed once, warm; not while its memory is recorded, for which plans pay 20 to 45 %."""
 
 
 def measure(bench: Bench, job: MeasureJob) -> Measured:
@@ -56,7 +56,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     first_s, first = _install(bench, job.plan, step)
     is_long = job.warm_up and first_s >= _LONG_S
     times: tuple[float, ...] = () if job.warm_up else (first_s,)
-    times += _step_times(bench, step, min(2, job.steps) if is_long else job.steps - len(times))
+    times += _step_times(bench, step, 1 if is_long else job.steps - len(times))
     bench.enter_start()
     clock, meter = trace.Clock(bench.settings.device), trace.meter_on(bench.settings.device)
     with contextlib.ExitStack() as watched:
