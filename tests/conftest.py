@@ -44,6 +44,14 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _timed_briefly(_one_thread: None) -> Iterator[None]:
+    """In this process: steps that are short, for a tenth of the time; no test looks at how long they take."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.03)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _one_import(_one_thread: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Of PyTorch, for all profiling subprocesses, if any test starts one."""
     from memopt_cli.measure import processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -86,7 +87,7 @@ class _ByOtherNames(MetaPathFinder, Loader):
 
 def _is_at(module: ModuleType, path: str) -> bool:
     file = vars(module).get("__file__") or ""
-    return Path(file).name == Path(path).name and Path(file).resolve() == Path(path).resolve()
+    return os.path.basename(file) == os.path.basename(path) and Path(file).resolve() == Path(path).resolve()
 
 
 def _stamp(path: str) -> tuple[str, int, int]:
