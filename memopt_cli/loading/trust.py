@@ -47,6 +47,8 @@ _ATTACKS: Final = frozenset(
 _HANDLE: Final = Global("torch.utils.hooks", "RemovableHandle")
 _CODE_PICKLERS: Final = ("cloudpickle", "dill")
 """Packages that store functions as code."""
+_CYTHON: Final = "__pyx_unpickle_"
+"""How the functions begin that read the classes of compiled modules, which have no source to look at."""
 _DISTRIBUTIONS: Final = {
     "cv2": "opencv-python",
     "sklearn": "scikit-learn",
@@ -147,7 +149,7 @@ def unknown(use: Use) -> Denied | Missing:
     if here and not _is_installed(wanted.package):
         return Denied("is code in this folder, which nobody vouched for", Trust(code_paths=(".",)))
     # What is not defined there may be a function of Python's by another name: known once the package is imported.
-    is_function = use.how == "called" and _defined_as(wanted) == "def"
+    is_function = use.how == "called" and (wanted.name.startswith(_CYTHON) or _defined_as(wanted) == "def")
     remedy = Trust(globals=(str(wanted),)) if is_function else Trust(packages=(wanted.package,))
     return Denied("comes from a package that memopt does not know", remedy)
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -398,6 +399,18 @@ def test_no_hint_suggests_a_part_of_python_or_pytorch(tmp_path: Path, name: str)
         load_model(source(path, packages=(module.partition(".")[0],)))
     assert "--allow" not in error.value.hint
     assert "attack" not in error.value.hint
+
+
+def test_a_generator_of_numpy_loads_with_the_first_hint(tmp_path: Path) -> None:
+    """One of its functions is in a compiled module, which has no source to look at."""
+    path, model = tmp_path / "drawing.pt", nn.Linear(2, 2)
+    model.rng = np.random.default_rng(3)
+    torch.save(model, path)
+    with pytest.raises(UnsafeFileError) as error:
+        load(path)
+    expression = error.value.hint.partition("load(path, trust=")[2].removesuffix(")")
+    loaded = load(path, trust=eval(expression))
+    assert loaded.rng.random() == model.rng.random()
 
 
 def test_in_python_the_hint_is_python(foreign: Path) -> None:
