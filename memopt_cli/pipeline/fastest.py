@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.batch_size.accumulation import accumulate
 from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batch_size.peak_model import Predict
 from memopt_cli.batch_size.runs import Limits
@@ -24,19 +23,19 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.memory_limit import limits_of
+from memopt_cli.pipeline.pair_runs import PairRuns, best_original, ranked
 from memopt_cli.pipeline.pair_search import PairSearch
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.pricing import Pricing
 from memopt_cli.pipeline.recommendation import accumulating, accumulation_notes, check_inputs
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
-from memopt_cli.pipeline.trials import Pair, Trials
+from memopt_cli.pipeline.trials import Trials
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve
-from memopt_cli.plan.scaled import ScaledStep, scaled
+from memopt_cli.plan.scaled import ScaledStep
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
-    Accumulation,
     BatchProbe,
     BatchRequest,
     Failure,
@@ -57,10 +56,6 @@ _RUNS = 8
 _OF_ORIGINAL = 4
 _TELLING_BATCH = 4
 """Fewer samples do not show along which axes modules run in chunks."""
-_MOST_ONCE = 0.9
-"""Share of a step that its optimizer may seem to take: one is timed by itself, the other as a whole."""
-_TIE = 0.01
-"""Of pairs that train as many samples a second, to this share, the simpler plan is the answer."""
 
 
 def check_search(resolved: Resolved) -> None:
@@ -96,7 +91,7 @@ def fastest_prepared(
         with Sessions(job.open_session, lambda: notes.append(SESSION_LOST), "small batch") as session:
             job.search(session)
     except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
-        if isinstance(err, Terminated) or not job.usable():
+        if isinstance(err, Terminated) or not job.runs.usable():
             raise
         progress.note("The search is interrupted: the best so far is verified. Ctrl-C again: stop.")
         job.interrupted = True
@@ -117,6 +112,7 @@ class _Job:
     untried: str = ""
     """Why no plan was tried, in words."""
     trials: Trials = field(init=False)
+    runs: PairRuns = field(init=False)
     pricing: Pricing | None = None
     dry_runs: list[BatchProbes] = field(default_factory=list)
     """Those of each plan."""
@@ -130,6 +126,13 @@ class _Job:
             limit_bytes=self.limits.budget_bytes,
             progress=self.progress,
         )
+        self.runs = PairRuns(
+            trials=self.trials,
+            limits=self.limits,
+            global_batch=self.request.global_batch,
+            micro_batches=self.prepared.subject.settings.micro_batches,
+            once_s=lambda: 0.0 if self.pricing is None else self.pricing.per_step_s,
+        )
         if self.request.search_limit_s is not None:
             self.ends_s = time.monotonic() + self.request.search_limit_s
 
@@ -142,9 +145,15 @@ class _Job:
     def search(self, session: Callable[[], Session]) -> None:
         """Run the original at its best batches, then the plans that may train faster."""
         case = self._original(session)
-        step = None if self._is_over() else self._recorded_step()
-        if step is not None:
-            self._price_and_run(step, case, session)
+        if not self._is_over():
+            first = max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of)
+            step = self.trials.step(first)
+            self.notes += self.trials.notes.get(max(self.trials.records, default=0), [])
+            if isinstance(step, ScaledStep):
+                self._price_and_run(step, case, session)
+            else:
+                self.untried = f"the step is not known at other batches ({step})"
+                self.notes.append(f"No plan was tried: {self.untried}.")
         if self._is_over():
             self.notes.append(f"The search was ended after {self.request.search_limit_s:.3g} s (--search-time).")
 
@@ -179,37 +188,10 @@ class _Job:
         largest = case.search.runs.best
         if largest:
             self.progress.stage("finding the fastest batch")
-            best, *smaller = dict.fromkeys(filter(None, map(self._of_use, (largest, largest // 2, largest // 4))))
+            best, *smaller = dict.fromkeys(filter(None, map(self.runs.of_use, (largest, largest // 2, largest // 4))))
             search.run_more(case, lambda found: found.also_run([best]))
             search.run_more(case, lambda found: found.seek_faster(smaller, most_runs=search.left))
         return case
-
-    def _recorded_step(self) -> ScaledStep | None:
-        """By the records of the smallest and of the largest batch that ran; ``None``, and a note, without two alike."""
-        records = self.trials.records
-        step = self._step_of([*records])
-        if step is None and 1 in records:  # one sample may run operators of its own
-            step = self._step_of([batch for batch in records if batch > 1])
-        if step is None:
-            small, large = min(records, default=0), max(records, default=0)
-            why = f"it runs other operators at batch {large} than at batch {small}"
-            if small == large:
-                why = next((note.rstrip(".") for said in self.trials.notes.values() for note in said), "see above")
-            self.untried = f"the step is not known at other batches ({why})"
-            self.notes.append(f"No plan was tried: {self.untried}.")
-        return step
-
-    def _step_of(self, batches: list[int]) -> ScaledStep | None:
-        """By the records of these batches, or of two others where there are fewer."""
-        records = self.trials.records
-        if len(batches) < 2:
-            self.progress.stage("recording a step")
-            first = max(batches, default=max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of))
-            for batch in (first, 2 * first):
-                self.trials.record_without_data(batch)
-            batches = [batch for batch in (first, 2 * first) if batch in records]
-        self.notes += self.trials.notes.get(max(batches, default=0), [])
-        return scaled(records[min(batches)].trace, records[max(batches)].trace) if len(batches) > 1 else None
 
     def _record(self, plan: Plan, batch: int) -> Traced | Failure:
         is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)
@@ -218,7 +200,6 @@ class _Job:
             return session.ask(TraceJob(plan=plan, fake=True))
 
     def _plans(self, case: Case, pricing: Pricing, session: Callable[[], Session]) -> None:
-        runs = case.search.runs
         priced_ratio = self._priced_ratio(pricing)
         search = PairSearch(
             limits=self.limits,
@@ -227,17 +208,17 @@ class _Job:
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
             room=self._room(case),
             step_s=pricing.step_s,
-            samples_per_s=self._samples_per_s,
+            samples_per_s=self.runs.samples_per_s,
             growth_known=lambda: pricing.growth_known,
-            of_use=self._of_use,
+            of_use=self.runs.of_use,
             run=self.trials.run,
             runs_left=lambda: _RUNS - len(self.trials.found),
             over=self._is_over,
         )
-        pairs = search.priced(self._of_use(runs.best))
+        pairs = search.priced(self.runs.of_use(case.search.runs.best))
         self.progress.stage("running the plans that may be faster")
-        search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.usable()), default=0.0))
-        if not self.usable() and not self._is_over():
+        search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
+        if not self.runs.usable() and not self._is_over():
             unit = self.limits.multiple_of
             plan = pricing.least(unit)
             search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
@@ -269,62 +250,16 @@ class _Job:
     def _is_over(self) -> bool:
         return time.monotonic() >= self.ends_s
 
-    # ------------------------------------------------------------------------------------------ what was run
-
-    def pairs(self) -> list[PairRun]:
-        """All that was run, as it trains with as many passes for a step of the optimizer as are asked for."""
-        usable = self._in_use()
-        return [
-            PairRun(
-                plan=plan,
-                batch=batch,
-                steps=self._steps(batch),
-                outcome=run,
-                samples_per_s=self._samples_per_s(batch, run.step_s) if isinstance(run, BatchProbe) else None,
-                usable=(plan, batch) in usable,
-                late=isinstance(run, BatchProbe) and not self.limits.is_in_time(run.step_s),
-            )
-            for (plan, batch), run in self.trials.found.items()
-        ]
-
-    def _in_use(self) -> list[Pair]:
-        """Those that could be the answer; where no step is in time, the shortest alone."""
-        within = self.limits.budget_bytes
-        fitting = [
-            (plan, run)
-            for plan, run in self.trials.planned()
-            if run.allocated_peak_bytes <= within and self._of_use(run.batch) == run.batch
-        ]
-        in_time = [(plan, run) for plan, run in fitting if self.limits.is_in_time(run.step_s)]
-        shortest = sorted(fitting, key=lambda pair: pair[1].step_s)[:1]
-        return [(plan, run.batch) for plan, run in in_time or shortest]
-
-    def usable(self) -> list[PairRun]:
-        """Those that may be the answer."""
-        return [pair for pair in self.pairs() if pair.usable]
-
-    def _of_use(self, largest: int) -> int:
-        """The largest batch up to this of which a step of the optimizer is made; 0 if there is none."""
-        unit, wanted = self.limits.multiple_of, self.request.global_batch
-        rounded = largest // unit * unit
-        return rounded if wanted is None or not rounded else accumulate(wanted, rounded, unit).batch
-
-    def _steps(self, batch: int) -> int:
-        """Passes for a step of the optimizer."""
-        wanted = self.request.global_batch
-        return self.prepared.subject.settings.micro_batches if wanted is None else -(-wanted // batch)
-
-    def _samples_per_s(self, batch: int, step_s: float) -> float:
-        once_s = 0.0 if self.pricing is None else self.pricing.per_step_s
-        return samples_per_s(batch, step_s, self._steps(batch), once_s)
-
     # ------------------------------------------------------------------------------------------ the answer
 
     def answer(self) -> FastestTraining:
         """The best pair whose plan is verified.  Raises :class:`NothingFitsError` if none was run that fits."""
-        pairs = self.pairs()
+        pairs = self.runs.all()
         chosen, verification = self._proven(pairs)
-        accumulation = self._accumulation(pairs[chosen].batch)
+        accumulation = self.runs.accumulation(pairs[chosen].batch)
+        if accumulation is not None:
+            has_batch_norms = bool(self.prepared.facts.batch_norms)
+            self.notes += accumulation_notes(accumulation, has_batch_norms=has_batch_norms)
         if pairs[chosen].late:
             longest_s = self.limits.longest_step_s
             self.notes.append(f"No step was within {longest_s:g} s (--longest-step): the shortest is the answer.")
@@ -383,44 +318,6 @@ class _Job:
         by_sums = self.pricing.peak_bytes(plan, unit) * self._priced_ratio(self.pricing)
         least = f"is about {format_bytes(by_sums)}" if run is None else f"took {format_bytes(run.allocated_peak_bytes)}"
         return NothingFitsError(f"{text} with any plan that was found; the least {least}", hint=hint)
-
-    def _accumulation(self, batch: int) -> Accumulation | None:
-        wanted = self.request.global_batch
-        if wanted is None:
-            return None
-        found = Accumulation(global_batch=wanted, batch=batch, steps=self._steps(batch))
-        self.notes += accumulation_notes(found, has_batch_norms=bool(self.prepared.facts.batch_norms))
-        return found
-
-
-def samples_per_s(batch: int, step_s: float, steps: int, once_s: float) -> float:
-    """Of ``steps`` passes of a batch and one step of the optimizer, which takes ``once_s``.
-
-    Each run is of a pass and of a step of the optimizer, and takes ``step_s``.
-    """
-    return steps * batch / (steps * step_s - (steps - 1) * min(once_s, _MOST_ONCE * step_s))
-
-
-def ranked(pairs: list[PairRun]) -> Iterator[int]:
-    """Indices of those that may be the answer, the fastest first; of those as fast the simpler plan, then the smaller
-    batch."""
-    left = {index: pair.samples_per_s or 0.0 for index, pair in enumerate(pairs) if pair.usable}
-    while left:
-        close = (1 - _TIE) * max(left.values())
-        best = min((i for i, rate in left.items() if rate >= close), key=lambda i: _cost(pairs[i]))
-        yield best
-        del left[best]
-
-
-def best_original(pairs: list[PairRun]) -> int | None:
-    """Index of the first of them that has no plan; ``None``: there is none."""
-    return next((index for index in ranked(pairs) if pairs[index].plan == ORIGINAL), None)
-
-
-def _cost(pair: PairRun) -> tuple[int, bool, int, int]:
-    """How much a plan does."""
-    chunks = sum(segment.chunks for segment in pair.plan.segments)
-    return len(pair.plan.segments), pair.plan.packed, chunks, pair.batch
 
 
 # ---------------------------------------------------------------------------------------------- to the disk

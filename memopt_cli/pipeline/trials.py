@@ -10,6 +10,7 @@ from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.profiling import record_step
+from memopt_cli.plan.scaled import ScaledStep, scaled
 from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, Failure, Measurement, Plan, describe
 from memopt_cli.units import format_bytes, format_seconds
@@ -85,6 +86,34 @@ class Trials:
         if batch not in self.records:
             with self.prepared.at(batch).session(self.timeout_s, "small batch") as session:
                 self.record(batch, session, None)
+
+    def step(self, first: int) -> ScaledStep | str:
+        """The original's at any batch, by the records of the smallest and the largest that ran; or why not, in words.
+
+        ``first``: the batch to be recorded where none was run; its double is the other.
+        """
+        step = self._step_of([*self.records], first)
+        if step is None and 1 in self.records:  # one sample may run operators of its own
+            step = self._step_of([batch for batch in self.records if batch > 1], first)
+        return step or self._why_unknown()
+
+    def _step_of(self, batches: list[int], first: int) -> ScaledStep | None:
+        """By the records of these batches, or of two others where there are fewer."""
+        if len(batches) < 2:
+            self.progress.stage("recording a step")
+            first = max(batches, default=first)
+            for batch in (first, 2 * first):
+                self.record_without_data(batch)
+            batches = [batch for batch in (first, 2 * first) if batch in self.records]
+        if len(batches) < 2:
+            return None
+        return scaled(self.records[min(batches)].trace, self.records[max(batches)].trace)
+
+    def _why_unknown(self) -> str:
+        small, large = min(self.records, default=0), max(self.records, default=0)
+        if small != large:
+            return f"it runs other operators at batch {large} than at batch {small}"
+        return next((note.rstrip(".") for said in self.notes.values() for note in said), "see above")
 
 
 def _seen(found: BatchProbe | Failure) -> str:

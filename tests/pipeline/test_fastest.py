@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memopt_cli.pipeline.fastest import best_original, ranked, samples_per_s
+from memopt_cli.pipeline.pair_runs import best_original, ranked, samples_per_s
 from memopt_cli.records import BatchProbe, OutOfMemory, PairRun, Plan, SegmentPlan
 
 ORIGINAL, ONE, TWO = (Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(count))) for count in range(3))

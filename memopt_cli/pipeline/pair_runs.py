@@ -1,0 +1,112 @@
+"""What was run of a search for the fastest training, and which of it is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from memopt_cli.batch_size.accumulation import accumulate
+from memopt_cli.batch_size.runs import Limits
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.trials import Pair, Trials
+from memopt_cli.records import Accumulation, BatchProbe, PairRun
+
+_MOST_ONCE = 0.9
+"""Share of a step that its optimizer may seem to take: one is timed by itself, the other as a whole."""
+_TIE = 0.01
+"""Of pairs that train as many samples a second, to this share, the simpler plan is the answer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PairRuns:
+    """Pairs of a plan and a batch, each as it trains with the passes that a step of the optimizer is to be made of."""
+
+    trials: Trials
+    limits: Limits
+    global_batch: int | None
+    micro_batches: int
+    """Passes for a step of the optimizer where no global batch is asked for."""
+    once_s: Callable[[], float]
+    """What a step of the optimizer takes, as far as that is known."""
+
+    def all(self) -> list[PairRun]:
+        """In the order in which they were run."""
+        usable = self._in_use()
+        return [
+            PairRun(
+                plan=plan,
+                batch=batch,
+                steps=self._steps(batch),
+                outcome=run,
+                samples_per_s=self.samples_per_s(batch, run.step_s) if isinstance(run, BatchProbe) else None,
+                usable=(plan, batch) in usable,
+                late=isinstance(run, BatchProbe) and not self.limits.is_in_time(run.step_s),
+            )
+            for (plan, batch), run in self.trials.found.items()
+        ]
+
+    def usable(self) -> list[PairRun]:
+        """Those that may be the answer."""
+        return [pair for pair in self.all() if pair.usable]
+
+    def _in_use(self) -> list[Pair]:
+        """Those that could be the answer; where no step is in time, the shortest alone."""
+        within = self.limits.budget_bytes
+        fitting = [
+            (plan, run)
+            for plan, run in self.trials.planned()
+            if run.allocated_peak_bytes <= within and self.of_use(run.batch) == run.batch
+        ]
+        in_time = [(plan, run) for plan, run in fitting if self.limits.is_in_time(run.step_s)]
+        shortest = sorted(fitting, key=lambda pair: pair[1].step_s)[:1]
+        return [(plan, run.batch) for plan, run in in_time or shortest]
+
+    def of_use(self, largest: int) -> int:
+        """The largest batch up to this of which a step of the optimizer is made; 0 if there is none."""
+        unit, wanted = self.limits.multiple_of, self.global_batch
+        rounded = largest // unit * unit
+        return rounded if wanted is None or not rounded else accumulate(wanted, rounded, unit).batch
+
+    def accumulation(self, batch: int) -> Accumulation | None:
+        """How a batch makes up the global one; ``None``: none is asked for."""
+        if self.global_batch is None:
+            return None
+        return Accumulation(global_batch=self.global_batch, batch=batch, steps=self._steps(batch))
+
+    def _steps(self, batch: int) -> int:
+        """Passes for a step of the optimizer."""
+        return self.micro_batches if self.global_batch is None else -(-self.global_batch // batch)
+
+    def samples_per_s(self, batch: int, step_s: float) -> float:
+        """Of a batch whose run took ``step_s``."""
+        return samples_per_s(batch, step_s, self._steps(batch), self.once_s())
+
+
+def samples_per_s(batch: int, step_s: float, steps: int, once_s: float) -> float:
+    """Of ``steps`` passes of a batch and one step of the optimizer, which takes ``once_s``.
+
+    Each run is of a pass and of a step of the optimizer, and takes ``step_s``.
+    """
+    return steps * batch / (steps * step_s - (steps - 1) * min(once_s, _MOST_ONCE * step_s))
+
+
+def ranked(pairs: list[PairRun]) -> Iterator[int]:
+    """Indices of those that may be the answer, the fastest first; of those as fast the simpler plan, then the smaller
+    batch."""
+    left = {index: pair.samples_per_s or 0.0 for index, pair in enumerate(pairs) if pair.usable}
+    while left:
+        close = (1 - _TIE) * max(left.values())
+        best = min((i for i, rate in left.items() if rate >= close), key=lambda i: _cost(pairs[i]))
+        yield best
+        del left[best]
+
+
+def best_original(pairs: list[PairRun]) -> int | None:
+    """Index of the first of them that has no plan; ``None``: there is none."""
+    return next((index for index in ranked(pairs) if pairs[index].plan == ORIGINAL), None)
+
+
+def _cost(pair: PairRun) -> tuple[int, bool, int, int]:
+    """How much a plan does."""
+    chunks = sum(segment.chunks for segment in pair.plan.segments)
+    return len(pair.plan.segments), pair.plan.packed, chunks, pair.batch
