@@ -253,8 +253,10 @@ def test_a_damaged_file_is_loaded_or_refused(name: str, sound: dict[str, Path], 
 # ---------------------------------------------------------------------------------------------- inputs
 
 
-def hostile_inputs(folder: Path) -> dict[str, tuple[str, bytes, type[MemoptError], str]]:
+@pytest.fixture(scope="module")
+def hostile_inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bytes, type[MemoptError], str]]:
     """Name -> file name, bytes, error and a word of it."""
+    folder = tmp_path_factory.mktemp("inputs")
     np.savez(folder / "objects.npz", x=np.array([{"a": 1}], dtype=object))
     np.savez_compressed(folder / "bomb.npz", x=np.zeros(64 << 20, dtype=np.uint8))
     np.save(folder / "one.npy", np.ones(2))
@@ -279,9 +281,14 @@ HOSTILE_INPUTS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE_INPUTS)
-def test_hostile_inputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_inputs(
+    name: str,
+    hostile_inputs: dict[str, tuple[str, bytes, type[MemoptError], str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
-    file, data, error, says = hostile_inputs(tmp_path)[name]
+    file, data, error, says = hostile_inputs[name]
     Path(file).write_bytes(data)
     with pytest.raises(error, match=says) as caught:
         make_inputs(InputSpec(data_file=file, source="--input-data"), seed=0, device="cpu", dtype=None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment, remove_segment, segment_of
 from memopt_cli.runtime.segment_run import SegmentRun
+from tests.sharded.cases import in_group
 
 WORLD = 2
 BIT = SegmentConfig(compressor="bit")
@@ -196,6 +195,7 @@ def _kept_bytes(model: Any, x: Tensor) -> int:
     own = {part.untyped_storage().data_ptr() for part in parts}
     kept: dict[int, int] = {}
 
+    @torch.compiler.disable
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
@@ -299,12 +299,9 @@ def _counted_recomputations() -> Callable[[], int]:
     return lambda: len(runs)
 
 
-def _process(rank: int, folder: str) -> None:
-    """Run every case, and write down what failed."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    # A process that failed leaves the other waiting: that ends.
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(minutes=2))
+def _run_all() -> dict[str, str]:
+    """What failed of the cases, in a process of the group."""
+    rank = dist.get_rank()
     recomputations = _counted_recomputations()
     failures = {}
     for case in CASES:
@@ -316,8 +313,7 @@ def _process(rank: int, folder: str) -> None:
         except Exception as error:  # reported by the test of that name
             failures[case.__name__] = f"{type(error).__name__}: {error}"
         dist.barrier()
-    torch.save(failures, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return failures
 
 
 # ---------------------------------------------------------------------------------------------- the tests
@@ -326,11 +322,9 @@ def _process(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Name of each case that failed -> what either process said."""
-    folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(_process, (str(folder),), nprocs=WORLD)
     found: dict[str, list[str]] = {}
-    for rank in range(WORLD):
-        for name, said in torch.load(folder / f"{rank}.pt").items():
+    for failed in in_group(WORLD, _run_all, tmp_path_factory.mktemp("processes")):
+        for name, said in failed.items():
             found.setdefault(name, []).append(said)
     return found
 

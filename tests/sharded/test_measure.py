@@ -119,7 +119,7 @@ def test_every_rank_is_measured_and_the_first_writes(folder: Path) -> None:
     ("way", "timeout", "reason"),
     [
         ("dying", "60", "rank 1 of 2: out of memory"),
-        ("hanging", "15", r"rank [01] of 2: the step ran past its time limit of 15 s"),
+        ("hanging", "10", r"rank [01] of 2: the step ran past its time limit of 10 s"),
     ],
 )
 def test_a_rank_that_dies_or_hangs_ends_all(folder: Path, way: str, timeout: str, reason: str) -> None:

@@ -162,11 +162,12 @@ class Audit:
                 if name == "_modules" and isinstance(part, Built):
                     yield from (child for _, child in part.entries)
 
-    def _items(self, value: Any) -> Iterator[Any]:
+    def _items(self, value: Any) -> Sequence[Any]:
         """Of containers, settings and what is called; other objects have attributes, which may lead back to them."""
         role = self._fixed_role(value)
         if role == "data" or (role not in ("module", "trusted") and not _is_created(value)):
-            yield from held_in(value)
+            return held_in(value)
+        return ()
 
 
 def _is_created(value: Any) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar, Final, Literal
 
 from memopt_cli.documents import printable
@@ -88,12 +89,12 @@ class Built:
         """The arguments one by one."""
         return self.arguments.items if isinstance(self.arguments, Tuple) else ()
 
-    def parts(self) -> Iterator[Any]:
+    def parts(self) -> tuple[Any, ...]:
         """Every value that it is made of."""
-        yield from (self.callee, self.arguments, self.keywords, self.state)
-        yield from self.items
-        for pair in self.entries:
-            yield from pair
+        return (self.callee, self.arguments, self.keywords, self.state, *self.items, *chain.from_iterable(self.entries))
+
+
+_MADE: Final = (Built, Tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +122,14 @@ def entries_of(value: Any) -> list[tuple[Any, Any]]:
     return value.entries if isinstance(value, Built) else []
 
 
-def held_in(value: Any) -> Iterator[Any]:
+def held_in(value: Any) -> Sequence[Any]:
     """The values that a stand-in holds; the name by which an object is made is none of them."""
     if isinstance(value, Tuple):
-        yield from value.items
-    elif isinstance(value, Built):
+        return value.items
+    if isinstance(value, Built):
         callee, *parts = value.parts()
-        yield from parts if isinstance(callee, Global) else (callee, *parts)
+        return parts if isinstance(callee, Global) else (callee, *parts)
+    return ()
 
 
 def reachable(root: Any) -> Iterator[Any]:
@@ -137,7 +139,7 @@ def reachable(root: Any) -> Iterator[Any]:
         value = pending.pop()
         if isinstance(value, Global):
             yield value
-        elif isinstance(value, Built | Tuple) and id(value) not in seen:
+        elif isinstance(value, _MADE) and id(value) not in seen:
             seen.add(id(value))
             yield value
             pending.extend(held_in(value))
@@ -145,20 +147,20 @@ def reachable(root: Any) -> Iterator[Any]:
 
 def depth_of(root: Any) -> int:
     """How deep whoever copies or saves the objects recurses: into each once, in the order of the file."""
-    pending, seen, deepest = [(root, 1)], set[int](), 0
+    pending, seen, deepest = [(root, 1)] if isinstance(root, _MADE) else [], set[int](), 0
     while pending:
         value, depth = pending.pop()
-        if isinstance(value, Built | Tuple) and id(value) not in seen:
+        if id(value) not in seen:
             seen.add(id(value))
             deepest = max(deepest, depth)
-            pending.extend([(part, depth + 1) for part in held_in(value)][::-1])
+            pending.extend([(part, depth + 1) for part in held_in(value) if isinstance(part, _MADE)][::-1])
     return deepest
 
 
 class Walk:
     """Into what lies within objects, each once; it notices what would take a recursion too deep or too long."""
 
-    def __init__(self, children: Callable[[Any], Iterator[Any]], most: int, items: int) -> None:
+    def __init__(self, children: Callable[[Any], Iterable[Any]], most: int, items: int) -> None:
         """``most``: objects within each other; ``items``: in one of them, each counted wherever it can be reached."""
         self._children = children
         self._most = most
@@ -168,25 +170,26 @@ class Walk:
 
     def endless(self, root: Any) -> str:
         """Why a walk from ``root`` is too long: it comes back, goes too deep, or meets too much; empty if it is not."""
-        pending, entered = [(root, False)], set[int]()
+        pending: list[tuple[Any, Sequence[Any] | None]] = [(root, None)]
+        entered = set[int]()
         while pending:
-            value, is_left = pending.pop()
-            if is_left:
+            value, children = pending.pop()
+            if children is not None:  # all have been walked into
                 entered.discard(id(value))
-                if reason := self._measure(value):
+                if reason := self._measure(value, children):
                     return reason
             elif id(value) in entered:
                 return "hold themselves"
-            elif isinstance(value, Built | Tuple) and id(value) not in self._sizes:
+            elif id(value) not in self._sizes and isinstance(value, _MADE):
                 entered.add(id(value))
-                pending.append((value, True))
-                pending.extend((child, False) for child in self._children(value))
+                children = tuple(self._children(value))
+                pending.append((value, children))
+                pending.extend((child, None) for child in children if isinstance(child, _MADE))
         return ""
 
-    def _measure(self, value: Any) -> str:
-        children = list(map(id, self._children(value)))
-        size = 1 + sum(self._sizes.get(child, 1) for child in children)
-        depth = 1 + max((self._depths.get(child, 0) for child in children), default=0)
+    def _measure(self, value: Any, children: Sequence[Any]) -> str:
+        size = 1 + sum(self._sizes.get(id(child), 1) for child in children)
+        depth = 1 + max((self._depths.get(id(child), 0) for child in children), default=0)
         self._sizes[id(value)], self._depths[id(value)] = size, depth
         if depth > self._most:
             return f"are nested deeper than {self._most}"
