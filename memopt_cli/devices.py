@@ -27,7 +27,7 @@ def resolve_device(text: str) -> str:
     if index >= torch.cuda.device_count():
         raise UsageError(
             f"there is no device {text}: PyTorch sees {torch.cuda.device_count()} CUDA devices",
-            hint="Use --device cpu, or check the driver and the PyTorch build.",
+            hint="Use the CPU, or check the driver and the PyTorch build.",
         )
     return f"cuda:{index}"
 

@@ -27,6 +27,7 @@ A message says what failed and the values seen; ``hint`` says what to do next.  
 
 from __future__ import annotations
 
+import re
 import reprlib
 from typing import Final
 
@@ -46,6 +47,18 @@ class MemoptError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+    def say_in_python(self) -> None:
+        """Name arguments of functions where it names flags: ``search_time`` for ``--search-time``."""
+        self.message, self.hint = (_FLAG.sub(_argument, text) for text in (self.message, self.hint))
+        self.args = (self.message,)
+
+
+_FLAG: Final = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
+
+
+def _argument(flag: re.Match[str]) -> str:
+    return "dims" if flag[1] == "dim" else flag[1].replace("-", "_")
 
 
 class UsageError(MemoptError):

@@ -30,7 +30,7 @@ _APART = 0.02
 """Of two plans on the frontier the smaller one is shown if it saves that share of the other's peak, or more."""
 _TRIED = 8
 """Dry runs of plans with the optimizer in backward for a budget, at most."""
-NOTHING_FITS = "Raise --budget or --level, or take a smaller batch (-i, or --dim B=… where the shape says B)."
+NOTHING_FITS = "Raise --budget or --level, or take a smaller batch (--dim B=… where the shape says B)."
 TOO_SLOW = "Raise --max-slowdown or --budget."
 """What helps where no plan is small enough, or the one that is takes too long."""
 _FAR = 2.0
@@ -100,7 +100,7 @@ class GoalSearch:
             raise NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but memory runs out here, "
                 f"with {format_bytes(tried[-1])} too",
-                hint="Lower --budget, or take a smaller batch (-i, or --dim B=… where the shape says B).\n"
+                hint="Lower --budget, or take a smaller batch (--dim B=… where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
         least_bytes = min(measured) if measured else self._lower(least or self.planner.least(self.level)).peak_bytes

@@ -396,7 +396,17 @@ class _Logged(Progress):
 
 @contextlib.contextmanager
 def logged(verbose: bool) -> Iterator[Progress]:
-    """Progress that is seen if asked for, with or without logging set up."""
+    """Progress that is seen if asked for, with or without logging set up; errors that name arguments, not flags."""
+    try:
+        with _progress(verbose) as progress:
+            yield progress
+    except MemoptError as err:
+        err.say_in_python()
+        raise
+
+
+@contextlib.contextmanager
+def _progress(verbose: bool) -> Iterator[Progress]:
     if not verbose:
         yield Progress()
         return
