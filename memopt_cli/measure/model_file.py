@@ -24,7 +24,7 @@ from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan, Snapsh
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
 from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.trace import built_without_data, codec_paths, fake_mode
-from memopt_cli.trace.log import unique_bytes
+from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.user_step import StepModels
 
 

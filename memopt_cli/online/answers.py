@@ -17,7 +17,7 @@ from memopt_cli.online.jobs import AgreementJob, OnlineJob
 from memopt_cli.online.learning import OnlineSequence, compare_gradients, learn_online
 from memopt_cli.records import BatchProbe, GradientAgreement
 from memopt_cli.step import input_dtype, synchronize
-from memopt_cli.trace.log import unique_bytes
+from memopt_cli.trace.storages import unique_bytes
 
 _WINDOW = 8
 """Time steps of a sequence whose memory is recorded."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from memopt_cli.records import Counted, ModuleShare, StepTrace, StorageTrace, break_down
 from memopt_cli.runtime.lumps import Lumps
 from memopt_cli.step import Step, reset_gradients
-from memopt_cli.trace.log import Codecs, Storage, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
+from memopt_cli.trace.log import Codecs, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
+from memopt_cli.trace.storages import Storage
 from memopt_cli.workspace import Workspaces
 
 Life = tuple[int, int, int | None]
@@ -33,7 +34,7 @@ def count(
     reset_gradients(step)
     with module_stack(step.named) as running:
         log = StorageLog(running, workspaces)
-        lumped = lumps.counting(lambda: log.live_bytes) if lumps is not None else contextlib.nullcontext()
+        lumped = lumps.counting(lambda: log.storages.live_bytes) if lumps is not None else contextlib.nullcontext()
         with packed_as(log, codecs), active(log, step), lumped:
             run_step(step, log)
     resident = resident_bytes(step)
@@ -42,17 +43,17 @@ def count(
         tensor_peak_bytes=log.peaks.tensor_bytes,
         allocated_peak_bytes=allocated(_lives(log)) if allocated else log.peaks.allocated_bytes,
         resident_bytes=resident,
-        breakdown=break_down((s.kind, s.nbytes) for s in log.alive_at(log.peaks.tensor_tick)),
-        holders=_holders(log.alive_at(log.peaks.allocated_tick)),
+        breakdown=break_down((s.kind, s.nbytes) for s in log.storages.alive_at(log.peaks.tensor_tick)),
+        holders=_holders(log.storages.alive_at(log.peaks.allocated_tick)),
         phases=tuple(log.peaks.phases.values()),
         collectives=log.exchanged.records(),
-        operators=log.operators,
+        operators=log.storages.tick,
     )
 
 
 def _lives(log: StorageLog) -> list[Life]:
     """Of storages that have bytes and outlive an operator."""
-    there = (s for s in log.storages if s.nbytes and (s.died is None or s.died >= s.born))
+    there = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
     return [(s.nbytes, s.born - 1, s.died) for s in there]
 
 

@@ -17,7 +17,8 @@ from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents, aside
-from memopt_cli.trace.log import Storage, StorageLog, held_bytes
+from memopt_cli.trace.log import StorageLog
+from memopt_cli.trace.storages import Storage, held_bytes
 
 
 @dataclass(slots=True)

@@ -20,7 +20,6 @@ from memopt_cli.step import Step, reset_gradients
 from memopt_cli.trace.contents import Contents
 from memopt_cli.trace.log import (
     Codecs,
-    Storage,
     StorageLog,
     active,
     module_stack,
@@ -30,6 +29,7 @@ from memopt_cli.trace.log import (
 )
 from memopt_cli.trace.modules import ModuleNotes, taking_notes
 from memopt_cli.trace.step_log import StepLog
+from memopt_cli.trace.storages import Storage
 from memopt_cli.workspace import Workspaces
 
 
@@ -115,7 +115,7 @@ def _lives_without_autograd(step: Step) -> list[tuple[int, int, int | None]]:
         saved_tensors_hooks(lambda _: None, _nothing_saved),
     ):
         output = step.forward()
-        lives = [(s.born, s.nbytes, s.died) for s in log.storages]
+        lives = [(s.born, s.nbytes, s.died) for s in log.storages.made]
         del output
     return lives
 
@@ -133,7 +133,7 @@ class _Records:
     def saved_bytes(self) -> dict[str, int]:
         """Bytes born in a module, or below it, and alive when the model's forward had ended."""
         total: dict[str, int] = defaultdict(int)
-        for s in self._log.storages:
+        for s in self._log.storages.made:
             if s.kind == "activations" and (end := self._log.forward_end(s)) and not _dead(s, end):
                 for path in ancestry(s.path):
                     total[path] += s.nbytes
@@ -144,13 +144,13 @@ class _Records:
 
         ``lives``: the same forward when autograd keeps nothing.  If it ran otherwise, the last use in forward counts.
         """
-        same = [(s.born, s.nbytes) for s in self._log.storages[: len(lives)]] == [
+        same = [(s.born, s.nbytes) for s in self._log.storages.made[: len(lives)]] == [
             (born, size) for born, size, _ in lives
         ]
         if not same:
             return self.last_uses()
         ends = dict(enumerate(died for *_, died in lives))
-        return [s.died if ends.get(s.index) is None else ends[s.index] for s in self._log.storages]
+        return [s.died if ends.get(s.index) is None else ends[s.index] for s in self._log.storages.made]
 
     def last_uses(self) -> list[int | None]:
         """When forward used what autograd saves for the last time; nobody but forward holds the others, until they die.
@@ -160,13 +160,13 @@ class _Records:
         log = self._log
         forward = ((op, ran) for op, ran in enumerate(log.ops[: log.last_forward_end], 1) if ran.phase == "forward")
         uses = {index: op for op, ran in forward for index in ran.reads}
-        saved = {s.index for s in log.storages if s.born > 0 and s.index in log.savers and log.forward_end(s)}
-        return [max(uses.get(s.index, 0), s.born) if s.index in saved else s.died for s in log.storages]
+        saved = {s.index for s in log.storages.made if s.born > 0 and s.index in log.savers and log.forward_end(s)}
+        return [max(uses.get(s.index, 0), s.born) if s.index in saved else s.died for s in log.storages.made]
 
     def op_records(self) -> tuple[OpTrace, ...]:
         """Every operator of the step; ``seconds`` are not known here."""
         made: dict[int, list[int]] = defaultdict(list)
-        for s in self._log.storages:
+        for s in self._log.storages.made:
             made[s.born - 1].append(s.index)
         return tuple(
             OpTrace(
@@ -189,7 +189,7 @@ class _Records:
 
     def storage_records(self, freed: list[int | None]) -> tuple[StorageTrace, ...]:
         """Every storage; instants in ticks become operators: the n-th runs between ticks n and n + 1."""
-        return tuple(self._storage_record(s, tick) for s, tick in zip(self._log.storages, freed, strict=True))
+        return tuple(self._storage_record(s, tick) for s, tick in zip(self._log.storages.made, freed, strict=True))
 
     def _storage_record(self, s: Storage, freed: int | None) -> StorageTrace:
         # A graph that ended in forward, its output being dropped, holds nothing.

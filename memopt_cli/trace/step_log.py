@@ -20,9 +20,10 @@ from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.lines import line_of_the_model
-from memopt_cli.trace.log import Storage, StorageLog, shapes_of
+from memopt_cli.trace.log import StorageLog, shapes_of
 from memopt_cli.trace.operators import draws, dtype_of, flops_of, modified, name_of
 from memopt_cli.trace.recurrent import fixed_bytes
+from memopt_cli.trace.storages import Storage
 from memopt_cli.workspace import Workspaces
 
 GREW: Final = "storage::resize_"

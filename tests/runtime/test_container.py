@@ -814,7 +814,7 @@ def test_memory_stays_flat(name: str, net: nn.Module, x: Tensor) -> None:
                 net.block.mem = net.block.mem.detach()
             net.zero_grad()
             del loss
-            live.append(log.live_bytes)
+            live.append(log.storages.live_bytes)
     assert len(set(live[5:])) == 1
 
 

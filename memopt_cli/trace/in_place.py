@@ -1,0 +1,105 @@
+"""What a plain step writes to a storage that it has, where a watched one makes another.
+
+Where a tensor has several gradients, autograd adds each to the first in place if nobody else holds that; but not while
+somebody watches the dispatcher, or on fake tensors.  Such a sum is counted in place of the first.  So is what a
+derivative formula would write to (:mod:`memopt_cli.trace.formulas`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt_cli.runtime.compressor import is_dense
+from memopt_cli.runtime.private_torch import caller_beyond, is_engine, is_view
+from memopt_cli.trace.formulas import Formula, formula_at
+from memopt_cli.trace.operators import name_of
+from memopt_cli.trace.storages import Peaks, Storage, Storages
+
+
+class InPlace:
+    """What the last operator of a derivative would have written to in a plain step."""
+
+    def __init__(self, storages: Storages, peaks: Peaks) -> None:
+        self._storages = storages
+        self._peaks = peaks
+        self._formula: Formula | None = None
+        """Of the operator that ran last."""
+        self._first: Storage | None = None
+        """What the last operator would have written to in a plain step, if nobody else holds it."""
+        self._with_first_bytes = 0
+        self._written: Storage | None = None
+        """What the last operator made, if it would have written to the first whoever holds that."""
+
+    def share_of(self, func: Any, *, differentiates: bool) -> float:
+        """What a plain step takes of the bytes that the operator makes; asked once for each, before its tick."""
+        formula = self._formula = formula_at(self._storages.tick, self._formula) if differentiates else None
+        return 0.0 if func is _ZEROS else formula.share_of(name_of(func)) if formula else 1.0
+
+    def replaced_bytes(self, func: Any, args: Any, output: Any) -> int:
+        """Of the storage to which a plain step writes what the operator of a derivative made, if there is one."""
+        if not self._is_written(func, args) and not self._is_sum(func, args):
+            return 0
+        self._first, self._with_first_bytes = self._storages.known(args[0]), self._storages.live_bytes
+        combines = self._formula is not None and self._formula.combines(name_of(func))
+        self._written = self._storages.known(output) if combines else None
+        if self._first is None:
+            return 0
+        self._first.is_replaced = True
+        return self._first.nbytes
+
+    def settle(self) -> None:
+        """Nothing more happens to what the last operator made.
+
+        A sum whose first summand others hold is one more, and so is what would have been written to.
+        """
+        if self._first is not None:
+            self._first.is_replaced = False
+            if self._first.died is None:
+                if self._written is None:
+                    self._peaks.rise(self._storages.tick, self._with_first_bytes, 0)
+                else:
+                    self._storages.drop(self._written)
+        self._first = self._written = None
+
+    def _is_written(self, func: Any, args: Any) -> bool:
+        """Whether a formula calls an operator that in a plain step writes to its first argument."""
+        formula = self._formula
+        return formula is not None and formula.writes(name_of(func)) and self._is_of(formula, args[0])
+
+    def _is_sum(self, func: Any, args: Any) -> bool:
+        """Whether autograd adds one gradient of a tensor to another, and no formula two of the tensors that it made."""
+        formula = self._formula
+        return _adds_gradients(func, args) and (
+            formula is None or formula.is_shared or not self._is_of(formula, args[0])
+        )
+
+    def _is_of(self, formula: Formula, tensor: Tensor) -> bool:
+        made = self._storages.known(tensor)
+        return made is not None and made.born > formula.began
+
+
+def _adds_gradients(func: Any, args: Any) -> bool:
+    """Whether autograd itself, and no function of a node, calls this operator: to add up the gradients of a tensor.
+
+    It adds in place only to one that is dense, overlaps nothing and is no view, whose base holds it; a sparse one only
+    to one that is contiguous.
+    """
+    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
+        return False
+    first, other = args
+    if not isinstance(other, Tensor) or is_view(first) or not is_dense(first):
+        return False
+    if other.layout is not torch.strided and not first.is_contiguous():
+        return False
+    caller = caller_beyond(_AROUND)
+    return caller is not None and is_engine(caller)
+
+
+_ZEROS = torch.ops.aten._efficientzerotensor.default
+"""What it makes says that it is zero and holds nothing."""
+
+_AROUND = frozenset((__name__, "memopt_cli.trace.log", "torch._compile", "torch._dynamo.eval_frame"))
+"""What stands between an operator and a mode that sees it."""

@@ -1,0 +1,137 @@
+"""The storages that a step has made, the bytes of those alive, and the most of them at any instant."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt_cli.records import Phase, PhasePeak
+from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.runtime.private_torch import memory_of, parts_of, storage_key
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """One storage's life, in ticks of the operator clock: 0 is before the first operator, n after the n-th."""
+
+    index: int
+    """Rank by birth."""
+    nbytes: int
+    born: int
+    path: str
+    """Module that was running when it was born; of a parameter or buffer, its owner."""
+    kind: str
+    """A field of :class:`Breakdown` without its unit: ``activations``, ``gradients`` …"""
+    rank: int = 0
+    """How many its module had made before it in forward."""
+    died: int | None = None
+    is_replaced: bool = False
+    """A plain step writes to it what the last operator made, if nobody else holds it."""
+
+
+@dataclass(slots=True)
+class Peaks:
+    """The most bytes alive at any instant so far, and when."""
+
+    tensor_bytes: int = 0
+    tensor_tick: int = 0
+    allocated_bytes: int = 0
+    """Of the bytes alive and the workspace of the operator running."""
+    allocated_tick: int = 0
+    phases: dict[Phase, PhasePeak] = field(default_factory=dict)
+    phase: Phase | None = None
+    """The one that goes on."""
+
+    def enter(self, phase: Phase, live_bytes: int) -> None:
+        """A phase begins with so many bytes alive."""
+        self.phase = phase
+        start = PhasePeak(phase=phase, tensor_peak_bytes=live_bytes, allocated_peak_bytes=live_bytes)
+        self.phases[phase] = self.phases.get(phase, start).raised(live_bytes, live_bytes)
+
+    def rise(self, tick: int, live_bytes: int, workspace_bytes: int) -> None:
+        """To what is alive now, if that is more."""
+        with_workspace = live_bytes + workspace_bytes
+        if self.phase is not None:
+            self.phases[self.phase] = self.phases[self.phase].raised(live_bytes, with_workspace)
+        if live_bytes > self.tensor_bytes:
+            self.tensor_bytes, self.tensor_tick = live_bytes, tick
+        if with_workspace > self.allocated_bytes:
+            self.allocated_bytes, self.allocated_tick = with_workspace, tick
+
+
+class Storages:
+    """The storages that were made so far, and which of them are alive by the operator clock."""
+
+    def __init__(self) -> None:
+        self.tick = 0
+        """Operators that ran so far."""
+        self.made: list[Storage] = []
+        """In the order of their birth."""
+        self.live_bytes = 0
+        self._alive: dict[int, tuple[weakref.ref[Any], Storage, int]] = {}
+        """The last is its size; what a plain step does not have has fewer bytes in the record."""
+
+    def begin(self, storage: torch.UntypedStorage, path: str, kind: str, share: float) -> Storage:
+        """The record of one that is new; ``share``: of its bytes, what a plain step has."""
+        key, nbytes = storage_key(storage), storage.nbytes()
+        record = Storage(len(self.made), int(nbytes * share), self.tick, path, kind)
+        self._alive[key] = (weakref.ref(storage, lambda _: self._end(key, self.tick)), record, nbytes)
+        self.made.append(record)
+        self.live_bytes += record.nbytes
+        return record
+
+    def _end(self, key: int, tick: int) -> None:
+        _, record, _ = self._alive.pop(key)
+        record.died = tick - record.is_replaced
+        self.live_bytes -= record.nbytes
+
+    def as_it_was(self, storage: torch.UntypedStorage, until: int) -> Storage | None:
+        """The record of one that is alive; one of another size than it had died at the instant ``until``."""
+        key = storage_key(storage)
+        known = self._alive.get(key)
+        if known is None:
+            return None
+        if known[2] == storage.nbytes():
+            return known[1]
+        self._end(key, until)
+        return None
+
+    def known(self, tensor: Tensor) -> Storage | None:
+        """The record of a tensor's storage, if it has been seen."""
+        part = next(parts_of(tensor), tensor)
+        found = self._alive.get(memory_of(part)) if has_storage(part) else None
+        return found[1] if found else None
+
+    def drop(self, storage: Storage) -> None:
+        """It has no bytes from now on, nor had any."""
+        self.live_bytes -= storage.nbytes if storage.died is None else 0
+        storage.nbytes = 0
+
+    def alive_at(self, tick: int) -> Iterator[Storage]:
+        """The storages alive at an instant."""
+        return (s for s in self.made if s.born <= tick and (s.died is None or s.died >= tick))
+
+
+def held_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes that holding ``tensors`` takes: a slice counts as a slice, views that overlap as their storage."""
+    return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in parts_of(t)))
+
+
+def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages of ``tensors``, each once."""
+    sizes = {}
+    for t in (part for tensor in tensors if tensor is not None for part in parts_of(tensor)):
+        if has_storage(t):
+            storage = t.untyped_storage()
+            sizes[storage_key(storage)] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor holds memory of its own, or shares that of another."""
+    return tensor.layout is torch.strided and (not isinstance(tensor, DeferredLinear) or tensor.is_computed)
