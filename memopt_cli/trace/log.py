@@ -64,7 +64,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_made_of_others, types)):
             return NotImplemented
-        self.settle()
+        self._in_place.settle()
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
         updating = self.phase == "update" or is_updating()
