@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
+from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere
@@ -25,19 +23,16 @@ from memopt_cli.pipeline.in_backward import (
 from memopt_cli.pipeline.kept import Kept
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
-from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.proof import Prover, applied_row
-from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried
-from memopt_cli.plan.planner import Planner
+from memopt_cli.plan.interface import CountedPlan, ModuleTree
 from memopt_cli.plan.policy import Resolved, Selection, resolve
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,
-    Counted,
     Failure,
     LevelRow,
     Measurement,
@@ -52,13 +47,7 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
-from memopt_cli.units import format_bytes
 from memopt_cli.write import check_targets, output_paths
-
-_SEARCH_S, _SEARCH_STEPS = 10, 10
-"""A search for levels ends after so many seconds and so many steps, if it is not said how long it may take."""
-_AT_ANY_PRICE = 3
-"""So many times as long it may take where a step may be as long as it takes: chunks, however many, are tried then."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -155,18 +144,6 @@ def _job(
     return _Job(request=request, options=options, measurements=measurements, progress=progress, notes=notes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Search:
-    """What a search starts from, and what it may ask."""
-
-    traced: Traced
-    first: CountedPlan
-    probes: SearchProbes
-    planner: Planner
-    notes: int
-    """How many there were when it began."""
-
-
 @dataclass(slots=True)
 class _Job:
     """One run of :func:`optimize`: what the stages need of each other."""
@@ -192,9 +169,9 @@ class _Job:
         """Measure the original, then search and measure what was found."""
         self.progress.stage("level 0: measuring the original")
         started = time.monotonic()
-        search: _Search | None = None
+        search: StartedSearch | None = None
         try:
-            with Sessions(self.measurements.session, self._session_lost, "full size") as sessions:
+            with Sessions(self.measurements.session, lambda: self.notes.append(SESSION_LOST), "full size") as sessions:
                 original = self.measurements.measure_in(sessions(), Plan())
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
@@ -203,7 +180,7 @@ class _Job:
                 rows = [_original_row(original, None, started)]
                 if self.options.level == 0:
                     return rows
-                search = self._start(sessions, original)
+                search = start_search(self.request, self.options, sessions, original, self.progress, self.notes)
                 predicted = search.first if search.traced.has_dry_runs else None
                 rows[0] = _original_row(original, predicted, started)
                 rows += self._seek(search, rows[0])
@@ -212,56 +189,23 @@ class _Job:
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
-        self.notes += self._obstacles(search.probes)
+        self.notes += search.obstacles(self.measurements.prepared.facts.sync_norms)
         if search.probes.over:
             self.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
 
-    def _start(self, sessions: Sessions, original: Measurement | Failure) -> _Search:
-        traced = record_step(
-            sessions(),
-            Plan(),
-            original,
-            self.notes,
-            smaller=sessions.smaller if isinstance(original, Measurement) else None,
-            consequence="every plan is run to be counted",
-        )
-        start = sessions().ask(CountJob(plan=Plan(), fake=traced.has_dry_runs))
-        if not isinstance(start, Counted):
-            raise_failure(start, "a step of the model could not be counted: ")
-        if not isinstance(original, Measurement):
-            self.notes.append(
-                f"The original does not fit here; its peak of "
-                f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
-            )
-        first = CountedPlan(plan=Plan(), counted=start)
-        probes = SearchProbes(sessions, limit_s=self._search_limit_s(original))
-        asked = planner_probes(
-            probes, first, self.progress, fake=traced.has_dry_runs, allow_inexact=self.options.allow_inexact
-        )
-        planner = Planner(traced.trace, first, asked, self.options)
-        return _Search(traced=traced, first=first, probes=probes, planner=planner, notes=len(self.notes))
-
-    def _search_limit_s(self, original: Measurement | Failure) -> float | None:
-        """Who asks for a budget or the frontier waits for it."""
-        said = self.request.search_limit_s is not None or self.request.goal != SearchGoal()
-        if said or not isinstance(original, Measurement):
-            return self.request.search_limit_s
-        times = 1 if self.options.max_slowdown is not None else _AT_ANY_PRICE
-        return times * (_SEARCH_S + _SEARCH_STEPS * min(original.step_times_s))
-
-    def _seek(self, search: _Search, original: LevelRow) -> list[LevelRow]:
+    def _seek(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
         if self.request.goal == SearchGoal():
             return self._climb(search, original)
         try:
             return self._meet_goal(search, original)
         except (NothingFitsError, UsageError) as err:
             longer = "A longer search may find a better plan." if search.probes.over else ""
-            hints = [err.hint, *self._obstacles(search.probes), longer]
+            hints = [err.hint, *search.obstacles(self.measurements.prepared.facts.sync_norms), longer]
             message = "; ".join(filter(None, [err.message, search.probes.over]))
             raise type(err)(message, hint="\n".join(filter(None, hints))) from err
 
-    def _seek_again(self, search: _Search, original: LevelRow) -> list[LevelRow]:
+    def _seek_again(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
         """The same search as far as it came, without anything more being tried.
 
         Raises :class:`KeyboardInterrupt` if it had found nothing.
@@ -281,7 +225,7 @@ class _Job:
             raise KeyboardInterrupt
         return rows
 
-    def _meet_goal(self, search: _Search, original: LevelRow) -> list[LevelRow]:
+    def _meet_goal(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
         """The fastest plan within a budget, or the plans between least time and least memory."""
         goal, level, planner = self.request.goal, self.options.level, search.planner
         started = time.monotonic()
@@ -314,7 +258,7 @@ class _Job:
         self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
         return rows
 
-    def _climb(self, search: _Search, original: LevelRow) -> list[LevelRow]:
+    def _climb(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
         """A row for every level."""
         climb = Climb(
             planner=search.planner,
@@ -336,7 +280,7 @@ class _Job:
         return rows
 
     def _in_backward(
-        self, search: _Search, original: LevelRow, rows: list[LevelRow], applied: LevelRow | None
+        self, search: StartedSearch, original: LevelRow, rows: list[LevelRow], applied: LevelRow | None
     ) -> LevelRow | None:
         """The row to apply, with the optimizer in backward where that lowers its peak; in ``rows`` as well."""
         if applied is None:
@@ -355,19 +299,19 @@ class _Job:
             return replace(row, outcome=self.measurements.measure(ORIGINAL))
         return self.measurements.confirm(row, self.options.max_slowdown or math.inf)
 
-    def _tried_in_backward(self, search: _Search, row: LevelRow) -> LevelRow | str:
+    def _tried_in_backward(self, search: StartedSearch, row: LevelRow) -> LevelRow | str:
         """As :meth:`InBackwardTrial.of`; nothing is tried in a step that forbids it."""
         if not may_run_in_backward(self.measurements.prepared.subject.settings):
             return ""
         return InBackwardTrial(
-            count=partial(self._counted_late, search),
+            count=search.counted_late,
             measure=self.measurements.measure,
             confirm=self.measurements.confirm,
             most_slowdown=self.options.max_slowdown or math.inf,
             dry_run=search.traced.has_dry_runs,
         ).of(row)
 
-    def _plans_in_backward(self, search: _Search, original: LevelRow) -> InBackwardPlans:
+    def _plans_in_backward(self, search: StartedSearch, original: LevelRow) -> InBackwardPlans:
         """For a goal: what speaks against one is its time, if it is limited, and its verification."""
         most_slowdown = self.request.search.get("max_slowdown") or math.inf
 
@@ -377,15 +321,12 @@ class _Job:
             return slow or self._prover([original]).fault(row.plan) or timed
 
         return InBackwardPlans(
-            count=partial(self._counted_late, search),
+            count=search.counted_late,
             prove=prove,
             notes=self.notes,
             is_allowed=may_run_in_backward(self.measurements.prepared.subject.settings)
             and self.request.dim_range is None,  # the optimizer is the same at all lengths
         )
-
-    def _counted_late(self, search: _Search, plan: Plan) -> Counted | Failure | NotTried:
-        return search.probes.ask_late(CountJob(plan=plan, fake=search.traced.has_dry_runs))
 
     def _as_timed(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
         """The original and the plan that is applied, as they were timed together in the end."""
@@ -395,7 +336,7 @@ class _Job:
         outcome = self.measurements.measure(point.plan)
         return replace(point, outcome=outcome, original_step_s=original.step_s)
 
-    def _choose(self, search: _Search, plan: Plan, *, by_goal: bool = False) -> None:
+    def _choose(self, search: StartedSearch, plan: Plan, *, by_goal: bool = False) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
         self.selection = selected(ModuleTree(search.traced.trace), plan, self.options, by_goal=by_goal)
         self.notes += left_out(self.selection.refused)
@@ -404,20 +345,6 @@ class _Job:
             more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
             self.notes.append(f"A plan of {len(failed.segments)} segments could not run{more}: {describe(failure)}.")
         self.faster, self.smaller = search.planner.neighbours(plan)
-
-    def _obstacles(self, probes: SearchProbes) -> Iterator[str]:
-        """What kept the search from plans of a lower peak: norms that need all processes."""
-        for path, reason in probes.refusals.items():
-            inner = (
-                norm
-                for norm in self.measurements.prepared.facts.sync_norms
-                if not path or f"{norm}.".startswith(f"{path}.")
-            )
-            if any(inner):
-                yield f"'{path or '(root)'}' does not run in chunks: {reason}."
-
-    def _session_lost(self) -> None:
-        self.notes.append(SESSION_LOST)
 
     def prove(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
         """The row to apply, verified; ``rows`` change where a plan has to."""

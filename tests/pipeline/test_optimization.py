@@ -37,7 +37,7 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, Subject, TraceJob, VerifyJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline import optimization
+from memopt_cli.pipeline import started_search
 from memopt_cli.pipeline.goal import GoalSearch
 from memopt_cli.pipeline.proof import applied_row
 from memopt_cli.progress import Progress
@@ -507,8 +507,8 @@ def test_a_search_without_time_leaves_the_original(goal: tuple[str, ...], optimi
 def test_a_search_for_levels_ends_by_itself(
     price: tuple[str, ...], optimize: Memopt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimization, "_SEARCH_S", 0)
-    monkeypatch.setattr(optimization, "_SEARCH_STEPS", 0)
+    monkeypatch.setattr(started_search, "_SEARCH_S", 0)
+    monkeypatch.setattr(started_search, "_SEARCH_STEPS", 0)
     torch.save(small_net(), "net.pt")
     done = optimize("net.pt", *SPEC, "--level", "4", *price, "--no-recommend-batch", "--json")
     assert done.code == 0, done.err
