@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
-from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.measure.jobs import ORIGINAL, ChunkingJob, Traced
+from memopt_cli.pipeline.scaled_models import ScaledModels, seconds_at
 from memopt_cli.pipeline.search_probes import SearchProbes, rule_in
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.grounds import heads_of
 from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
 from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.scaled import ScaledStep, is_timed, scaled, share_once
+from memopt_cli.plan.scaled import ScaledStep
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchProbe,
@@ -22,22 +21,18 @@ from memopt_cli.records import (
     Plan,
     Refused,
     SearchOptions,
-    SegmentPlan,
     StepTrace,
     break_down,
 )
 from memopt_cli.units import counted, format_bytes, format_seconds
-
-Heads = tuple[SegmentPlan, ...]
-"""Of a plan, those that run through their losses: with them another step is recorded."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Pricing:
     """Asks a planner at one batch after another; its dry runs are sums."""
 
-    step: ScaledStep
-    record: Callable[[Plan, int], Traced | Failure | NotTried]
+    step: InitVar[ScaledStep]
+    record: InitVar[Callable[[Plan, int], Traced | Failure | NotTried]]
     """A step under a plan, recorded at a batch."""
     probes: SearchProbes
     options: SearchOptions
@@ -46,15 +41,16 @@ class Pricing:
     """Of the original and of plans that were priced, so far."""
     priced: int = 0
     """Plans so far."""
-    _steps: dict[Heads, ScaledStep | Failure | NotTried] = field(default_factory=dict)
-    _models: dict[tuple[Heads, int], CostModel | Failure | NotTried] = field(default_factory=dict)
+    _models: ScaledModels = field(init=False)
     _planners: dict[int, Planner] = field(default_factory=dict)
+
+    def __post_init__(self, step: ScaledStep, record: Callable[[Plan, int], Traced | Failure | NotTried]) -> None:
+        self._models = ScaledModels(step=step, record=record, runs=self._runs_of_original)
 
     @property
     def per_step_s(self) -> float:
         """Seconds of the optimizer in a step, as far as they are known."""
-        runs, timed = self._runs_of_original(), self.step.timed
-        return share_once(timed) * _seconds(runs, timed.batch) if runs else 0.0
+        return self._models.per_step_s
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:
         """The fastest plan at a batch that takes no more by the sums; ``None`` if none does."""
@@ -73,18 +69,18 @@ class Pricing:
 
     def peak_bytes(self, plan: Plan, batch: int) -> int:
         """The allocated peak of a plan that was found."""
-        return self._known(plan, batch).predict(plan).allocated_peak_bytes
+        return self._models.known(plan, batch).predict(plan).allocated_peak_bytes
 
     def step_s(self, plan: Plan, batch: int) -> float:
         """Seconds of a step under a plan that was found."""
-        return self.original_s(batch) * self._slowdown(plan, batch)
+        return self.original_s(batch) * self._models.slowdown(plan, batch)
 
     def original_s(self, batch: int) -> float:
         """Seconds of the original's step: by its runs and those that tell of it, or without one by its flops."""
         runs = self._telling_runs()
         if not runs:
-            return self._known(ORIGINAL, batch).step_s
-        return _seconds(runs, batch)
+            return self._models.known(ORIGINAL, batch).step_s
+        return seconds_at(batch, runs)
 
     @property
     def growth_known(self) -> bool:
@@ -96,15 +92,11 @@ class Pricing:
         runs = self._runs_of_original()
         if len({run.batch for run in runs}) < 2:
             planned = [(plan, run) for plan, run in self.runs() if plan != ORIGINAL]
-            runs += [replace(run, step_s=run.step_s / self._slowdown(plan, run.batch)) for plan, run in planned]
+            runs += [replace(run, step_s=run.step_s / self._models.slowdown(plan, run.batch)) for plan, run in planned]
         return runs
 
     def _runs_of_original(self) -> list[BatchProbe]:
         return [run for plan, run in self.runs() if plan == ORIGINAL]
-
-    def _slowdown(self, plan: Plan, batch: int) -> float:
-        """By the sums."""
-        return self._known(plan, batch).predict(plan).step_s / self._known(ORIGINAL, batch).step_s
 
     # ------------------------------------------------------------------------------------------ at one batch
 
@@ -119,7 +111,7 @@ class Pricing:
                 trace=lambda plan: self._trace(plan, batch),
                 late=self.probes.late,
             )
-            trace = self._known(ORIGINAL, batch).trace
+            trace = self._models.known(ORIGINAL, batch).trace
             self._planners[batch] = Planner(trace, CountedPlan(plan=ORIGINAL, counted=first), probes, self.options)
         return self._planners[batch]
 
@@ -127,12 +119,12 @@ class Pricing:
         return rule_in(self.probes.ask(ChunkingJob(path=path, allow_inexact=self.options.allow_inexact)))
 
     def _trace(self, plan: Plan, batch: int) -> StepTrace | Failure | NotTried:
-        model = self._model(heads_of(plan), batch)
+        model = self._models.of(plan, batch)
         return model.trace if isinstance(model, CostModel) else model
 
     def _counted(self, plan: Plan, batch: int) -> Counted | Failure | NotTried:
         """The peak of a plan by the sums, in place of a dry run."""
-        model = self._model(heads_of(plan), batch)
+        model = self._models.of(plan, batch)
         if not isinstance(model, CostModel):
             return model
         self.priced += 1
@@ -144,57 +136,3 @@ class Pricing:
             breakdown=break_down(()),
             holders=(),
         )
-
-    def _known(self, plan: Plan, batch: int) -> CostModel:
-        model = self._model(heads_of(plan), batch)
-        assert isinstance(model, CostModel), "the plan was priced before"
-        return model
-
-    # ------------------------------------------------------------------------------------------ the recorded step
-
-    def _model(self, heads: Heads, batch: int) -> CostModel | Failure | NotTried:
-        if (heads, batch) not in self._models:
-            step = self._step(heads)
-            if isinstance(step, ScaledStep):
-                self._models[heads, batch] = CostModel(self._scaled(step, batch))
-            else:
-                self._models[heads, batch] = step
-        return self._models[heads, batch]
-
-    def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
-        """Its operators take together what the step takes: what Python does between them counts as theirs."""
-        runs, timed = self._runs_of_original(), self.step.timed
-        if not runs or not is_timed(timed):
-            return step.at(batch, pace=batch / timed.batch, once_pace=1.0)
-        measured_s, once_s = _seconds(runs, timed.batch), self.per_step_s
-        pace = measured_s / sum(op.seconds for op in timed.ops)
-        growth = max(_seconds(runs, batch) - once_s, 0.0) / max(measured_s - once_s, 1e-9)
-        return step.at(batch, pace=pace * growth, once_pace=pace)
-
-    def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:
-        """The step with these heads through their losses."""
-        if not heads:
-            return self.step
-        if heads not in self._steps:
-            self._steps[heads] = self._recorded(Plan(segments=heads))
-        return self._steps[heads]
-
-    def _recorded(self, plan: Plan) -> ScaledStep | Failure | NotTried:
-        """At both batches, as the original."""
-        small, large = (self.record(plan, step.batch) for step in (self.step.small, self.step.large))
-        if not isinstance(small, Traced):
-            return small
-        if not isinstance(large, Traced):
-            return large
-        return scaled(small.trace, large.trace) or NotTried(reason="its two records are not alike")
-
-
-def _seconds(runs: list[BatchProbe], batch: int) -> float:
-    """By the line through the runs; in proportion to the largest where that is not one of a fixed part and a part per
-    sample."""
-    largest = max(runs, key=lambda run: run.batch)
-    if len({run.batch for run in runs}) > 1:
-        fixed_s, per_sample_s = fit_line([(run.batch, run.step_s) for run in runs])
-        if fixed_s >= 0 and per_sample_s > 0:
-            return fixed_s + per_sample_s * batch
-    return largest.step_s * batch / largest.batch

@@ -1,0 +1,97 @@
+"""What steps cost at any batch, by a step that was recorded at two and what runs of the original took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memopt_cli.batch_size.lines import fit_line
+from memopt_cli.measure.jobs import ORIGINAL, Traced
+from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.plan.grounds import heads_of
+from memopt_cli.plan.interface import NotTried
+from memopt_cli.plan.scaled import ScaledStep, is_timed, scaled, share_once
+from memopt_cli.records import BatchProbe, Failure, Plan, SegmentPlan, StepTrace
+
+Heads = tuple[SegmentPlan, ...]
+"""Of a plan, those that run through their losses: with them another step is recorded."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ScaledModels:
+    """The cost models of a step, each made once for a batch and for what runs through the losses."""
+
+    step: ScaledStep
+    record: Callable[[Plan, int], Traced | Failure | NotTried]
+    """A step under a plan, recorded at a batch."""
+    runs: Callable[[], list[BatchProbe]]
+    """Of the original, so far."""
+    _steps: dict[Heads, ScaledStep | Failure | NotTried] = field(default_factory=dict)
+    _models: dict[tuple[Heads, int], CostModel | Failure | NotTried] = field(default_factory=dict)
+
+    @property
+    def per_step_s(self) -> float:
+        """Seconds of the optimizer in a step, as far as they are known."""
+        runs, timed = self.runs(), self.step.timed
+        return share_once(timed) * seconds_at(timed.batch, runs) if runs else 0.0
+
+    def slowdown(self, plan: Plan, batch: int) -> float:
+        """How many times as long as the original's a step under a plan takes, by the sums."""
+        return self.known(plan, batch).predict(plan).step_s / self.known(ORIGINAL, batch).step_s
+
+    def known(self, plan: Plan, batch: int) -> CostModel:
+        """That of a plan that was priced before."""
+        model = self.of(plan, batch)
+        assert isinstance(model, CostModel), "the plan was priced before"
+        return model
+
+    def of(self, plan: Plan, batch: int) -> CostModel | Failure | NotTried:
+        """That of the step that a plan changes at a batch; or why there is none."""
+        heads = heads_of(plan)
+        if (heads, batch) not in self._models:
+            step = self._step(heads)
+            if isinstance(step, ScaledStep):
+                self._models[heads, batch] = CostModel(self._scaled(step, batch))
+            else:
+                self._models[heads, batch] = step
+        return self._models[heads, batch]
+
+    def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
+        """Its operators take together what the step takes: what Python does between them counts as theirs."""
+        runs, timed = self.runs(), self.step.timed
+        if not runs or not is_timed(timed):
+            return step.at(batch, pace=batch / timed.batch, once_pace=1.0)
+        measured_s, once_s = seconds_at(timed.batch, runs), self.per_step_s
+        pace = measured_s / sum(op.seconds for op in timed.ops)
+        growth = max(seconds_at(batch, runs) - once_s, 0.0) / max(measured_s - once_s, 1e-9)
+        return step.at(batch, pace=pace * growth, once_pace=pace)
+
+    def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:
+        """The step with these heads through their losses."""
+        if not heads:
+            return self.step
+        if heads not in self._steps:
+            self._steps[heads] = self._recorded(Plan(segments=heads))
+        return self._steps[heads]
+
+    def _recorded(self, plan: Plan) -> ScaledStep | Failure | NotTried:
+        """At both batches, as the original."""
+        small, large = (self.record(plan, step.batch) for step in (self.step.small, self.step.large))
+        if not isinstance(small, Traced):
+            return small
+        if not isinstance(large, Traced):
+            return large
+        return scaled(small.trace, large.trace) or NotTried(reason="its two records are not alike")
+
+
+def seconds_at(batch: int, runs: list[BatchProbe]) -> float:
+    """Of a step: by the line through the runs.
+
+    In proportion to the largest where that is not one of a fixed part and a part per sample.
+    """
+    largest = max(runs, key=lambda run: run.batch)
+    if len({run.batch for run in runs}) > 1:
+        fixed_s, per_sample_s = fit_line([(run.batch, run.step_s) for run in runs])
+        if fixed_s >= 0 and per_sample_s > 0:
+            return fixed_s + per_sample_s * batch
+    return largest.step_s * batch / largest.batch
