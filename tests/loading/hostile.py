@@ -509,7 +509,8 @@ def holding(code: bytes) -> bytes:
 def archive(records: dict[str, bytes], *, compressed: bool = False) -> bytes:
     """A zip archive as PyTorch writes it, of these records."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED) as file:
+    how = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(buffer, "w", how, compresslevel=1) as file:
         for name, data in {**records, "version": b"3\n", "byteorder": b"little"}.items():
             file.writestr(f"model/{name}", data)
     return buffer.getvalue()

@@ -19,7 +19,9 @@ from memopt_cli.records import (
     Crashed,
     Failure,
     NotPredicted,
+    Plan,
     RankBatch,
+    SegmentPlan,
     TimedOut,
     describe,
     from_data,
@@ -28,17 +30,17 @@ from tests.sharded import models, wrong
 
 pytestmark = pytest.mark.process
 MODELS, WRONG = (Path(module.__file__) for module in (models, wrong))
-MEMORY = 950 << 10
+MEMORY = 750 << 10
 FLAGS = ("-i", f"4x{models.LENGTH}@int64=0..{models.WORDS}", "--memory", str(MEMORY), "-q")
 
 
 def recommended(ranks: str, parallel: str, *flags: str) -> int:
-    return main(["recommend-batch", f"{MODELS}:transformer", "--ranks", ranks, "--parallel", parallel, *FLAGS, *flags])
+    return main(["recommend-batch", f"{MODELS}:shorter", "--ranks", ranks, "--parallel", parallel, *FLAGS, *flags])
 
 
 def of_batch(batch: int, ranks: int, rank: int = 0) -> Any:
     inputs = f"{batch}x{models.LENGTH}@int64=0..{models.WORDS}"
-    return predict_rank(models.transformer, inputs, ranks=ranks, rank=rank, parallelize=models.shard)
+    return predict_rank(models.shorter, inputs, ranks=ranks, rank=rank, parallelize=models.shard)
 
 
 @pytest.mark.slow
@@ -93,10 +95,10 @@ def test_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_a_function_that_no_subprocess_finds_is_run_here() -> None:
     found = recommend_ranks(
-        models.transformer, FLAGS[1], ranks=2, parallelize=lambda model, mesh: models.shard(model, mesh), memory=MEMORY
+        models.shorter, FLAGS[1], ranks=2, parallelize=lambda model, mesh: models.shard(model, mesh), memory=MEMORY
     )
     assert "Predicted in this process" in found.result.notes[-2]
-    by_name = recommend_ranks(models.transformer, FLAGS[1], ranks=2, parallelize=models.shard, memory=MEMORY)
+    by_name = recommend_ranks(models.shorter, FLAGS[1], ranks=2, parallelize=models.shard, memory=MEMORY)
     here, there = (each.result.rows[0].outcome for each in (found, by_name))
     assert here.peak_bytes == there.peak_bytes  # type: ignore[union-attr]
     assert str(found).startswith("batch ")
@@ -105,11 +107,8 @@ def test_a_function_that_no_subprocess_finds_is_run_here() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process", "here")
 def test_a_plan_is_beside_the_original() -> None:
-    from tests.sharded.cases import SEGMENTS
-
-    found = recommend_ranks(
-        models.transformer, FLAGS[1], ranks=2, parallelize=models.shard, memory=MEMORY, plan=SEGMENTS
-    )
+    segments = Plan(segments=(SegmentPlan(path="blocks.0"), SegmentPlan(path="blocks.1")))
+    found = recommend_ranks(models.shorter, FLAGS[1], ranks=2, parallelize=models.shard, memory=MEMORY, plan=segments)
     plain, planned = found.result.rows
     assert (plain.planned, planned.planned) == (False, True)
     assert planned.outcome.batch > plain.outcome.batch  # type: ignore[union-attr]
@@ -120,10 +119,10 @@ def test_a_plan_is_beside_the_original() -> None:
 @pytest.mark.usefixtures("in_process", "here")
 def test_the_last_rank_may_need_more() -> None:
     """Of a function that treats it otherwise: what fits on the first is not enough."""
-    found = recommend_ranks(models.transformer, FLAGS[1], ranks=2, parallelize=wrong.last_gathers_all, memory="1.6MiB")
+    found = recommend_ranks(models.shorter, FLAGS[1], ranks=2, parallelize=wrong.last_gathers_all, memory="1.3MiB")
     (row,) = found.result.rows
     first, last = row.outcome.ranks  # type: ignore[union-attr]
-    assert first.tensor_peak_bytes < last.tensor_peak_bytes <= 1.6 * 2**20
+    assert first.tensor_peak_bytes < last.tensor_peak_bytes <= 1.3 * 2**20
     assert row.outcome.peak_bytes == last.tensor_peak_bytes  # type: ignore[union-attr]
 
 
@@ -138,11 +137,11 @@ def test_what_was_found_before_an_interruption_is_shown(monkeypatch: pytest.Monk
         return plain(probes, batch)
 
     monkeypatch.setattr(BatchProbes, "count", count)
-    found = recommend_ranks(models.transformer, FLAGS[1], ranks=(2, 4), parallelize=models.shard, memory=MEMORY)
+    found = recommend_ranks(models.shorter, FLAGS[1], ranks=(2, 4), parallelize=models.shard, memory=MEMORY)
     assert found.result.interrupted
     assert [row.layout.ranks for row in found.result.rows] == [2]
     with pytest.raises(KeyboardInterrupt):
-        recommend_ranks(models.transformer, FLAGS[1], ranks=4, parallelize=models.shard, memory=MEMORY)
+        recommend_ranks(models.shorter, FLAGS[1], ranks=4, parallelize=models.shard, memory=MEMORY)
 
 
 def counted(probes: BatchProbes, batch: int) -> Counted:
@@ -167,14 +166,14 @@ def test_what_was_found_outlives_a_lost_subprocess(failed: Failure, monkeypatch:
 
     monkeypatch.setattr(BatchProbes, "count", count)
     found = recommend_ranks(
-        models.transformer, FLAGS[1], ranks=(2, 4), parallelize=models.shard, memory=8500, accumulate=3
+        models.shorter, FLAGS[1], ranks=(2, 4), parallelize=models.shard, memory=8500, accumulate=3
     ).result
     two, four = (row.outcome for row in found.rows)
     assert isinstance(two, RankBatch)
     assert (two.batch, two.global_batch) == (8, 8 * 2 * 3)
     assert four == NotPredicted(reason=describe(failed))
     with pytest.raises(MeasurementError):
-        recommend_ranks(models.transformer, FLAGS[1], ranks=4, parallelize=models.shard, memory=8500)
+        recommend_ranks(models.shorter, FLAGS[1], ranks=4, parallelize=models.shard, memory=8500)
 
 
 @pytest.mark.parametrize(("way", "helps"), [("fsdp", True), ("ddp", False)])
@@ -183,7 +182,7 @@ def test_more_ranks_are_proposed_where_each_then_has_less(
 ) -> None:
     monkeypatch.setattr(BatchProbes, "count", counted)
     with pytest.raises(NothingFitsError) as raised:
-        recommend_ranks(models.transformer, FLAGS[1], ranks=2, parallelize=way, memory=500)
+        recommend_ranks(models.shorter, FLAGS[1], ranks=2, parallelize=way, memory=500)
     assert ("more ranks" in raised.value.hint) == helps
 
 
