@@ -59,7 +59,7 @@ def transformer() -> nn.Module:
 
 
 def shorter() -> nn.Module:
-    """Without a block between the first and the last: for what is made of predictions, not for whether they are right."""
+    """Without a block between the first and the last: for what is made of predictions, not whether they are right."""
     return Transformer(blocks=2)
 
 
