@@ -65,7 +65,7 @@ class Worker:
     def close(self) -> None:
         """There are no more jobs."""
         if "bench" in vars(self):
-            self.bench.close()
+            self.bench.held.close()
 
     def save(self, job: SaveJob, file: BinaryIO) -> None:
         """Write the model into ``file``.  Raises :class:`MemoptError`."""

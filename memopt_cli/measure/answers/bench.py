@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from memopt_cli import trace
-from memopt_cli.apply import apply_plan, in_backward_error, remove_plan, remove_segments
+from memopt_cli.apply import apply_plan, in_backward_error, remove_segments
 from memopt_cli.batch_axis import with_batch
 from memopt_cli.errors import StepError, UsageError
-from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import batch_of, make_inputs
 from memopt_cli.loading.user_function import user_function
+from memopt_cli.measure.answers.model_source import ModelSource
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
@@ -28,7 +27,7 @@ from memopt_cli.runtime.private_torch import fakes_exchanged
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.spec_text import is_built_in
-from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, place, take
+from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, take
 from memopt_cli.user_step import StepModels
 from memopt_cli.verification import first_samples
 
@@ -37,6 +36,29 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 Knowledge = TypeVar("Knowledge")
+
+
+class Holder:
+    """Holds what was made last, and what that entered, until something else is asked for."""
+
+    def __init__(self) -> None:
+        self._held: tuple[Any, Any] = None, None
+        self._open = contextlib.ExitStack()
+
+    def get(self, key: Any, make: Callable[[contextlib.ExitStack], Found]) -> Found:
+        """What ``make`` makes, and what it enters, until another key is asked for: one at a time."""
+        if self._held[0] != key:
+            self.close()
+            with contextlib.ExitStack() as entered:
+                made = make(entered)
+                self._open, self._held = entered.pop_all(), (key, made)
+        found: Found = self._held[1]
+        return found
+
+    def close(self) -> None:
+        """Leave what is held."""
+        self._held = None, None
+        self._open.close()
 
 
 class Bench:
@@ -54,13 +76,13 @@ class Bench:
         """
         self.subject = subject
         self.settings = subject.settings
-        self.mode = trace.fake_mode()
-        self._build = build
+        self._source = ModelSource(subject, build)
+        self.mode = self._source.mode
         self._functions = functions
-        with self._within():
-            model = self._built()
+        with self._source.building():
+            model = self._source.built()
             came_in_eval = [path for path, module in model.named_modules() if not module.training]
-            self.model = self._placed(model)
+            self.model = self._source.placed(model)
         self.evaluating = tuple(path for path in came_in_eval if self.model.get_submodule(path).training)
         """Paths of modules that came in eval mode, and were put into training mode as all are."""
         if subject.layer_runs:
@@ -72,20 +94,7 @@ class Bench:
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
         self._known: dict[Callable[[Bench], Any], Any] = {}
-        self._held: tuple[Any, Any] = None, None
-        self._open = contextlib.ExitStack()
-
-    def _within(self) -> contextlib.AbstractContextManager[Any]:
-        """Where parameters have no data, if they are to have none."""
-        return trace.built_without_data(self.mode) if self.subject.data == "none" else contextlib.nullcontext()
-
-    def _built(self) -> nn.Module:
-        return remove_plan(self._build() if self._build else load_model(self.subject.source).module)
-
-    def _placed(self, model: nn.Module) -> nn.Module:
-        if isinstance(model, StepModels):  # in the modes that their function puts them in
-            return model.on(self.settings.device)
-        return (trace.place_fake if self.subject.data == "none" else place)(model, self.settings)
+        self.held = Holder()
 
     @contextlib.contextmanager
     def rank(self, layout: Layout, plan: Plan) -> Iterator[Spread]:
@@ -98,8 +107,8 @@ class Bench:
 
         check_spreadable(self.model, plan, "predicted")
         function = way_to_spread(layout, self._functions)
-        with self._within():
-            model = apply_plan(self._placed(self._built()), plan)
+        with self._source.building():
+            model = apply_plan(self._source.placed(self._source.built()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
             with fakes_exchanged():
                 made = spread(model, mesh, layout, function)
@@ -119,21 +128,6 @@ class Bench:
     def tell(self, find_out: Callable[[Bench], object], found: object) -> None:
         """The same was seen in steps that were run for another reason."""
         self._known.setdefault(find_out, found)
-
-    def held(self, key: Any, make: Callable[[contextlib.ExitStack], Found]) -> Found:
-        """What ``make`` makes, and what it enters, until another key is asked for: one at a time."""
-        if self._held[0] != key:
-            self.close()
-            with contextlib.ExitStack() as entered:
-                made = make(entered)
-                self._open, self._held = entered.pop_all(), (key, made)
-        found: Found = self._held[1]
-        return found
-
-    def close(self) -> None:
-        """Leave what is held."""
-        self._held = None, None
-        self._open.close()
 
     # ------------------------------------------------------------------------------------------ its state
 

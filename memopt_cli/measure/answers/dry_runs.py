@@ -244,7 +244,7 @@ def _of_rank(
         return _Rank(step=trace.FakeStep(step, bench.mode, has.model), sizes=(batch, dims))
 
     try:
-        rank = bench.held(plan, make)
+        rank = bench.held.get(plan, make)
         if rank.sizes != (batch, dims):
             rank.step.feed(_sized(bench, batch, dims))
             rank.sizes = (batch, dims)
