@@ -9,7 +9,7 @@ import contextlib
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,18 +76,12 @@ class Step:
         if self.scaler is not None and self.optimizer is not None:
             self.scaler.unscale_(self.optimizer)
         elif self.settings.precision == "fp16" and self.scaler is None:
-            self._unscale_without_data()
+            _unscale_without_data(self.model.parameters())
 
     def limit(self) -> None:
         """The second."""
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
-
-    def _unscale_without_data(self) -> None:
-        """In place, as a scaler does, which would have to read whether the gradients are finite."""
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(1.0)
 
     def reach(self) -> None:
         """Call every module that the step calls, once at least."""
@@ -161,7 +155,8 @@ class Step:
 
     def checked(self) -> Any:
         """See :func:`run_checked`."""
-        output = self._checked_forward()
+        with _rejection_named(self.model):
+            output = self.forward()
         check_finite(output)
         loss = functools.partial(_loss_of, loss=self.loss) if self.loss else None
         try:
@@ -177,15 +172,6 @@ class Step:
             ) from error
         return output
 
-    def _checked_forward(self) -> Any:
-        with watched_modules(self.model) as watched:
-            try:
-                return self.forward()
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                raise StepError(rejection(error, watched, self.model), hint=_FORWARD_HINT) from error
-
 
 def take(step: Step, entered: Callable[[Phase], object] = lambda phase: None) -> None:
     """One step, whole, onto the gradients that are there.  ``entered`` is told the phases that it has, in turn.
@@ -199,6 +185,13 @@ def give_zero_gradient(parameter: Tensor) -> None:
     """Whoever times the operators of the step does not see it."""
     with contextlib.nullcontext() if is_fake(parameter) else unseen():
         parameter.grad = torch.zeros_like(parameter)
+
+
+def _unscale_without_data(parameters: Iterable[Tensor]) -> None:
+    """In place, as a scaler does, which would have to read whether the gradients are finite."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(1.0)
 
 
 SCALES = 33
@@ -329,6 +322,18 @@ def run_checked(step: Step) -> Any:
     input, or says that only backward fails.  Out of memory passes through as it is.
     """
     return step.checked()
+
+
+@contextlib.contextmanager
+def _rejection_named(model: nn.Module) -> Iterator[None]:
+    """Within, a forward that fails raises :class:`StepError`, which names the module that rejected its input."""
+    with watched_modules(model) as watched:
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise StepError(rejection(error, watched, model), hint=_FORWARD_HINT) from error
 
 
 def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
