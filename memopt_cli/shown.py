@@ -18,7 +18,7 @@ from memopt_cli.records import (
     RanksRecommendation,
     StepProfile,
 )
-from memopt_cli.report.text import TextReport
+from memopt_cli.report.text import TextJudgement, TextReport
 
 
 class Shown:
@@ -126,4 +126,4 @@ class Checked(Shown):
         return not self.result.exceeded
 
     def _write(self, stream: TextIO) -> None:
-        TextReport().compared(self.result, stream)
+        TextJudgement().compared(self.result, stream)

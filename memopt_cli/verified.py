@@ -32,7 +32,7 @@ from memopt_cli.pipeline.live_step import also_prepared_step
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import UserFunction
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
-from memopt_cli.report.text import TextReport
+from memopt_cli.report.text import TextJudgement
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
 from memopt_cli.shown import Shown
 from memopt_cli.user_step import Step
@@ -53,7 +53,7 @@ class Verified(Shown):
         return self.result.passed
 
     def _write(self, stream: TextIO) -> None:
-        TextReport().verified(self.result, stream)
+        TextJudgement().verified(self.result, stream)
 
 
 def verify(

@@ -10,9 +10,9 @@ import typer
 from memopt_cli.cli import options
 from memopt_cli.cli.help import OUTPUT
 from memopt_cli.report.interface import ComparisonReport
-from memopt_cli.report.json import JsonReport
+from memopt_cli.report.json import JsonJudgement
 from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextReport
+from memopt_cli.report.text import TextJudgement
 
 
 def compare(
@@ -33,5 +33,5 @@ def compare(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     found = pipeline.compare_files(before, after)
-    forms: dict[str, ComparisonReport] = {"table": TextReport(), "json": JsonReport(), "md": MarkdownReport()}
+    forms: dict[str, ComparisonReport] = {"table": TextJudgement(), "json": JsonJudgement(), "md": MarkdownReport()}
     forms["json" if json else format].compared(found, sys.stdout)

@@ -10,10 +10,10 @@ import typer
 from memopt_cli.cli.help import OUTPUT
 from memopt_cli.report.github import GithubReport
 from memopt_cli.report.interface import ComparisonReport, EquivalenceReport
-from memopt_cli.report.json import JsonReport
+from memopt_cli.report.json import JsonJudgement
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextReport
+from memopt_cli.report.text import TextJudgement
 
 Format = Annotated[
     Literal["table", "json", "md", "github", "junit"],
@@ -34,7 +34,7 @@ def report_in(name: str) -> Judgement:
     """The one of that name."""
     match name:
         case "json":
-            return JsonReport()
+            return JsonJudgement()
         case "md":
             return MarkdownReport()
         case "github":
@@ -42,4 +42,4 @@ def report_in(name: str) -> Judgement:
         case "junit":
             return JunitReport()
         case _:
-            return TextReport()
+            return TextJudgement()

@@ -40,12 +40,6 @@ class JsonReport:
     def recorded(self, result: BaselineResult, stream: TextIO) -> None:
         stream.write(json_text(to_data(result)))
 
-    def compared(self, found: Comparison, stream: TextIO) -> None:
-        stream.write(json_text({"regression": bool(found.exceeded), **to_data(found)}))
-
-    def refused(self, reason: str, stream: TextIO) -> None:
-        """Nothing: where there is no answer, there is no document."""
-
     def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
         # Steps are for looking at (--html, --snapshot), and what ended it is on stderr.
         data = {name: getattr(result, name) for name in ("header", "summary", "files")}
@@ -69,11 +63,21 @@ class JsonReport:
     def tested(self, found: SelftestReport, stream: TextIO) -> None:
         stream.write(json_text({"holds": not found.failed, **to_data(found)}))
 
-    def verified(self, found: Equivalence, stream: TextIO) -> None:
-        stream.write(json_text({"passed": found.passed, **to_data(found)}))
-
     def explained(self, found: Explanation, stream: TextIO) -> None:
         stream.write(json_text(to_data(found)))
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """Nothing: there is one document, and the paths are those that were asked for."""
+
+
+class JsonJudgement:
+    """The same of the commands that judge: ``check``, ``compare`` and ``verify``."""
+
+    def compared(self, found: Comparison, stream: TextIO) -> None:
+        stream.write(json_text({"regression": bool(found.exceeded), **to_data(found)}))
+
+    def refused(self, reason: str, stream: TextIO) -> None:
+        """Nothing: where there is no answer, there is no document."""
+
+    def verified(self, found: Equivalence, stream: TextIO) -> None:
+        stream.write(json_text({"passed": found.passed, **to_data(found)}))

@@ -106,29 +106,6 @@ class TextReport:
             _print(_console(stream), note)
         _written(_console(stream), [result.file])
 
-    def compared(self, found: Comparison, stream: TextIO) -> None:
-        console = _console(stream)
-        for line in comparison.headline(found):
-            _print(console, line, style="bold")
-        for part in (found, *comparison.grown(found)):
-            if part.at:
-                _print(console)
-                _print(console, part.at, style="bold")
-            tables = (
-                (comparison.METRIC_HEADINGS, comparison.metric_rows(part)),
-                (comparison.MODULE_HEADINGS, comparison.module_rows(part)),
-            )
-            for headings, rows in tables:
-                if rows:
-                    _print(console)
-                    console.print(_plain_table(headings, rows))
-            _print(console)
-            for line in comparison.reasons(part):
-                _print(console, line)
-
-    def refused(self, reason: str, stream: TextIO) -> None:
-        """Nothing: stderr says it."""
-
     def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
         console, summary = _console(stream), result.summary
         _print(console, optimization.headline(summary), style="bold")
@@ -219,18 +196,6 @@ class TextReport:
         _print(console)
         _print(console, f"total time {format_seconds(found.spent_s)}")
 
-    def verified(self, found: Equivalence, stream: TextIO) -> None:
-        console = _console(stream)
-        _print(console, equivalence.headline(found), style="bold")
-        for line in equivalence.where(found):
-            _print(console, line)
-        _print(console)
-        if found.gaps:
-            console.print(_plain_table(equivalence.HEADINGS, equivalence.rows(found)))
-            _print(console)
-        for line in equivalence.remarks(found):
-            _print(console, line)
-
     def explained(self, found: Explanation, stream: TextIO) -> None:
         console = _console(stream)
         _print_headline(console, explanation.headline(found))
@@ -244,6 +209,45 @@ class TextReport:
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         for file in files:
             _print(_console(stream), f"wrote {file}")
+
+
+class TextJudgement:
+    """The same of the commands that judge: ``check``, ``compare`` and ``verify``."""
+
+    def compared(self, found: Comparison, stream: TextIO) -> None:
+        console = _console(stream)
+        for line in comparison.headline(found):
+            _print(console, line, style="bold")
+        for part in (found, *comparison.grown(found)):
+            if part.at:
+                _print(console)
+                _print(console, part.at, style="bold")
+            tables = (
+                (comparison.METRIC_HEADINGS, comparison.metric_rows(part)),
+                (comparison.MODULE_HEADINGS, comparison.module_rows(part)),
+            )
+            for headings, rows in tables:
+                if rows:
+                    _print(console)
+                    console.print(_plain_table(headings, rows))
+            _print(console)
+            for line in comparison.reasons(part):
+                _print(console, line)
+
+    def refused(self, reason: str, stream: TextIO) -> None:
+        """Nothing: stderr says it."""
+
+    def verified(self, found: Equivalence, stream: TextIO) -> None:
+        console = _console(stream)
+        _print(console, equivalence.headline(found), style="bold")
+        for line in equivalence.where(found):
+            _print(console, line)
+        _print(console)
+        if found.gaps:
+            console.print(_plain_table(equivalence.HEADINGS, equivalence.rows(found)))
+            _print(console)
+        for line in equivalence.remarks(found):
+            _print(console, line)
 
 
 def _written(console: Console, files: Sequence[str]) -> None:

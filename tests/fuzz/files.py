@@ -53,10 +53,10 @@ from memopt_cli.pipeline import compare_files, prepare
 from memopt_cli.progress import Progress
 from memopt_cli.records import BaselineRequest, CheckRequest, InputSpec, ModelSource
 from memopt_cli.report.github import GithubReport
-from memopt_cli.report.json import JsonReport
+from memopt_cli.report.json import JsonJudgement
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextReport
+from memopt_cli.report.text import TextJudgement
 from memopt_cli.spec_text import parse_limit, parse_tensor
 
 _CASE_S: Final = 60
@@ -358,7 +358,7 @@ timeout: 100
 """
 
 
-_REPORTS: Final = (TextReport(), MarkdownReport(), GithubReport(None), JunitReport(), JsonReport())
+_REPORTS: Final = (TextJudgement(), MarkdownReport(), GithubReport(None), JunitReport(), JsonJudgement())
 
 
 def _read_checked(path: str) -> None:

@@ -39,10 +39,10 @@ from memopt_cli.records import (
     TensorSpec,
 )
 from memopt_cli.report.github import GithubReport
-from memopt_cli.report.json import JsonReport
+from memopt_cli.report.json import JsonJudgement
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextReport
+from memopt_cli.report.text import TextJudgement
 
 ROWS = 8
 
@@ -913,7 +913,7 @@ def different() -> Equivalence:
 
 def test_the_report_in_words(different: Equivalence) -> None:
     text = io.StringIO()
-    TextReport().verified(different, text)
+    TextJudgement().verified(different, text)
     lines = text.getvalue().splitlines()
     assert lines[0] == "- does not train as - does"
     assert lines[1].startswith("in step 1 of 3 gradient of blocks.")
@@ -924,14 +924,14 @@ def test_the_report_in_words(different: Equivalence) -> None:
 
 def test_the_report_of_what_is_the_same() -> None:
     text = io.StringIO()
-    TextReport().verified(verified(*pair(dropping), steps=1), text)
+    TextJudgement().verified(verified(*pair(dropping), steps=1), text)
     assert text.getvalue().startswith("- trains as - does: one step, ")
     assert "the same to the bit" in text.getvalue()
 
 
 def test_the_report_for_programs(different: Equivalence) -> None:
     text = io.StringIO()
-    JsonReport().verified(different, text)
+    JsonJudgement().verified(different, text)
     data = json.loads(text.getvalue())
     assert (data["passed"], data["alike"], data["cause"]["module"]) == (False, "not", "blocks.1.inner.0")
 

@@ -41,7 +41,7 @@ from memopt_cli.records import (
     Trust,
 )
 from memopt_cli.report.comparison import reasons
-from memopt_cli.report.text import TextReport
+from memopt_cli.report.text import TextJudgement, TextReport
 from memopt_cli.spec_text import parse_limit, parse_tensor
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -515,13 +515,13 @@ def test_only_lengths_that_inputs_have_are_recorded(history: History, recorded: 
 @pytest.mark.slow
 def test_every_form_of_report_is_told_the_same(history: History, recorded: Baseline) -> None:
     from memopt_cli.report.github import GithubReport
-    from memopt_cli.report.json import JsonReport
+    from memopt_cli.report.json import JsonJudgement
     from memopt_cli.report.junit import JunitReport
     from memopt_cli.report.markdown import MarkdownReport
 
     history.commit("widened")
     found = history.check()
-    for report in (TextReport(), JsonReport(), MarkdownReport(), GithubReport(None), JunitReport()):
+    for report in (TextJudgement(), JsonJudgement(), MarkdownReport(), GithubReport(None), JunitReport()):
         stream = io.StringIO()
         report.compared(found, stream)
         assert "features.1.act" in stream.getvalue()

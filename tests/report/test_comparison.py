@@ -31,10 +31,10 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.comparison import growth, headline, module_rows, reasons
 from memopt_cli.report.github import GithubReport
-from memopt_cli.report.json import JsonReport
+from memopt_cli.report.json import JsonJudgement
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextReport
+from memopt_cli.report.text import TextJudgement
 from memopt_cli.spec_text import parse_limit
 
 MIB = 2**20
@@ -141,12 +141,12 @@ def test_a_gain_is_to_be_kept() -> None:
 
 
 def test_text() -> None:
-    lines = shown(TextReport(), a_comparison("peak:0")).splitlines()
+    lines = shown(TextJudgement(), a_comparison("peak:0")).splitlines()
     assert lines[0].startswith("regression: ")
     rows = [line.split() for line in lines]
     assert ["tensor", "peak", "12.0", "MiB", "14.0", "MiB", "+2.0", "MiB,", "+16.7", "%"] in rows
     assert ["step", "1.00", "s", "2.00", "s", "+1.00", "s,", "+100.0", "%"] in rows
-    assert "body.wide (was old.wide)" in shown(TextReport(), a_comparison())
+    assert "body.wide (was old.wide)" in shown(TextJudgement(), a_comparison())
     assert not any(row[:1] == ["gradients"] for row in rows)  # nothing before and now
 
 
@@ -159,7 +159,7 @@ def test_a_module_whose_bytes_are_of_another_kind_now_has_no_sign() -> None:
 
 
 def test_json_is_the_record() -> None:
-    data = json.loads(shown(JsonReport(), a_comparison("peak:0")))
+    data = json.loads(shown(JsonJudgement(), a_comparison("peak:0")))
     assert data["regression"] is True
     assert data["renames"] == [{"before": "old", "after": "body", "modules": 1}]
 
@@ -203,7 +203,9 @@ def test_markdown_makes_nothing_of_a_name(name: str) -> None:
     assert f"no {seen} here" in texts
 
 
-@pytest.mark.parametrize("report", [TextReport(), MarkdownReport(), GithubReport(None), JunitReport(), JsonReport()])
+@pytest.mark.parametrize(
+    "report", [TextJudgement(), MarkdownReport(), GithubReport(None), JunitReport(), JsonJudgement()]
+)
 def test_a_ci_system_obeys_no_name(report: Any) -> None:
     evil = "\n::error::x\r::error::y ##vso[z] ##[w]"
     found = a_comparison("peak:0", renames=(Rename(before=evil, after="b", modules=1),))
@@ -263,7 +265,7 @@ def test_a_regression_of_shorter_inputs_names_their_length() -> None:
     told = list(reasons(found.shorter[1]))
     assert told[0] == "plan: 4 segments dropped (a, b, c, …)"
     assert not any("model file" in reason or "measured elsewhere" in reason for reason in told)
-    text = shown(TextReport(), found)
+    text = shown(TextJudgement(), found)
     assert text.splitlines()[0] == said
     assert "\nS=64\n" in text
     assert "\nS=16\n" not in text
@@ -277,7 +279,7 @@ def test_a_regression_of_shorter_inputs_names_their_length() -> None:
         ("peak:5% at S=16", 0),
         ("peak:5% at S=64", 1),
     ]
-    assert json.loads(shown(JsonReport(), found))["regression"] is True
+    assert json.loads(shown(JsonJudgement(), found))["regression"] is True
 
 
 def test_without_a_regression_every_length_is_told() -> None:
