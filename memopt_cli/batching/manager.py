@@ -193,7 +193,8 @@ class BatchShapeManager:
             raise UsageError(f"unknown metric '{min(unknown)}'", hint="Known: loss, memory.")
         pair = _inputs_and_targets(batch)
         if not self._ready:
-            self._begin(rows_of(pair))
+            least, most = self._sizing.min_batch_size, self._sizing.max_batch_size
+            self.initialize_for_training(initial_batch_size=min(max(rows_of(pair), least), most))
         self._queue.put(pair)
         self._adapt(step, metrics.get("loss"), metrics.get("memory"))
         inputs, targets = self._give()
@@ -309,10 +310,6 @@ class BatchShapeManager:
             logger.info("recommendation: %s", text)
 
     # ------------------------------------------------------------------------------------------ inside
-
-    def _begin(self, rows: int) -> None:
-        least, most = self._sizing.min_batch_size, self._sizing.max_batch_size
-        self.initialize_for_training(initial_batch_size=min(max(rows, least), most))
 
     def _require_ready(self) -> None:
         if not self._ready:
