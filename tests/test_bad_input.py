@@ -99,7 +99,7 @@ BEFORE_A_STEP = [
     ("optimize good.pt --level 5", 2, ["5", "0 to 4"]),
     ("optimize good.pt --precision fp12", 2, ["fp12", "bf16"]),
     ("optimize good.pt --optimizer lion", 2, ["lion", "adamw"]),
-    ("optimize good.pt --device cuda:0", 2, ["cuda:0", "--device cpu"]),
+    ("optimize good.pt --device cuda:0", 2, ["cuda:0", "Use the CPU"]),
     ("optimize good.pt --device abacus", 2, ["abacus"]),
     ("optimize good.pt -i 2x3 -o taken.pt", 2, ["taken.pt exists", "--force"]),
     ("optimize good.pt -i 2x3 -o taken.pt --html taken.pt --loss missing.py:f", 2, ["there is no file 'missing.py'"]),
