@@ -16,7 +16,7 @@ from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measureme
 _PROBES = 2
 """Batch sizes that the advice rests on, at least, where so many can be run."""
 _LEAST_S, _LEAST_GPU_S, _MOST_S = 1.0, 5.0, 10.0
-_LONGEST_STEPS = 4
+_LONGEST_STEPS = 2.5
 """The step at the answer takes no longer than so many steps as described, within these bounds, if nothing is asked for:
 the answer is not to cost more than the search did.  On a GPU memory bounds the batch: few steps there take seconds.
 """

@@ -15,7 +15,7 @@ from memopt_cli.batch_axis import with_batch
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.loading.input_spec import batch_of, make_inputs
 from memopt_cli.loading.user_function import user_function
-from memopt_cli.measure.answers.model_source import ModelSource
+from memopt_cli.measure.answers.model_maker import ModelMaker
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
@@ -76,13 +76,13 @@ class Bench:
         """
         self.subject = subject
         self.settings = subject.settings
-        self._source = ModelSource(subject, build)
-        self.mode = self._source.mode
+        self._maker = ModelMaker(subject, build)
+        self.mode = self._maker.mode
         self._functions = functions
-        with self._source.building():
-            model = self._source.built()
+        with self._maker.building():
+            model = self._maker.built()
             came_in_eval = [path for path, module in model.named_modules() if not module.training]
-            self.model = self._source.placed(model)
+            self.model = self._maker.placed(model)
         self.evaluating = tuple(path for path in came_in_eval if self.model.get_submodule(path).training)
         """Paths of modules that came in eval mode, and were put into training mode as all are."""
         if subject.layer_runs:
@@ -107,8 +107,8 @@ class Bench:
 
         check_spreadable(self.model, plan, "predicted")
         function = way_to_spread(layout, self._functions)
-        with self._source.building():
-            model = apply_plan(self._source.placed(self._source.built()), plan)
+        with self._maker.building():
+            model = apply_plan(self._maker.placed(self._maker.built()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
             with fakes_exchanged():
                 made = spread(model, mesh, layout, function)

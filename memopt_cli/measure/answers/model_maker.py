@@ -1,4 +1,4 @@
-"""Where the model of a profiling subprocess comes from, as often as it is built."""
+"""Makes the model of a profiling subprocess, as often as it is wanted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memopt_cli.step import place
 from memopt_cli.user_step import StepModels
 
 
-class ModelSource:
+class ModelMaker:
     """Builds the model of a subject, and puts it where its steps are taken: with data, or without."""
 
     def __init__(self, subject: Subject, build: Callable[[], nn.Module] | None) -> None:
