@@ -391,6 +391,7 @@ def installed_without_inputs(codec: object, *calls: Callable[[nn.Module], Any]) 
 UNMEASURED = (lambda net: gc(net, Block), lambda net: summary_of(net, Block, level=1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(("codec", "name"), [(Halves(), "own"), (SpikesOnly(), "own"), ("BitSpikeCompressor", "bit")])
 @pytest.mark.filterwarnings("ignore:x_compressor:UserWarning")
@@ -538,6 +539,7 @@ def test_by_default_nothing_is_changed() -> None:
         assert (summary.levels, summary.peak_memory_mb, summary.skipped_steps) == ([], None, [])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_level_1_without_inputs_is_installed_unmeasured() -> None:
     net = blocks()
@@ -564,6 +566,7 @@ class Scaled(Block):
         return super().forward(x[:, : x.shape[1] // 2])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> None:
     summary = summary_of(blocks(), Block, level=1)

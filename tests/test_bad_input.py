@@ -162,6 +162,7 @@ def test_a_plan_of_another_model(memopt: Memopt, plan: str) -> None:
     assert done.changed == set()
 
 
+@pytest.mark.slow
 def test_a_plan_goes_onto_a_model_that_has_lazy_layers_still(memopt: Memopt, plan: str) -> None:
     torch.save(nn.Sequential(nn.Tanh(), nn.LazyLinear(3)), "lazy.pt")
     Path(plan).write_text(Path(plan).read_text().replace("segments: []", "segments: [{path: '0'}]"))

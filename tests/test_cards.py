@@ -55,6 +55,7 @@ def test_a_file(file: Path) -> None:
     assert found.allocator == AllocatorRules(block_bytes=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -221,6 +221,7 @@ REFUSED: list[tuple[str, nn.Module, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "reason"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
 def test_refused(module: nn.Module, reason: str) -> None:
     assert reason in reason_against(module, x(4, 5, 6))
@@ -266,6 +267,7 @@ NORMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NORMED)
 def test_chunks_with_statistics_of_their_own_must_be_asked_for(name: str) -> None:
     named = {"two norms": "its 2 batch norms", "norms of all processes": "SyncBatchNorm"}[name]
@@ -274,6 +276,7 @@ def test_chunks_with_statistics_of_their_own_must_be_asked_for(name: str) -> Non
     assert found == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, inexact=True)
 
 
+@pytest.mark.slow
 def test_what_can_be_exact_is_and_what_mixes_samples_otherwise_is_refused_all_the_same() -> None:
     norm = nn.BatchNorm1d(6)
     assert find_rule(norm, (x(4, 6),), {}, allow_inexact=True) == find_rule(norm, (x(4, 6),), {})

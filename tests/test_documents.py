@@ -91,6 +91,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["[],", "0,", "{},", '"a":0,'], ids=["lists", "numbers", "mappings", "keys"])
 def test_json_of_very_many_values_is_not_parsed(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = ("{%s}" if ":" in part else "[%s]") % (part * 3_000_000)[:-1]
@@ -106,12 +107,14 @@ def test_json_of_very_many_values_is_not_parsed(part: str, tmp_path: Path, monke
         read_measured(tmp_path / "b.json")
 
 
+@pytest.mark.slow
 def test_the_bound_is_one_of_values_and_not_of_bytes() -> None:
     assert read_json(json.dumps(["x" * 10**7])) == ["x" * 10**7]
     assert len(read_json("[" + "1," * 10 + "1]")) == 11
     assert documents.MOST_BYTES > 10**7
 
 
+@pytest.mark.slow
 def test_a_long_text_is_made_printable_without_a_list_of_its_characters() -> None:
     text = "\x7f" * 100_000
     tracemalloc.start()

@@ -79,6 +79,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_it_computes_the_same_twice(name: str) -> None:
     model = exported(PLANS[name])["checkpoint_segments"](made())
@@ -89,6 +90,7 @@ def test_it_computes_the_same_twice(name: str) -> None:
         assert torch.equal(model.eval()(torch.ones(2, 16)), original.eval()(torch.ones(2, 16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["modules", "root", "runs"])
 def test_its_peak_is_about_that_of_the_plan(name: str) -> None:
     def peak(model: nn.Module) -> int:

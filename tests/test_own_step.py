@@ -61,6 +61,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GOOD)
 def test_every_phase_is_predicted_to_the_byte(name: str) -> None:
     step = own_step(name)
@@ -79,6 +80,7 @@ def test_every_phase_is_predicted_to_the_byte(name: str) -> None:
     assert predicted == pytest.approx(allocated.phases, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GOOD)
 def test_a_plan_changes_nothing_and_saves(name: str) -> None:
     step = own_step(name)
@@ -218,6 +220,7 @@ def test_a_step_that_cannot_be_made(arguments: dict[str, Any], message: str) -> 
         memopt_cli.Step(**{"models": {"net": nn.ReLU()}, "run": print, **arguments})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_step_that_draws_other_data_each_time(memopt: Callable[..., Done]) -> None:
     done = memopt("optimize", f"{STEPS}:draws_data", "-i", "256x8", "--no-recommend-batch")
@@ -288,6 +291,7 @@ def test_from_python(steps: Any) -> None:
     assert found.allocated_peak_bytes <= 0.8 * original.allocated_peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_step_is_held_against_its_baseline(memopt: Callable[..., Done], tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"

@@ -63,6 +63,7 @@ def measured(step: Step) -> Allocated:
     return measure_allocated(partial(take, step), "cpu", resident_bytes(step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -155,6 +156,7 @@ def bench(tmp_path: Path, model: nn.Module, **settings: Any) -> Bench:
     return Bench(subject, build=lambda: model)
 
 
+@pytest.mark.slow
 def test_a_scaler_has_found_its_scale_when_a_step_is_measured(tmp_path: Path) -> None:
     at = bench(tmp_path, Steep(), optimizer="adamw", precision="fp16")
     with at.cleared():
@@ -165,6 +167,7 @@ def test_a_scaler_has_found_its_scale_when_a_step_is_measured(tmp_path: Path) ->
     assert dry == pytest.approx({peak.phase: peak.tensor_peak_bytes for peak in found.phases}, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Steep, Steepest])
 def test_what_a_measured_step_leaves_is_finite(model: type[nn.Module], tmp_path: Path) -> None:
     at = bench(tmp_path, model(), optimizer="adamw", precision="fp16")
@@ -180,6 +183,7 @@ class Endless(Loss):
         return super().forward(x) + (self.layers[0].bias * 0).sqrt().sum()  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_gradients_that_are_never_finite_are_named(tmp_path: Path) -> None:
     at = bench(tmp_path, Endless(), optimizer="adamw", precision="fp16")
     with at.cleared(), pytest.raises(StepError, match="a GradScaler skips every update"):
@@ -197,6 +201,7 @@ def test_a_peak_is_raised_by_what_is_above_it() -> None:
 IN_BACKWARD = Plan(in_backward=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw:foreach", "adamw:fused"])
 def test_an_optimizer_in_backward_is_predicted_within_a_hundredth(optimizer: str) -> None:
     step = warmed(step_of(optimizer))

@@ -86,6 +86,7 @@ def test_the_limit_is_exact(run) -> None:  # type: ignore[no-untyped-def]
     done.assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", ["def test_net(train_memory): pass", "def test_net(): net()(X).sum().backward()"])
 def test_a_limit_on_nothing_is_not_green(run, body: str) -> None:  # type: ignore[no-untyped-def]
     done = run(f"""
@@ -96,6 +97,7 @@ def test_a_limit_on_nothing_is_not_green(run, body: str) -> None:  # type: ignor
     done.stdout.fnmatch_lines(["limited to 2.0 GiB, but no training step was counted*"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("marker", ["()", "(5)", "('much')", "(size='2 MiB')"])
 def test_a_limit_that_is_none_is_explained(run, marker: str) -> None:  # type: ignore[no-untyped-def]
     done = run(f"""

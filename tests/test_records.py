@@ -220,6 +220,7 @@ json_values = st.recursive(
 RECORDS = (LevelRow, MemOptSummary, OptimizeRequest, SegmentPlan)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(RECORDS), json_values)
 def test_arbitrary_json_is_a_usage_error(cls: type[Any], data: Any) -> None:
     with pytest.raises(UsageError):
@@ -235,6 +236,7 @@ def places(data: Any) -> list[tuple[Any, ...]]:
 SUMMARY_DATA = json.dumps(to_data(summary()))
 
 
+@pytest.mark.slow
 @given(st.sampled_from(places(json.loads(SUMMARY_DATA))[1:]), json_values)
 def test_a_value_replaced_anywhere_reads_or_is_a_usage_error(place: tuple[Any, ...], value: Any) -> None:
     data = holder = json.loads(SUMMARY_DATA)

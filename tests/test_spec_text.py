@@ -96,6 +96,7 @@ def specs(draw: st.DrawFn) -> TensorSpec:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(specs())
 def test_format_then_parse_is_the_identity(spec: TensorSpec) -> None:
@@ -123,6 +124,7 @@ def test_any_dimensions_are_sizes_or_a_usage_error(texts: list[str]) -> None:
     assert parse_dims(f"{name}={size}" for name, size in dims.items()) == dims
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.text(max_size=20) | st.from_regex(r"[a-z.]{0,5}:[a-z.]{0,5}"))
 def test_any_text_names_a_factory_or_none(text: str) -> None:

@@ -103,6 +103,7 @@ def test_fake_tensors_count_the_optimizer_too(optimizer: str) -> None:
     assert fake.breakdown.optimizer_bytes >= parameters * STATES.get(optimizer.partition(":")[0], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [convolutional, transformer, recurrent])
 def test_it_repeats_to_the_byte(make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]) -> None:
     step = step_of(*make())
@@ -114,6 +115,7 @@ def test_it_repeats_to_the_byte(make: Callable[[], tuple[nn.Module, tuple[Tensor
 IN_CHUNKS = segment("1", chunks=2, batch_statistics=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", [(), (segment("1"), segment("2")), (IN_CHUNKS,)])
 def test_every_step_counts_as_the_first(segments: tuple[SegmentPlan, ...]) -> None:
     model, args = convolutional()
@@ -121,6 +123,7 @@ def test_every_step_counts_as_the_first(segments: tuple[SegmentPlan, ...]) -> No
     assert len({count(step).tensor_peak_bytes for _ in range(8)}) == 1
 
 
+@pytest.mark.slow
 def test_the_breakdown_adds_up_to_the_peak() -> None:
     for make, segments in PLANS:
         model, args = make()
@@ -394,6 +397,7 @@ def test_a_model_that_wants_data_cannot_run_on_fake_tensors() -> None:
     assert count(step).tensor_peak_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_packed_inputs_takes_the_plan_at_its_word() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -108,6 +108,7 @@ def test_the_losses_are_the_same_to_the_bit(
     assert torch.equal(original(digits[0]), optimized(digits[0]))
 
 
+@pytest.mark.slow
 def test_chunks_train_alike_in_float64(digits: tuple[Tensor, Tensor]) -> None:
     torch.manual_seed(0)
     original = conv_net().double()

@@ -178,6 +178,7 @@ def strided() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 16, 3), *layers, nn.Flatten(), nn.LazyLinear(10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [plain, strided])
 @pytest.mark.parametrize("segments", [(), ("1", "2")], ids=["original", "plan"])
 def test_the_predicted_allocated_peak_is_the_measured_one(build: Any, segments: tuple[str, ...]) -> None:
@@ -198,6 +199,7 @@ def test_the_predicted_allocated_peak_is_the_measured_one(build: Any, segments: 
     assert predicted.tensor_peak_bytes <= predicted.allocated_peak_bytes
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_in_chunks() -> None:
     """Its kernels lay the weights out anew in each chunk; within 5 %, where a scaled workspace is 10 % off."""
     model = Recurrent(57)

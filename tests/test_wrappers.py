@@ -58,6 +58,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) == 6 and all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow
 @every_wrapper
 def test_a_plan_goes_onto_the_model_within_and_off_again(wrap: Callable[[nn.Module], nn.Module]) -> None:
     plain, model = gradients(wrap(network())), network()
@@ -70,6 +71,7 @@ def test_a_plan_goes_onto_the_model_within_and_off_again(wrap: Callable[[nn.Modu
     assert same(gradients(wrapped), plain)
 
 
+@pytest.mark.slow
 @every_wrapper
 def test_a_model_may_have_its_plan_when_it_is_wrapped(wrap: Callable[[nn.Module], nn.Module]) -> None:
     wrapped = wrap(memopt_cli.apply_plan(network(), PLAN))
@@ -77,6 +79,7 @@ def test_a_model_may_have_its_plan_when_it_is_wrapped(wrap: Callable[[nn.Module]
     assert same(gradients(wrapped), gradients(wrap(network())))
 
 
+@pytest.mark.slow
 def test_one_that_ran_without_its_plan_runs_with_it() -> None:
     wrapped = compiled(network())
     plain, runs = gradients(wrapped), []

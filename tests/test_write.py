@@ -309,6 +309,7 @@ def test_any_bytes_are_a_plan_or_a_usage_error(data: bytes, plan_file: Path) -> 
         read_plan(plan_file)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(at=st.integers(0, 400), byte=st.integers(0, 255))
 def test_a_damaged_plan_never_gives_a_traceback(at: int, byte: int, plan_file: Path) -> None:

@@ -52,6 +52,7 @@ def read(tmp_path: Path, text: str) -> BatchShaping:
     return read_batch_shaping(tmp_path / "batch.yaml")
 
 
+@pytest.mark.slow
 def test_the_documented_values_are_the_defaults(tmp_path: Path) -> None:
     assert read(tmp_path, DOCUMENTED) == BatchShaping() == parse_batch_shaping({})
 

@@ -32,6 +32,7 @@ def test_the_models_see_every_batch() -> None:
     assert budget.positions == 2 * 8 + 4 * 4 + 2 * 1
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(1, 16))
 def test_buckets_beat_padding_and_packing_beats_all(lengths: list[int], batch_size: int) -> None:

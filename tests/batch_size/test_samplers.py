@@ -24,6 +24,7 @@ def positions(sampler: LengthSampler, lengths: list[int]) -> int:
     return padding_report([lengths[i] for i in batch] for batch in sampler).positions
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 99), st.booleans(), st.integers(0, 5), st.integers(0, 3))
 def test_a_token_budget_is_kept_and_every_index_comes_once(
@@ -38,6 +39,7 @@ def test_a_token_budget_is_kept_and_every_index_comes_once(
         assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 20), st.integers(0, 5))
 def test_buckets_have_their_size_and_every_index_comes_once(lengths: list[int], size: int, seed: int) -> None:
@@ -48,6 +50,7 @@ def test_buckets_have_their_size_and_every_index_comes_once(lengths: list[int], 
     assert len(batches) == -(-len(lengths) // size)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 20), st.integers(0, 99))
 def test_buckets_never_pad_more_than_random_batches(lengths: list[int], size: int, seed: int) -> None:
@@ -58,6 +61,7 @@ def test_buckets_never_pad_more_than_random_batches(lengths: list[int], size: in
     assert positions(LengthBucketSampler(lengths, size), lengths) <= random_report.positions
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4))
 def test_buckets_are_the_best_there_are(lengths: list[int], size: int) -> None:
@@ -68,6 +72,7 @@ def test_buckets_are_the_best_there_are(lengths: list[int], size: int) -> None:
     assert positions(LengthBucketSampler(lengths, size), lengths) == least
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(LENGTHS, st.integers(30, 120), st.integers(1, 5), st.integers(0, 3))
 def test_ranks_share_the_batches_equally(lengths: list[int], budget: int, ranks: int, epoch: int) -> None:
@@ -135,6 +140,7 @@ def test_a_sequence_beyond_the_budget() -> None:
     assert [1] in list(TokenBudgetSampler([1, 9, 2], 8, oversize="alone"))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(LENGTHS, st.integers(30, 200))
 def test_a_batch_is_as_full_as_it_can_be(lengths: list[int], budget: int) -> None:

@@ -202,6 +202,7 @@ def test_a_step_longer_than_allowed_is_never_passed_over(most: int) -> None:
     assert advice.limited_by == f"the time of a step (10 s; {taken})"
 
 
+@pytest.mark.slow
 @given(
     batch=st.integers(1, 64),
     fixed=st.floats(0, 20),
@@ -403,6 +404,7 @@ def test_what_lies_beyond_a_line_or_around_a_bend_is_not(known: dict[int, float]
     assert between(known, number) is None
 
 
+@pytest.mark.slow
 @given(
     st.floats(0, 1e9), st.floats(1, 1e3), st.floats(0, 10), st.integers(0, 100_000), st.lists(st.integers(1, 100_000))
 )

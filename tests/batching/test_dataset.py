@@ -43,6 +43,7 @@ def test_results_are_those_of_a_plain_loop(memory: Any, metered: Callable[..., n
     assert not results.requires_grad
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     samples=st.integers(1, 200),

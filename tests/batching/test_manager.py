@@ -98,6 +98,7 @@ def test_the_training_loop_as_the_guide_prints_it(memory: Any, rows: int, begun:
     assert manager.get_status()["current_batch_size"] == begun
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 9), max_size=12),
@@ -178,6 +179,7 @@ def test_inputs_and_targets_must_be_told_apart(memory: Any) -> None:
         manager_of(memory).adapt_and_process_batch(torch.zeros(2), 0)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 7), max_size=8), st.lists(st.integers(1, 9), min_size=40, max_size=40))
 def test_the_queue_is_first_in_first_out(puts: list[int], takes: list[int]) -> None:

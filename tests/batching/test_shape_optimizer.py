@@ -134,6 +134,7 @@ def test_architectures_are_recognized(model: nn.Module, kinds: list[str]) -> Non
     assert list(architectures_of(model)) == kinds
 
 
+@pytest.mark.slow
 def test_the_sample_models_are_recognized() -> None:
     from sample_models import char_rnn, gpt, lif_rnn, resnet, spiking_vgg
 

@@ -201,6 +201,7 @@ def test_a_lowered_limit_is_answered_before_the_next_step(memory: Any) -> None:
     assert max(run(memory, sizer, 40)) <= 0.84
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     base=st.integers(0, 500),

@@ -50,6 +50,7 @@ def test_failure_is_a_message_and_a_code(
     assert out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["x" * 10**6, "x\n" * 10**6])
 def test_a_failure_does_not_flood_the_terminal(text: str, pipeline: Any, capfd: pytest.CaptureFixture[str]) -> None:
     pipeline.act = raising(UnsafeFileError(f"it uses {text}, of all things", hint=text))

@@ -242,6 +242,7 @@ def test_in_a_fresh_process(spawn_memopt: Callable[..., Any], tmp_path: Path) ->
     assert "measuring a step" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["/dev/zero", "../there.pt", "link.pt"])
 def test_a_baseline_names_no_file_elsewhere(recorded: Callable[..., Any], where: str) -> None:
     import torch

@@ -98,6 +98,7 @@ def net(tmp_path: Path) -> str:
     return "net.pt"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
     done = memopt("profile", net, "-i", "512x64=spikes:0.2")
@@ -126,6 +127,7 @@ def test_the_report_for_programs(memopt: Callable[..., Any], net: str) -> None:
     assert len(found["trace"]["ops"]) + 1 == len(found["live_bytes"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("fake", [[], ["--fake"]])
 def test_bad_inputs_end_as_in_optimize(fake: list[str], memopt: Callable[..., Any], net: str) -> None:
@@ -166,6 +168,7 @@ def test_a_found_file_names_cards_and_files_beside_it(
     assert "not in this folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_estimate_for_a_card(memopt: Callable[..., Any], net: str) -> None:
     Path("tiny.yaml").write_text(

@@ -227,6 +227,7 @@ def six_blocks(tmp_path: Path) -> str:
     return "net.pt"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
     done = memopt("recommend-batch", net, "-i", "64x64", "--memory", "1MiB", "--global-batch", "4096")
@@ -248,6 +249,7 @@ def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
     assert not done.changed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: str) -> None:
     from memopt_cli.batch_size.config import read_batch_shaping
@@ -273,6 +275,7 @@ def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: s
     assert "b.yaml exists" in again.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_copies_for_people(memopt: Callable[..., Any], net: str) -> None:
     done = memopt("recommend-batch", net, "-i", "16x64", "--memory", "2MiB", "--replicas", "2:4", "--seed", "1")
@@ -301,6 +304,7 @@ def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
     assert not done.changed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], six_blocks: str) -> None:
     from memopt_cli.contents import read_plan
@@ -326,6 +330,7 @@ def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], 
     assert "net.memopt.batch.yaml exists" in again.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("flags", "said"),
@@ -346,6 +351,7 @@ def test_a_search_that_finds_nothing_says_why(
     assert not done.changed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_search_where_no_step_is_in_time(memopt: Callable[..., Any], six_blocks: str) -> None:
     """As without a plan, the smallest batch is the answer; nothing was said to fit, not even the plan that did."""
@@ -360,6 +366,7 @@ def test_a_search_where_no_step_is_in_time(memopt: Callable[..., Any], six_block
     assert "No step was within 0.001 s (--longest-step): the shortest is the answer." in found["notes"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_search_tries_the_least_plan_where_those_of_the_sums_do_not_fit(
     memopt: Callable[..., Any], six_blocks: str, monkeypatch: pytest.MonkeyPatch
@@ -375,6 +382,7 @@ def test_a_search_tries_the_least_plan_where_those_of_the_sums_do_not_fit(
     assert len(found["runs"][found["chosen"]]["plan"]["segments"]) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_search_where_a_single_sample_runs_other_operators(memopt: Callable[..., Any]) -> None:
     """Its record says nothing of larger batches: two others are recorded."""
@@ -396,6 +404,7 @@ def test_a_search_where_a_single_sample_runs_other_operators(memopt: Callable[..
     assert "No plan was tried" not in " ".join(found["notes"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_search_for_people(memopt: Callable[..., Any], net: str) -> None:
     flags = ("-i", "64x64", "--memory", "1MiB", "--global-batch", "4096", "--search", "--level", "1", "-o", "b.yaml")
@@ -424,6 +433,7 @@ def test_a_search_where_nothing_fits_at_all(memopt: Callable[..., Any], net: str
     assert not done.changed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
@@ -487,6 +497,7 @@ def test_strategies_are_compared_instead(pipeline: Any, monkeypatch: pytest.Monk
     assert asked[0].dim_range == DimRange(symbol="T", low=16, high=64)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_table_of_strategies(memopt: Callable[..., Any], net: str) -> None:
     import torch

@@ -116,6 +116,7 @@ def test_rules_that_cannot_be(bad: dict[str, int]) -> None:
 sizes = st.integers(1, 4 * MIB) | st.integers(1, 64 * MIB) | st.integers(1, 2000)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(sizes | st.integers(0, 20).map(lambda n: -n), max_size=80))
 def test_of_every_sequence(sequence: list[int]) -> None:

@@ -48,6 +48,7 @@ def test_letters_are_written_in_the_order_of_memory() -> None:
     assert out.getvalue().split("\n") == ["a", "X", "b", "<pad>", "c", "<pad>", ""]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.text(alphabet=LETTERS, min_size=1, max_size=12), min_size=1, max_size=6))
 def test_a_name_can_be_read_back(names: list[str]) -> None:

@@ -19,6 +19,7 @@ def test_predicted_counted_and_allocated_peaks_agree(first: int) -> None:
     assert sum(result.kind == "same" for result in found.values()) > len(found) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -42,6 +42,7 @@ def test_every_block_computes_and_is_trained(kind: str) -> None:
     assert model.scale.grad is not None
 
 
+@pytest.mark.slow
 def test_cases_are_the_same_again_and_survive_a_command_line() -> None:
     cases = [drawn_case(0, index) for index in range(30)]
     assert cases == [drawn_case(0, index) for index in range(30)]
@@ -87,6 +88,7 @@ ONCE_FAILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ONCE_FAILED.values(), ids=ONCE_FAILED)
 def test_what_once_failed(text: str) -> None:
     assert outcome(from_text(text)).kind == "same"
@@ -158,6 +160,7 @@ AMPLIFYING = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", AMPLIFYING)
 def test_what_rounding_alone_changes_is_noise(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = from_text(text)

@@ -141,6 +141,7 @@ def test_everything_at_once_and_dynamic_sizes(tmp_path: Path) -> None:
     assert not output["more"][0].requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", "char_rnn", "traced gpt"])
 def test_memory_is_that_of_the_model_as_it_was_written(name: str, tmp_path: Path) -> None:
     model, arguments = CORPUS[name].make(), CORPUS[name].arguments()

@@ -50,6 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", sorted(files()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_no_hostile_model_runs_or_is_loaded(case: str, memopt: Memopt) -> None:
     """Not confined either: a subprocess would hide what runs."""
@@ -226,6 +227,7 @@ def damaged(data: bytes, draws: random.Random) -> Iterator[bytes]:
         yield data[:position] + draws.randbytes(8) + data[position + 8 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "traced.pt", "exported.pt2", "weights.safetensors"])
 def test_a_damaged_file_is_described_or_refused(name: str, sound: dict[str, Path], tmp_path: Path) -> None:
     path, data = tmp_path / name, sound[name].read_bytes()
@@ -241,6 +243,7 @@ def test_a_damaged_file_is_described_or_refused(name: str, sound: dict[str, Path
     assert not any("many lines" in outcome for outcome in outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "weights.safetensors"])
 def test_a_damaged_file_is_loaded_or_refused(name: str, sound: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / name

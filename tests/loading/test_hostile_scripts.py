@@ -57,6 +57,7 @@ def test_inspecting_says_of_a_damaged_script_what_loading_says(tmp_path: Path) -
     assert said[0] == said[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["a deep path", "huge sizes", "a size that is no whole number", "many sizes"])
 def test_a_program_of_impossible_sizes_is_refused(case: str, tmp_path: Path) -> None:
     data, says = programs()[case]
@@ -146,6 +147,7 @@ def _time(work: Callable[[Any], None], items: Any) -> float:
     return taken
 
 
+@pytest.mark.slow
 def test_weights_that_share_a_record_share_its_memory(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").write_bytes(hostile_scripts.sharing(100))
     module = load_model(ModelSource(location=str(tmp_path / "model.pt2"))).module

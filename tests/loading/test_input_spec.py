@@ -248,6 +248,7 @@ def test_data_files(tmp_path: Path) -> None:
     assert batch_of(InputSpec(data_file=str(tmp_path / "list.pt"), source="")) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["pt", "npz"])
 def test_data_files_of_more_inputs_than_any_model_takes(ending: str, tmp_path: Path) -> None:
     path, held = str(tmp_path / f"many.{ending}"), {f"x{i}": torch.ones(1) for i in range(1001)}

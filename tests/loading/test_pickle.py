@@ -170,6 +170,7 @@ def test_a_transformers_model_loads_with_its_configuration(tmp_path: Path) -> No
     assert load(tmp_path / "gpt.pt").config.n_embd == 8  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "told"),
     [
@@ -626,6 +627,7 @@ def test_a_file_that_is_compressed_says_how(tmp_path: Path, pack: Callable[[byte
     assert error.value.hint == f"Unpack it first: {name} -d."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", bad_files())
 def test_files_that_are_no_models(tmp_path: Path, case: str) -> None:
     (tmp_path / "model.pt").write_bytes(bad_files()[case])

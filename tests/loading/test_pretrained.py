@@ -272,6 +272,7 @@ LISTS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LISTS)
 def test_lists_of_an_adapter_are_bounded_by_the_names_of_its_base(name: str, tmp_path: Path) -> None:
     settings, fine = LISTS[name]
@@ -290,6 +291,7 @@ READING: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READING)
 def test_adapters_that_read_other_files_are_refused(name: str, adapter: Path) -> None:
     settings, says = READING[name]
@@ -299,6 +301,7 @@ def test_adapters_that_read_other_files_are_refused(name: str, adapter: Path) ->
     assert caught.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -345,6 +348,7 @@ def test_a_message_quotes_a_piece_of_the_settings(settings: dict[str, Any], fold
     assert len(f"{caught.value}") < 4000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"base_model_name_or_path": LONG}, {"peft_type": LONG}, {LONG: "text"}, {"other": LONG}]
 )

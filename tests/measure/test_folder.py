@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from memopt_cli.measure.folder import Folder, remove
 
 
@@ -17,6 +19,7 @@ def test_it_goes_with_whom_it_belongs_to() -> None:
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_folders_in_folders(tmp_path: Path) -> None:
     """More than Python recurses into, and than files can be open."""
     top = tmp_path / "top"

@@ -164,6 +164,7 @@ def _line(form: str) -> str:
     return f"[{''.join(piece.replace('%d', str(i)) for i in range(_MANY))}0]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", _LINES)
 def test_memory_is_counted_before_it_is_taken(form: str) -> None:
     line = _line(form).encode() + b"\n"

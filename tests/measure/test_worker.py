@@ -224,6 +224,7 @@ def test_a_measured_step_is_not_taken_again_to_time_its_operators(
     assert_timed(one.do(TraceJob(fake=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["none", "adamw"])
 @pytest.mark.parametrize("fake", [True, False])
 def test_a_step_that_was_not_measured_is_timed(optimizer: str, fake: bool, worker: Callable[..., Worker]) -> None:
@@ -237,6 +238,7 @@ def assert_timed(traced: Traced) -> None:
     assert traced.trace.packing_bytes_per_s > 0
 
 
+@pytest.mark.slow
 def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +284,7 @@ def test_a_slowdown_near_the_limit_is_timed_more_often(
     assert len(found.planned_times_s) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_a_small_batch_tells_the_workspace_of_a_large_one(batch_first: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "net.pt")
@@ -315,6 +318,7 @@ def test_a_probe_takes_a_long_step_once(
     assert found.step_s > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("long_s", "warm_up", "steps", "timed"),
     [(0.0, True, 4, 1), (math.inf, True, 6, 3), (0.0, False, 5, 3), (math.inf, False, 5, 3)],
@@ -445,6 +449,7 @@ def test_a_full_step_that_cannot_be_recorded_leaves_what_is_known(monkeypatch: p
     assert found.unknown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "data", "told"),
     [(ByBatch, "small batch", "can be packed"), (EverLonger, "full size", "times are estimated")],
@@ -474,6 +479,7 @@ def wide_and_narrow() -> nn.Module:
     return nn.Sequential(heavy[:2], heavy[2], light, nn.Sequential(nn.Linear(40, 40), nn.ReLU()))
 
 
+@pytest.mark.slow
 def test_of_modules_alike_but_for_their_widths_the_quickest_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 400)),), dims={"B": 64}, source="here")
     subject = Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings())

@@ -232,6 +232,7 @@ def test_a_fused_layer_equals_separate_layers(layer: str, equals_separate: Calla
     equals_separate(without_dropout(make()), *inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["linear", "conv2d grouped", "batch norm cumulative", "gru", "encoder", "functions"])
 def test_a_fused_layer_equals_separate_layers_in_float32(
     layer: str, equals_separate: Callable[..., BatchModule]
@@ -240,6 +241,7 @@ def test_a_fused_layer_equals_separate_layers_in_float32(
     equals_separate(without_dropout(make()), *inputs, dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer", ["linear", "lstm", "gru", "gru cell", "encoder", "attention by hand", "batch norm 2d"]
 )

@@ -220,6 +220,7 @@ def largest_gap(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]])
     return max(float((f[k] - w[k]).abs().max()) for f, w in pairs for k in w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_trains_stacked_models_as_it_trains_each(name: str) -> None:
     batched = different(convolutional().double(), route="fused")
@@ -481,6 +482,7 @@ class Leaky(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "steps"),
     [
@@ -541,6 +543,7 @@ def test_a_route_with_other_gradients_or_statistics_is_not_used(monkeypatch: pyt
     assert "running" in fused.refused
 
 
+@pytest.mark.slow
 def test_trying_the_routes_leaves_no_trace() -> None:
     batched = BatchModule(nn.Sequential(convolutional(), nn.Dropout(0.5)), G)
     before = [s.copy() for s in batched.state_dicts()]
@@ -678,6 +681,7 @@ class Chain(nn.Module):
 PLAN = Plan(segments=(SegmentPlan(path="first"), SegmentPlan(path="second", chunks=2, axis=0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["fused", "loop"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_segments_work_inside_a_batched_model(route: RouteName, when: str) -> None:
@@ -763,6 +767,7 @@ class Stages(nn.Sequential):
         return [self[:1], self[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["fused", "loop"])
 def test_a_spatially_split_segment_works_inside_a_batched_model(route: RouteName) -> None:
     layers = [nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)]

@@ -41,6 +41,7 @@ def gradients(step: Step) -> list[Tensor]:
     return [p.grad for p in step.model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "loss", "kwargs"),
     [

@@ -255,6 +255,7 @@ def test_the_first_gradient_differs_from_d_rtrls_by_a_factor(net: nn.Module, cor
             torch.testing.assert_close(found[name], ratio * exact[name], rtol=EXACT, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("correction", "closeness"), [("reference", 0.99), ("exact", 0.98)])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_es_d_rtrl_points_where_d_rtrl_points(seed: int, correction: str, closeness: float) -> None:
@@ -377,6 +378,7 @@ def test_a_new_sequence_starts_anew() -> None:
     assert relative(learn(algorithm, inputs, labels), first) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [D_RTRL, es], ids=["D_RTRL", "ES_D_RTRL"])
 def test_an_optimizer_may_step_after_every_time_step(make: Callable[..., OnlineAlgorithm]) -> None:
     net = lif_net().double()

@@ -106,6 +106,7 @@ def by_its_equations(net: nn.Sequential, step: Step, inputs: Tensor, labels: Ten
     return gradients(net)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GATED)
 def test_gated_cells_are_their_equations_and_learnt_exactly(name: str) -> None:
     inputs, labels = sequence()

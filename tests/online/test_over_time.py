@@ -75,6 +75,7 @@ def test_states_that_a_neuron_keeps_to_itself_are_found(make: object) -> None:
     assert torch.equal(OverTime(step)(inputs), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [leaky, lambda: LIF(HIDDEN)], ids=["snnTorch's Leaky", "LIF"])
 def test_where_nothing_is_cut_d_rtrl_is_exact(make: object) -> None:
     """Compared in float64 also where a model and its inputs are float32, which they are again afterwards."""
@@ -88,6 +89,7 @@ def test_where_nothing_is_cut_d_rtrl_is_exact(make: object) -> None:
     assert 0.9 < approximate.cosine < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ONLINE_RULES)
 def test_recurrence_through_weights_is_cut(rule: OnlineRule) -> None:
     found = compare_gradients(step_of(OverTime(lif_net().double()), sequence()[0]), rule)
@@ -181,6 +183,7 @@ def test_the_states_that_are_left_can_be_copied(make: Callable[[], nn.Module]) -
     assert torch.equal(copy.deepcopy(net)(sequence()[0].float()), output)
 
 
+@pytest.mark.slow
 @NEURONS
 @pytest.mark.parametrize("axis", [0, 1, -3])
 @pytest.mark.parametrize("recompute_states", [False, True])
@@ -198,6 +201,7 @@ def test_chunks_are_exact_along_time_and_along_the_batch(
         assert difference(expected, found).relative < 1e-5
 
 
+@pytest.mark.slow
 @NEURONS
 def test_a_model_of_sequences_around_it_is_chunked_likewise(make: Callable[[], nn.Module]) -> None:
     whole = nn.Sequential(OverTime(feedforward(make()).float()), nn.Linear(CLASSES, 2))
@@ -208,6 +212,7 @@ def test_a_model_of_sequences_around_it_is_chunked_likewise(make: Callable[[], n
     assert worst.relative < 1e-5
 
 
+@pytest.mark.slow
 @NEURONS
 def test_a_temporal_split_is_found(make: Callable[[], nn.Module]) -> None:
     rule = find_rule(OverTime(feedforward(make()).float()), (torch.randn(8, BATCH, INPUTS),), {})
@@ -236,6 +241,7 @@ def test_a_single_step_of_a_cell_whose_state_is_of_all_samples_runs_whole() -> N
     assert difference(found, effects(step_of(whole, inputs))).relative < 1e-6
 
 
+@pytest.mark.slow
 def test_a_single_step_of_what_keeps_nothing_runs_in_chunks_of_its_samples() -> None:
     inputs = sequence()[0]
     whole = OverTime(nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh()).double())

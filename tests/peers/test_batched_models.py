@@ -102,6 +102,7 @@ def test_a_step_of_nesterov_with_weight_decay_is_that_of_each_model(case: tuple[
         torch.testing.assert_close(state, dict(single.state_dict()))
 
 
+@pytest.mark.slow
 def test_backward_of_one_model_leaves_the_others_without_gradient(case: tuple[nn.Module, Tensor]) -> None:
     batched, _ = many(case[0])
     batched(case[1])[1].square().sum().backward()
@@ -110,6 +111,7 @@ def test_backward_of_one_model_leaves_the_others_without_gradient(case: tuple[nn
         assert not parameter.grad[[0, 2, 3]].any()
 
 
+@pytest.mark.slow
 def test_a_batched_model_passes_its_own_test_and_a_wrong_one_does_not(case: tuple[nn.Module, Tensor]) -> None:
     model, images = case
     test_model_batching(model.float(), [tuple(images.shape[1:])], batch=3, rtol=1e-4, atol=1e-4)

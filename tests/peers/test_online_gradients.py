@@ -56,6 +56,7 @@ def online(net: nn.Module, **settings: object) -> OnlineAlgorithm:
     return algorithm
 
 
+@pytest.mark.slow
 def test_d_rtrl_is_back_propagation_through_time_on_the_cut_graph(net: Network) -> None:
     inputs, labels = sequence()
     found = learn(online(net), inputs, labels)
@@ -97,6 +98,7 @@ def test_automatic_batching_gives_the_same(net: Network) -> None:
         assert relative(learn(Vmap(algorithm), inputs, labels), expected) <= EXACT
 
 
+@pytest.mark.slow
 def test_the_first_gradient_of_es_d_rtrl_is_that_of_d_rtrl(net: Network) -> None:
     inputs, labels = sequence()
     expected = learn(online(net), inputs[:1], labels)

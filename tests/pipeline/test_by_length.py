@@ -217,6 +217,7 @@ def test_a_model_that_does_not_run_at_another_length(optimize: Memopt) -> None:
     assert f"the model does not run at S={LOW}: " in done.err
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
     torch.save(deep_net(1), "net.pt")
     done = optimize(*RANGE, "--budget", "1KiB", "--level", "1")

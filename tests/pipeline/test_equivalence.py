@@ -139,6 +139,7 @@ def recurrent() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (3, 2)), nn.Flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "candidate"),
     [
@@ -158,6 +159,7 @@ def test_what_is_the_same_is_the_same_to_the_bit(
     assert found.compared > 10
 
 
+@pytest.mark.slow
 def test_a_plan_that_a_file_carries_stays_on() -> None:
     plan = Plan(segments=(SegmentPlan(path="blocks.0"), SegmentPlan(path="blocks.1", chunks=2)))
     reference, _ = pair(lambda: Block(nn.Dropout(0.4)))
@@ -270,6 +272,7 @@ class Counting(nn.Module):
         return torch.tanh(self.layer(x * self.calls[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "candidate", "module", "text"),
     [
@@ -495,6 +498,7 @@ class NeverCalled(Evicted):
     times = 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "first"),
     [
@@ -526,6 +530,7 @@ def test_a_hook_that_is_called_less_is_no_rounding(model: Callable[[int], nn.Mod
     assert found.hooks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_what_float64_tells_counts_under_autocast(precision: str) -> None:
     class Off(Varied):
@@ -592,6 +597,7 @@ class Noisy64(Varied):
         return self.plain(x) * (1 + noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "alike"),
     [
@@ -605,6 +611,7 @@ def test_what_is_no_difference(model: Callable[[int], nn.Module], alike: tuple[s
     assert verified(lambda: model(0), lambda: model(1), steps=2).alike in alike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "module"), [(nn.Dropout(0.4), "blocks.0.inner.0"), (nn.BatchNorm1d(10), "blocks.0.inner.0")]
 )
@@ -631,6 +638,7 @@ def test_eval_mode_that_changes_nothing_is_noted() -> None:
     assert found.notes == ("blocks came in eval mode in the candidate alone.",)
 
 
+@pytest.mark.slow
 def test_both_in_eval_mode_are_trained() -> None:
     def evaluated(around: Callable[..., Any]) -> nn.Module:
         return Net(dropping(), around=around).eval()
@@ -681,6 +689,7 @@ def test_gradients_that_are_never_finite_are_a_difference() -> None:
         verified(lambda: NeverFinite(1), lambda: NeverFinite(0), precision="fp16")
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_that_want_them() -> None:
     class Cut(Varied):
         def forward(self, x: Tensor) -> Tensor:
@@ -729,6 +738,7 @@ def hooked(*names: str, around: Callable[..., Any] = lambda block, x: block(x)) 
     return net
 
 
+@pytest.mark.slow
 def test_hooks_that_are_not_called_or_in_another_order() -> None:
     missing = verified(lambda: hooked("record", "count"), lambda: hooked("count"))
     assert (missing.alike, missing.hooks) == ("not", "the hook record of blocks.0.wide is never called")
@@ -744,6 +754,7 @@ def test_hooks_that_are_not_called_or_in_another_order() -> None:
 # ---------------------------------------------------------------------------------------------- what cannot be compared
 
 
+@pytest.mark.slow
 def test_models_that_are_not_one_are_refused() -> None:
     with pytest.raises(StepError, match=r"the candidate has no parameter blocks\.1"):
         verified(lambda: Net(Block(), Block()), lambda: Net(Block()))
@@ -791,6 +802,7 @@ class Wrapped(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["module", "_orig_mod"])
 def test_names_of_wrappers_are_left_out(name: str) -> None:
     def make() -> nn.Module:
@@ -820,6 +832,7 @@ def test_live_models_are_left_alone() -> None:
     assert all(parameter.grad is None for parameter in candidate.parameters())
 
 
+@pytest.mark.slow
 def test_steps_of_ones_own() -> None:
     def step(around: Callable[..., Any]) -> Callable[[], memopt_cli.Step]:
         def make() -> memopt_cli.Step:
@@ -869,6 +882,7 @@ def scaled_step(rate: float, times: float = 1.0) -> Callable[[], memopt_cli.Step
     return make
 
 
+@pytest.mark.slow
 def test_updates_of_a_step_of_ones_own_in_float16_are_compared() -> None:
     x = torch.randn(ROWS, 6)
     found = memopt_cli.verify(scaled_step(1e-5), scaled_step(1e-2), (x,), steps=1).result
@@ -911,6 +925,7 @@ def different() -> Equivalence:
     return verified(*pair(dropping, forgetful))
 
 
+@pytest.mark.slow
 def test_the_report_in_words(different: Equivalence) -> None:
     text = io.StringIO()
     TextJudgement().verified(different, text)

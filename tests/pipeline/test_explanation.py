@@ -100,6 +100,7 @@ def needed_bytes(recorded: StepTrace) -> int:
     return recorded.allocated_peak_bytes
 
 
+@pytest.mark.slow
 def test_the_instant_is_that_of_the_step_that_is_run(
     recorded: StepTrace, explained: Callable[..., Explanation]
 ) -> None:
@@ -142,6 +143,7 @@ def test_what_is_suggested_fits_when_it_is_run_again(
             assert again.measurement.allocated_peak_bytes <= limit
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_told_at_once(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
     found = explained(recorded.resident_bytes // 2)
     assert found.instant is not None
@@ -155,6 +157,7 @@ def test_what_cannot_fit_is_told_at_once(recorded: StepTrace, explained: Callabl
     )
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_is_told_so(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
     found = explained(2 * needed_bytes(recorded))
     assert (found.instant, found.suggestions, found.refused) == (None, (), ())
@@ -163,6 +166,7 @@ def test_a_step_that_fits_is_told_so(recorded: StepTrace, explained: Callable[..
     assert text.getvalue().startswith("the step fits: it needs about")
 
 
+@pytest.mark.slow
 def test_the_limit_comes_from_the_error(tmp_path: Path, explained: Callable[..., Explanation]) -> None:
     log = tmp_path / "train.log"
     log.write_text(
@@ -192,6 +196,7 @@ def test_a_snapshot_alone_says_who_held_what(tmp_path: Path) -> None:
     assert "/me/train.py:4  700 B" in text.getvalue()
 
 
+@pytest.mark.slow
 def test_a_snapshot_beside_a_model(tmp_path: Path, explained: Callable[..., Explanation]) -> None:
     found = explained(None, snapshot_path=snapshot(tmp_path))
     assert found.limit_bytes == 710
@@ -234,6 +239,7 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
         explain(ExplainRequest(source=None, log_path=str(tmp_path / "pipe")), progress=Progress())
 
 
+@pytest.mark.slow
 def test_a_snapshot_in_which_nothing_ran_out_says_nothing_of_the_limit(
     tmp_path: Path, recorded: StepTrace, explained: Callable[..., Explanation]
 ) -> None:
@@ -263,6 +269,7 @@ def wide(folder: Path) -> ExplainRequest:
     return ExplainRequest(source=source, spec=spec, memory=2 << 20)
 
 
+@pytest.mark.slow
 def test_an_interruption_of_what_is_tried_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(rows=[None], chosen=0, interrupted=True)
     monkeypatch.setattr(explanation, "recommend_prepared", lambda *_: found)
@@ -270,6 +277,7 @@ def test_an_interruption_of_what_is_tried_ends_it(tmp_path: Path, monkeypatch: p
         explain(wide(tmp_path), progress=Progress())
 
 
+@pytest.mark.slow
 def test_large_inputs_leave_micro_batches_to_try(tmp_path: Path) -> None:
     found = explain(wide(tmp_path), progress=Progress())
     assert "micro-batches" in {said.change for said in found.suggestions}
@@ -290,6 +298,7 @@ def make_step():
 """
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_gets_suggestions_that_it_can_follow(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STEP)

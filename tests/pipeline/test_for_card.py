@@ -44,6 +44,7 @@ def optimized(memopt: Memopt, *flags: str) -> dict[str, Any]:
     return {**found, "changed": done.changed}
 
 
+@pytest.mark.slow
 def test_a_plan_by_estimates(memopt: Memopt) -> None:
     found = optimized(memopt)
     summary = found["summary"]
@@ -69,6 +70,7 @@ def test_a_plan_by_estimates(memopt: Memopt) -> None:
     assert "estimated for slow, and measured on cpu:" in confirmed.out
 
 
+@pytest.mark.slow
 def test_every_number_is_called_an_estimate(memopt: Memopt) -> None:
     done = memopt("optimize", "net.pt", *STEP, "--dry-run")
     assert done.out.startswith("estimated for slow: ")
@@ -80,6 +82,7 @@ def test_every_number_is_called_an_estimate(memopt: Memopt) -> None:
 RANGE = "-i BxSx32 --dim B=2 --dim S=16:2048 --for slow.yaml --level 1 --budget 75% --dry-run".split()
 
 
+@pytest.mark.slow
 def test_a_plan_by_length_is_estimated_at_every_range(memopt: Memopt, net: nn.Module) -> None:
     done = memopt("optimize", "net.pt", *RANGE, "--json")
     assert done.code == 0, done.err
@@ -107,12 +110,14 @@ def test_a_plan_by_length_is_estimated_at_every_range(memopt: Memopt, net: nn.Mo
     assert memopt_cli.plan_of(net) == live.plan
 
 
+@pytest.mark.slow
 def test_without_a_plan_there_is_none_to_confirm(memopt: Memopt) -> None:
     done = memopt("optimize", "net.pt", *STEP, "--level", "0", "--dry-run")
     assert "estimated for slow, not measured" in done.out
     assert "--confirm" not in done.out
 
 
+@pytest.mark.slow
 def test_a_budget_is_one_of_the_estimate(memopt: Memopt) -> None:
     summary = optimized(memopt, "--budget", "90%", "--dry-run")["summary"]
     before, after = summary["estimates"]["original"], summary["estimates"]["planned"]
@@ -135,6 +140,7 @@ def test_what_would_be_measured_is_refused(flags: list[str], memopt: Memopt) -> 
 BATCH = "-i Bx32 --dim B=512 --for slow.yaml".split()
 
 
+@pytest.mark.slow
 def test_the_largest_batch_on_a_card(memopt: Memopt) -> None:
     done = memopt("recommend-batch", "net.pt", *BATCH, "--memory", "19MiB", "--json")
     assert done.code == 0, done.err
@@ -155,6 +161,7 @@ def test_the_largest_batch_on_a_card(memopt: Memopt) -> None:
     assert peak > 19 << 20 or not fits
 
 
+@pytest.mark.slow
 def test_the_largest_batch_on_a_card_under_a_plan(memopt: Memopt, net: nn.Module) -> None:
     optimized(memopt)
     done = memopt("recommend-batch", "net.pt", *BATCH, "--plan", "net.memopt.plan.yaml", "--global-batch", "9000")
@@ -189,6 +196,7 @@ def test_a_batch_that_would_be_run_is_refused(flags: list[str], memopt: Memopt) 
     assert not done.changed
 
 
+@pytest.mark.slow
 def test_in_python(net: nn.Module) -> None:
     card = DeviceProfile(
         name="slow", memory_bytes=2**24, bandwidth_bytes_per_s=1e7, flops_per_s={"fp32": 1e9}, library_bytes=2**20

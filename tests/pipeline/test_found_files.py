@@ -220,6 +220,7 @@ def test_inputs_of_a_file_are_looked_at_as_those_that_are_typed(name: str, memop
         assert_short(done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NO_TENSORS if "range without" not in name and "dims" not in name])
 def test_so_are_those_beside_a_model(name: str, memopt: Memopt, in_process: None) -> None:
     torch.save(nn.Linear(3, 3), "model.pt")

@@ -128,6 +128,7 @@ def test_a_file_that_has_come_to_exist_meanwhile(
         assert "Files of net.memopt have come to exist meanwhile; these are net.memopt-2." in done.out
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_a_plan_is_verified_keeps_nothing(
     memopt: Memopt, user_code: str, answered: Callable[..., None]
 ) -> None:

@@ -580,6 +580,7 @@ def test_a_pick_beyond_the_frontier_is_refused_before_it_is_measured(
     assert re.search(r"--pick 99: plans on the frontier: [2-7]\n", done.err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("goal", "code"), [(("--budget", "70%"), 6), (("--pick", "2"), 2)])
 def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int, optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
@@ -817,6 +818,7 @@ def test_the_config_file_trusts_and_sets(optimize: Memopt, user_code: str, monke
     assert "B=7 (memopt.yaml)" in done.out
 
 
+@pytest.mark.slow
 def test_inputs_from_a_file_cannot_be_resized(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     torch.save([torch.randn(9, 64)], "inputs.pt")
@@ -983,6 +985,7 @@ def test_memopt_apply_says_how_the_optimizer_runs_in_backward(memopt: Memopt, in
     assert "memopt_cli.Plan(in_backward=True)" in " ".join((done.out + done.err).split())
 
 
+@pytest.mark.slow
 def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Verification(
         passed=False,
@@ -1042,6 +1045,7 @@ APPLIED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "differs"), [("one_sees_backward", ""), ("one_sees_backward_in_eval", "in eval mode")]
 )

@@ -59,6 +59,7 @@ def timed(trace: StepTrace) -> StepTrace:
     return replace(trace, ops=tuple(replace(op, seconds=1e-3) for op in trace.ops))
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_by_the_sums_has_the_peak_of_a_record() -> None:
     prices = pricing(ran(lambda batch: 0.1 + 0.01 * batch, 2, 4))
     budget = record(20).allocated_peak_bytes * 7 // 10

@@ -87,6 +87,7 @@ def test_modules_include_those_below(model_file: str) -> None:
     assert uses["0"].class_name == "Sequential"
 
 
+@pytest.mark.slow
 def test_saved_tensors_and_who_saves_them(model_file: str) -> None:
     found = profiled(model_file)
     assert [s.nbytes for s in found.saved] == sorted((s.nbytes for s in found.saved), reverse=True)
@@ -137,6 +138,7 @@ def header() -> dict[str, Any]:
     return {"memopt": "0", "torch": "2", "model": "net.pt", "sha256": None, "spec": spec, "seed": 0, "device": "cpu"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_", "message"),
     [({"backend": "nope"}, "no backend 'nope'"), ({"backend": "eager", "fake": True}, "a compiled step is measured")],
@@ -146,6 +148,7 @@ def test_a_step_that_is_not_compiled(model_file: str, request_: dict[str, Any], 
         profiled(model_file, **request_)
 
 
+@pytest.mark.slow
 def test_a_backend_that_fails_says_so(model_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -157,6 +160,7 @@ def test_a_backend_that_fails_says_so(model_file: str, monkeypatch: pytest.Monke
     assert "torch.compile(model, backend='eager')" in str(said.value.hint)
 
 
+@pytest.mark.slow
 def test_of_code_that_was_compiled_often_the_next_model_is_too(
     model_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +183,7 @@ def test_of_code_that_was_compiled_often_the_next_model_is_too(
     assert len(graphs) == 3
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_one_graph_is_said_to_run_in_part_as_it_is(tmp_path: Path) -> None:
     """Of an LSTM, a compiler that is not installed was said to have compiled it."""
     torch.save(nn.LSTM(8, 8), tmp_path / "net.pt")
@@ -204,6 +209,7 @@ def test_a_missing_plan(model_file: str) -> None:
 # ---------------------------------------------------------------------------------------------- without data
 
 
+@pytest.mark.slow
 def test_an_estimate_needs_no_memory(model_file: str) -> None:
     found = profiled(model_file, f"{HUGE}x256", fake=True)
     small = profiled(model_file, "1000x256", fake=True)
@@ -218,6 +224,7 @@ def test_an_estimate_needs_no_memory(model_file: str) -> None:
     assert all(op.seconds == 0 for op in found.trace.ops)
 
 
+@pytest.mark.slow
 def test_an_estimate_knows_contents_of_a_small_step(model_file: str) -> None:
     found = profiled(model_file, f"{HUGE}x256=spikes:0.3", fake=True)
     (spikes,) = (s for s in found.saved if not s.made_by)
@@ -269,12 +276,14 @@ def test_a_model_that_wants_data_cannot_be_estimated(reading: tuple[str, Trust])
     assert "without --fake" in caught.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fake", [False, True])
 def test_wrong_inputs_are_explained_alike(fake: bool, model_file: str) -> None:
     with pytest.raises(StepError, match=r"module '0\.0' \(Linear\) rejected its input \d+x255@float32"):
         profiled(model_file, "128x255", fake=fake)
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_estimated(model_file: str, answered: Callable[..., None]) -> None:
     answered(MeasureJob, lambda *_: OutOfMemory(detail="you tried"))
     found = profiled(model_file, f"{HUGE}x256")

@@ -263,6 +263,7 @@ class TestInProcess:
         ):
             assert not any("normalization" in note for note in found.notes)
 
+    @pytest.mark.slow
     def test_ways_to_batch_sequences(self, lstm: str, tmp_path: Path) -> None:
         lengths = [1 + 7 * i % 40 for i in range(200)]
         (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))

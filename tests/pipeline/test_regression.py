@@ -148,6 +148,7 @@ def change_of(found: Comparison, metric: str) -> float:
     return next(change.after - change.before for change in found.changes if change.metric == metric)
 
 
+@pytest.mark.slow
 def test_a_baseline_adds_up_and_reads_back(history: History) -> None:
     made = history.record()
     assert read_measured(history.baseline) == made
@@ -162,6 +163,7 @@ def test_a_baseline_adds_up_and_reads_back(history: History) -> None:
     assert made.header.sha256
 
 
+@pytest.mark.slow
 def test_nothing_is_timed_that_no_baseline_says(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("time_operators", "packing_bytes_per_s"):
         monkeypatch.setattr(trace, name, never)
@@ -458,6 +460,7 @@ BY = InputDimension(dim="S", argument=0, axis=1)
 BY_LENGTH = Plan(by=BY, ranges=(PlanRange(up_to=16), PlanRange(up_to=64, segments=PLAN.segments)))
 
 
+@pytest.mark.slow
 def test_a_plan_by_length_is_held_at_the_end_of_every_range(
     history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +498,7 @@ def test_a_plan_by_length_is_held_at_the_end_of_every_range(
         history.check()
 
 
+@pytest.mark.slow
 def test_only_lengths_that_inputs_have_are_recorded(history: History, recorded: Baseline, tmp_path: Path) -> None:
     plan = tmp_path / "net.plan.yaml"
     plan.write_bytes(plan_yaml(recorded.header, BY_LENGTH, 1))

@@ -328,6 +328,7 @@ class TestInProcess:
         assert "at batch 512 1 copy would take more" in without.replicas.limited_by
         assert found.batch == (planned if found.chosen else without).outcome.fastest_batch
 
+    @pytest.mark.slow
     def test_copies_of_which_no_batch_fits_are_named(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())
         with pytest.raises(NothingFitsError, match=r"not even batch 1 of 1 copy fits into 1.0 KiB \(--memory 1KiB\)"):

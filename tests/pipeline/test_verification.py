@@ -143,6 +143,7 @@ def test_an_exact_plan_leaves_the_same_bits_at_full_size(plan: Plan, verified_at
     assert ("in the next step" in [check.name for check in found.further]) is not plan.is_empty
 
 
+@pytest.mark.slow
 def test_a_quick_step_is_compared_in_full_as_it_is() -> None:
     one = prepared()
     found = proven(one, EXACT, steps_of(one, EXACT, step_s=0.01))
@@ -165,6 +166,7 @@ def test_chunks_are_proven_in_float64_at_the_least_size_that_has_all(verified_at
     assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
 
 
+@pytest.mark.slow
 def test_a_measurement_is_no_larger_for_it() -> None:
     """What is held when a step's peak is taken is counted by the dry run, which takes no fingerprint."""
     one = prepared()
@@ -290,6 +292,7 @@ def test_a_slip_of_the_runtime_is_caught_by_fingerprints(
     assert [(job.batch, job.dims) for job in verified_at] == [(64, {})]
 
 
+@pytest.mark.slow
 def test_a_slip_that_full_size_does_not_show_is_caught_by_the_proof(verified_at: list[VerifyJob]) -> None:
     one = prepared()
     with pytest.MonkeyPatch.context() as patch:

@@ -22,6 +22,7 @@ def epoch(found: dict[int, float], slowdowns: dict[int, float]) -> float:
     return total
 
 
+@pytest.mark.slow
 @given(counts, st.dictionaries(st.integers(1, 60), st.floats(1, 3), min_size=1, max_size=4))
 def test_an_epoch_is_the_sum_of_its_steps(found: dict[int, float], slowdowns: dict[int, float]) -> None:
     assert Work.of(found).epoch(slowdowns) == pytest.approx(epoch(found, slowdowns))

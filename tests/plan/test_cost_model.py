@@ -65,6 +65,7 @@ def wide() -> Subject:
     return Subject(nn.Sequential(nn.Tanh(), nn.Sequential(*layers), nn.ReLU()), torch.randn(4, 8, 16, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -98,6 +99,7 @@ class Mean(nn.Module):
         return x.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paths", [("1.2",), ("1",), ("1", "1.0", "1.1", "1.2"), ("1.2", "1.2.inner")])
 def test_a_first_run_holds_what_it_saves_to_its_end(paths: tuple[str, ...]) -> None:
     """The inputs of the segments within, too: the peak is where the last segment ends in forward."""
@@ -106,6 +108,7 @@ def test_a_first_run_holds_what_it_saves_to_its_end(paths: tuple[str, ...]) -> N
     assert abs(subject.error(segments(*paths))) <= 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 8])
 def test_every_chunk_adds_a_gradient_of_the_weights(chunks: int) -> None:
     layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(3)]
@@ -116,6 +119,7 @@ def test_every_chunk_adds_a_gradient_of_the_weights(chunks: int) -> None:
         assert abs(subject.error(segments(path, chunks=chunks))) <= 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 4, 8])
 def test_of_a_recurrent_layer_in_chunks_not_all_workspace_is_divided(chunks: int) -> None:
     """Its kernel lays the weights out anew in every chunk."""
@@ -199,6 +203,7 @@ def test_what_segments_keep_is_close_to_the_dry_run(name: str) -> None:
     assert max(errors) <= 0.05
 
 
+@pytest.mark.slow
 def test_what_is_kept_takes_no_time_again() -> None:
     subject = SUBJECTS["chain"]()
     ops = tuple(replace(op, seconds=1.0 if op.flops else 0.0) for op in subject.trace.ops)
@@ -208,6 +213,7 @@ def test_what_is_kept_takes_no_time_again() -> None:
     assert model.predict(kept).step_s == pytest.approx(model.step_s, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "per_op_s"), [((), SEGMENT_OP_S), ((CONV,), SEGMENT_OP_S + 2 * KEEP_OP_S)])
 def test_a_segment_of_operators_that_take_no_time_takes_some(keep: tuple[str, ...], per_op_s: float) -> None:
     subject = SUBJECTS["chain"]()
@@ -218,6 +224,7 @@ def test_a_segment_of_operators_that_take_no_time_takes_some(keep: tuple[str, ..
     assert added_s == pytest.approx(SEGMENT_S + per_op_s * (call.end - call.start), rel=0.01)
 
 
+@pytest.mark.slow
 def test_one_slow_run_of_an_operator_makes_no_block_dearer_than_those_that_are_alike() -> None:
     subject = SUBJECTS["chain"]()
     ops = tuple(replace(op, seconds=9.0 if op.module.startswith("blocks.1") else 1.0) for op in subject.trace.ops)
@@ -227,6 +234,7 @@ def test_one_slow_run_of_an_operator_makes_no_block_dearer_than_those_that_are_a
     assert model.step_s == len(ops)
 
 
+@pytest.mark.slow
 def test_what_runs_again_faster_takes_that_time() -> None:
     subject = SUBJECTS["chain"]()
     ops = tuple(replace(op, seconds=3.0, recompute_s=1.0 if op.name == CONV else None) for op in subject.trace.ops)
@@ -241,6 +249,7 @@ def test_what_runs_again_faster_takes_that_time() -> None:
     assert saved_s == pytest.approx((2 - REPEAT_S) * convolutions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [None, ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, batch_statistics=True)], ids=["whole", "statistics"]
 )
@@ -371,11 +380,13 @@ def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed:
     assert way.peak_bytes == pytest.approx(predicted, rel=0.02)
 
 
+@pytest.mark.slow
 def test_what_no_recomputation_comes_to_is_not_kept() -> None:
     """The last operator of ``3.branch`` saves its input alone, and the segment's output is soon nobody's."""
     assert abs(drawn(1).error(Plan(segments=(SegmentPlan(path="3.branch", keep=("aten::addmm",)),)))) <= 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_the_gradients_of_a_products_weights_are_added_when_its_node_has_run(chunks: int) -> None:
     """Of batch 4: three chunks are uneven, and the longest comes last in backward."""
@@ -417,6 +428,7 @@ def test_what_a_call_finds_of_the_call_before_is_held_till_its_backward() -> Non
         assert abs(subject.error(segments(*paths))) <= 0.01, paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_a_recurrent_layer_in_chunks_of_time(chunks: int) -> None:
     """A part of its workspace is there for every chunk."""
@@ -436,6 +448,7 @@ def test_a_recurrent_layer_in_chunks_of_time(chunks: int) -> None:
     assert abs(subject.error(plan)) <= 0.02
 
 
+@pytest.mark.slow
 def test_the_pass_for_batch_statistics_in_backward() -> None:
     """It has three tensors of a chunk beside the gradient of the whole, and the longest chunk is a half here."""
     layers = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(8))

@@ -56,12 +56,14 @@ def heads_of(subject: Subject) -> tuple[SegmentPlan, ...]:
     return loss_heads(ModuleTree(subject.trace))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [alone, hugging_face])
 def test_the_head_of_a_language_model_is_found(loss: Callable[[Tensor, Tensor], object]) -> None:
     # 512 rows: four chunks of 128, though the logits are 19 times as large as the input.
     assert heads_of(subject_of(loss)) == (SegmentPlan(path="head", chunks=4, through_loss=True),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [
@@ -89,6 +91,7 @@ def test_level_3_takes_the_head_first(loss: Callable[[Tensor, Tensor], object]) 
     assert subject.dry_run(found.plan) == found.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [{"targets": ("blocks.0",)}, {"modules": ("blocks.0",)}, {"max_split_rounds": 0}])
 def test_where_other_modules_or_no_chunks_are_asked_for_the_head_stays(asked: dict[str, Any]) -> None:
     plans = subject_of(alone).planner(**asked)
@@ -96,6 +99,7 @@ def test_where_other_modules_or_no_chunks_are_asked_for_the_head_stays(asked: di
     assert not any(s.through_loss for found in plans.dry_runs.up_to(4) for s in found.plan.segments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("both", "kept"), [(0.5, ["one", "other"]), (1.0, [])])
 def test_heads_that_stand_equally_high_go_together(
     both: float, kept: list[str], monkeypatch: pytest.MonkeyPatch

@@ -285,6 +285,7 @@ SEARCHES: dict[str, Callable[[Planner, int], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("dry_runs", [0, 1])
 def test_nothing_is_solved_when_the_time_is_up(search: str, dry_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,6 +382,7 @@ def test_a_model_that_calls_its_parts_in_every_step_is_asked_itself() -> None:
     assert found.peak_bytes < 0.6 * subject.planner().least(3).peak_bytes
 
 
+@pytest.mark.slow
 def test_where_nothing_at_the_peak_saves_by_chunks_what_it_lies_in_is_asked() -> None:
     subject = Subject(nn.Sequential(nn.Sequential(Loop())), torch.randn(512, 64))
     assert subject.model.predict(Plan()).module.startswith("0.0.layers.")
@@ -467,6 +469,7 @@ def test_no_chunks_are_asked_for_that_would_be_too_slow(most_slowdown: float, as
     assert bool(asked) is asks
 
 
+@pytest.mark.slow
 def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     """The solver's sums may be too high, and chunks cost a multiple of the step."""
     plans = known("chain").planner(lambda path: rule_along(0))
@@ -503,6 +506,7 @@ def test_packing_is_taken_back_where_a_budget_does_not_need_it(needed: bool) -> 
     assert relaxed == replace(plain, packed=needed)
 
 
+@pytest.mark.slow
 def test_no_more_chunks_than_a_budget_needs() -> None:
     """The solver tries 2, 4 and 8 of them only."""
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
@@ -603,6 +607,7 @@ def test_a_plan_that_cannot_run_does_not_end_a_level(level: int) -> None:
     assert found.peak_bytes <= NEARLY * without.best(level).peak_bytes
 
 
+@pytest.mark.slow
 def test_level_4_keeps_costly_outputs_where_the_peak_has_room_for_them() -> None:
     subject = copy.copy(known("chain"))
     ops = tuple(replace(op, seconds=1.0 if op.flops else 0.1) for op in subject.trace.ops)

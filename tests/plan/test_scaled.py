@@ -57,6 +57,7 @@ def of(small: StepTrace, large: StepTrace) -> ScaledStep:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", [chain, steps])
 @pytest.mark.parametrize("batch", [2, 3, 17, 64])
 def test_between_and_beyond_its_sizes_are_those_of_a_record(record: Callable[[int], StepTrace], batch: int) -> None:

@@ -98,6 +98,7 @@ def every_plan(root: Block) -> Iterator[tuple[int, float]]:
             yield peak, added
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(trees(), st.floats(0, 1))
 def test_the_fastest_plan_is_found(root: Block, share: float) -> None:
@@ -136,6 +137,7 @@ LIMITED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITED)
 @settings(max_examples=60, deadline=None)
 @given(trees(most=6), st.integers(0, 3), st.floats(0, 1))
@@ -335,6 +337,7 @@ def test_a_segment_keeps_what_costs_most_time_for_its_bytes() -> None:
     assert found[140] == []
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(trees())
 def test_nothing_fits_below_the_least_peak(root: Block) -> None:
@@ -345,6 +348,7 @@ def test_nothing_fits_below_the_least_peak(root: Block) -> None:
     assert solver.least_peak_bytes(least - 1) is None
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)), max_size=30))
 def test_the_pareto_set(numbers: list[tuple[int, int, int]]) -> None:
     kept = {(w.kept_bytes, w.peak_bytes, w.added_s) for w in _pareto([Way(*n) for n in numbers], 0)}

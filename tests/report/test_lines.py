@@ -35,6 +35,7 @@ def test_commands_are_shown(text: str) -> None:
     assert written(text).replace("\\", "") == text
 
 
+@pytest.mark.slow
 @given(st.lists(PIECES, max_size=8))
 def test_pieces_are_as_the_whole(pieces: list[str]) -> None:
     stream = io.StringIO(newline="")
@@ -60,6 +61,7 @@ def test_a_command_of_our_own_holds_no_other() -> None:
     assert stream.getvalue() == "::error title=a::##vso\\[b]\n:\\:c\n:\\:d\n"
 
 
+@pytest.mark.slow
 @given(st.recursive(PIECES, lambda inner: st.lists(inner) | st.dictionaries(PIECES, inner), max_leaves=6))
 def test_json_is_as_it_was(value: object) -> None:
     assert written(json_text(value)) == json_text(value)

@@ -102,6 +102,7 @@ class Turned(nn.Module):
 ORDERS = [(0, 2, 1), (1, 0, 2), (0, 2, 3, 1), (0, 1, 3, 2), (0, 2, 1, 3), (0, 2, 3, 4, 1), (0, 1, 4, 3, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_what_follows_finds_it_in_memory_as_without_chunks(exactly: Any, order: tuple[int, ...]) -> None:
     net = Resetting(Turned(order), nn.Dropout(0.5))
@@ -121,6 +122,7 @@ def test_spiking_blocks_with_carried_state(exactly: Any, chunks: int, codec: str
     assert exactly.recomputations == 3 * 2 * 2 * chunks
 
 
+@pytest.mark.slow
 def test_state_before_the_norm_is_carried_too(exactly: Any) -> None:
     net = Resetting(nn.Sequential(ConvBlock(2, 4, pool=False), ConvBlock(4, 3, pool=False)))
     exactly(net, {"blocks.0": EXACT}, spikes(5, 2, 2, 6, 6))
@@ -157,6 +159,7 @@ def test_norms_of_models_stored_as_programs(exactly: Any, stored: str, tmp_path:
     assert exactly.recomputations == 3 * 2 * 3
 
 
+@pytest.mark.slow
 def test_several_norms(exactly: Any) -> None:
     optimized = exactly(Resetting(Branches()), {"blocks.0": EXACT}, leaf(8, 4))
     assert optimized.blocks[0].twice.num_batches_tracked == 2 * 2
@@ -188,6 +191,7 @@ class Functional(nn.Module):
         return torch.ops.aten.batch_norm(x, None, w, None, None, True, 0.1, 1e-5, False)
 
 
+@pytest.mark.slow
 def test_functional_norms(exactly: Any) -> None:
     exactly(Resetting(Functional()), {"blocks.0": EXACT}, leaf(8, 4))
     assert exactly.recomputations == 2 * 3 * 4

@@ -92,6 +92,7 @@ def frames() -> Tensor:
     return torch.randn(LENGTH, 2, 3).requires_grad_()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 5, LENGTH])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_it_is_the_same(exactly: Any, chunks: int, in_place: bool) -> None:
@@ -105,6 +106,7 @@ def test_in_the_mode_of_the_forward_it_repeats(exactly: Any) -> None:
     exactly(Starting(nn.Sequential(Asking(), nn.Linear(3, 3))), {"block": config}, frames())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1, 5])
 def test_a_state_that_has_not_moved_is_not_made_again(exactly: Any, first: int) -> None:
     """The membrane is the one from before up to frame ``first``, and moves, or is at rest again, later."""
@@ -115,6 +117,7 @@ def test_a_state_that_has_not_moved_is_not_made_again(exactly: Any, first: int) 
     exactly(net, {"1": SegmentConfig(chunks=LENGTH, recompute_states=True)}, x.requires_grad_(), steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["null", "bit"])
 def test_through_batch_statistics(exactly: Any, codec: str) -> None:
     config = SegmentConfig(chunks=4, batch_statistics=True, recompute_states=True, compressor=codec)
@@ -140,6 +143,7 @@ def test_a_second_backward_makes_them_again() -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 4, 8, 16, 64])
 def test_forwards_and_states_grow_with_the_logarithm(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = Membrane()

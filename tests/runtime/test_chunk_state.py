@@ -127,6 +127,7 @@ def _differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[st
     return [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [7, 3])
 @pytest.mark.parametrize("around", [[], [""]], ids=["alone", "nested"])
 def test_it_runs_whole(kind: tuple[Callable[[], nn.Module], str], around: list[str], length: int) -> None:
@@ -156,6 +157,7 @@ def test_it_is_recomputed_still(kind: tuple[Callable[[], nn.Module], str]) -> No
     assert lengths == [6, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", [Averaging, Counting, lambda: spectral_norm(nn.Linear(4, 4))])
 def test_in_a_checkpoint_of_the_users_own(kind: Callable[[], nn.Module], reentrant: bool) -> None:
@@ -193,6 +195,7 @@ def test_an_error_instead_if_asked(kind: tuple[Callable[[], nn.Module], str], mo
     assert 6 not in calls, "it is an error before the whole runs"
 
 
+@pytest.mark.slow
 def test_planning_refuses_it(kind: tuple[Callable[[], nn.Module], str], recwarn: pytest.WarningsRecorder) -> None:
     rule = find_rule(kind[0](), (torch.randn(6, 5, 4),), {})
     assert isinstance(rule, Refused)
@@ -269,6 +272,7 @@ def _normed() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(2), nn.Tanh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "config"),
     [

@@ -60,6 +60,7 @@ WITHIN = "computes gradients in its forward, within a checkpoint of your own"
 THROUGH = "computes gradients in its forward, through batch statistics"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forces", "statistics", "checkpointed", "told"),
     [

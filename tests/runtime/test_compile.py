@@ -171,6 +171,7 @@ def test_segments_in_segments(make: Callable[[], nn.Module], place: Place, backe
         torch.testing.assert_close(left_behind(place(optimized, backend), x), expected)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_users_own_around() -> None:
     """Which draws again itself where the compiler does not differentiate ahead, unless a segment is in it."""
 
@@ -233,6 +234,7 @@ def spectral_norm() -> nn.Module:
     return nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [CountingCalls, spectral_norm])
 def test_state_that_moves_once_a_call(make: Callable[[], nn.Module]) -> None:
     plain, optimized = pair(make(), SegmentConfig(chunks=3))
@@ -294,6 +296,7 @@ class Doubled(nn.Module):
         return x + x if all(size > 0 for size in x.shape) and isinstance(x, Tensor) else x
 
 
+@pytest.mark.slow
 def test_lifted_modules_are_compiled() -> None:
     """Globals of generated code, and builtins of what it calls, within other modules and around them."""
 

@@ -56,6 +56,7 @@ def sequence() -> Tensor:
     return torch.randn(7, 4, 3, requires_grad=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, "BitSpikeCompressor", BitSpikeCompressor()])
 def test_it_does_what_its_modules_do_in_turn(judge: Any, codec: object) -> None:
     layers = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3)
@@ -64,6 +65,7 @@ def test_it_does_what_its_modules_do_in_turn(judge: Any, codec: object) -> None:
     assert judge.recomputations == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 def test_states_flow_from_chunk_to_chunk(exactly: Any, chunks: int) -> None:
     layers = nn.Linear(3, 5), Leaky(), nn.Linear(5, 3)

@@ -63,6 +63,7 @@ def images() -> Tensor:
 # ---------------------------------------------------------------------------------------------- what it runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "norm", [nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4, track_running_stats=False)], ids=str
 )
@@ -72,6 +73,7 @@ def test_convolution_norm_dropout(judge: Any, norm: nn.Module) -> None:
     assert judge.recomputations == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["null", "boolean", "uint8", "bit", "sparse"])
 def test_codecs_of_spikes_and_of_anything_else(judge: Any, codec: str) -> None:
     config = SegmentConfig(compressor=codec)
@@ -436,6 +438,7 @@ def test_chunks_of_an_independent_module(chunks: int, axis: int) -> None:
     assert_close(plain, optimized, torch.randn(6, 7, 4, dtype=torch.float64, requires_grad=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_chunks_hand_their_state_over(kind: type[nn.Module], batch_first: bool) -> None:

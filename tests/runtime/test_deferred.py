@@ -456,6 +456,7 @@ def test_a_step_that_looks_for_nan_reads_no_logits() -> None:
     assert not outside.is_computed
 
 
+@pytest.mark.slow
 def test_neither_logits_nor_their_gradient_exist() -> None:
     model = LanguageModel()
     logits_bytes = 4 * 16 * 512 * 4
@@ -472,6 +473,7 @@ _PICKLES_WEIGHTS = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["scripted", "traced", pytest.param("exported", marks=_PICKLES_WEIGHTS)])
 def test_a_head_that_was_stored_as_a_program(stored: str, tmp_path: Path) -> None:
     model = Scriptable()
@@ -503,6 +505,7 @@ def test_saved_and_loaded_and_copied() -> None:
         assert torch.equal(other(ids, ids)["loss"], model(ids, ids)["loss"])
 
 
+@pytest.mark.slow
 def test_under_compile_it_is_whole_and_right() -> None:
     model = LanguageModel()
     ids = torch.randint(512, (4, 16))

@@ -90,6 +90,7 @@ class NoisyView(Noisy):
         return self.noise(y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [PLAIN, PACKED], ids=["recomputed", "packed"])
 @pytest.mark.parametrize("kind", [Noisy, NoisyAside, NoisyInPlace, NoisyView])
 def test_noise_that_is_drawn_after_it_is_saved(kind: type[Noisy], config: SegmentConfig, judge: Judge) -> None:
@@ -189,6 +190,7 @@ def test_packed_within_a_checkpoint_of_the_users_own(judge: Judge) -> None:
     judge.compare(plain, packed, torch.randn(4, 8, requires_grad=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paths", [["inner"], ["inner.2"], ["inner", "inner.1", "inner.2"]])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, momentum=None)])
 def test_a_norm_at_the_end_of_a_checkpoint_of_the_users_own(norm: nn.Module, paths: list[str], judge: Judge) -> None:

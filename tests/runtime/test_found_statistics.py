@@ -54,6 +54,7 @@ def conv_norm(dims: int = 2) -> nn.Sequential:
 # ---------------------------------------------------------------------------------------------- the kernel
 
 
+@pytest.mark.slow
 @given(
     shape=st.lists(st.integers(1, 9), min_size=2, max_size=5),
     last=st.booleans(),
@@ -275,6 +276,7 @@ def test_another_input_is_told_of() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_same() -> None:
     net = conv_norm()
     step = Step(model=net, args=(torch.randn(8, 3, 16, 16),), kwargs={}, settings=StepSettings())

@@ -214,6 +214,7 @@ def test_chunks_of_time_are_the_same(between: Callable[[nn.Module], object], nam
     assert judge.recomputations >= 3 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_IN_CHUNKS)
 def test_time_is_not_cut(name: str) -> None:
     make, reason = NOT_IN_CHUNKS[name]
@@ -224,10 +225,12 @@ def test_time_is_not_cut(name: str) -> None:
         assert found.axis == 1  # samples are independent
 
 
+@pytest.mark.slow
 def test_what_makes_tensors_of_float32_is_tried_in_float64_all_the_same() -> None:
     assert find_rule(RECURRENT(), (drawn(torch.float32),), {}) == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
 
 
+@pytest.mark.slow
 def test_a_membrane_that_the_caller_hands_over(judge: Any) -> None:
     judge.tolerance = TOLERANCE
     model, membrane = Handed().double(), torch.randn(SAMPLES, FEATURES, dtype=torch.float64, requires_grad=True)

@@ -64,6 +64,7 @@ def decorated_without_brackets(function: Callable[..., Any], *args: Any, **kwarg
     return call(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [checkpoint, converted, decorated, decorated_without_brackets])
 def test_the_modules_that_a_function_uses_advance_once(judge: Any, call: Callable[..., Any]) -> None:
     net, x = network(), torch.randn(6, 3)

@@ -133,6 +133,7 @@ class Biased(nn.Module):
         return y * gate + self.bias  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("paths", [("",), ("0", "1"), ("0", "0.inner", "1.inner"), ("0.inner.1",)], ids=str)
 def test_a_segment_runs_again_before_a_parameter_changes_that_backward_is_done_with(

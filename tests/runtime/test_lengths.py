@@ -201,6 +201,7 @@ class CheckpointingTwice(Net):
         return (self.blocks[2](x) * scale).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Checkpointing, CheckpointingTwice])
 @pytest.mark.parametrize("length", [SHORT, MIDDLE, LONG])
 def test_a_checkpoint_of_ones_own_recomputes_by_the_length_of_its_forward(length: int, kind: type[Net]) -> None:

@@ -172,6 +172,7 @@ def test_choices_within_choices_compile() -> None:
     assert lifted.make_module(make.program(list(nodes), result), ())(1) == 41
 
 
+@pytest.mark.slow
 def test_what_one_tuple_holds_counts_wherever_it_stands() -> None:
     bomb: tuple[Any, ...] = ("x" * 100,)
     for _ in range(60):

@@ -89,6 +89,7 @@ def test_gradients_are_equal_to_the_bit_and_less_is_held() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "codec", "smaller"),
     [
@@ -141,6 +142,7 @@ def test_a_sample_that_deceives_costs_nothing_but_time() -> None:
 ELEMENTS = st.sampled_from([0.0, -0.0, 1.0, 2.5, -1.0, float("nan"), float("inf"), 255.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [TwoValuedCompressor(), IndexCompressor(), IndexCompressor(4)])
 @given(values=st.lists(ELEMENTS, min_size=4, max_size=40), dtype=st.sampled_from([torch.float32, torch.float16]))
 def test_floats_come_back_to_the_bit(codec: SpikeCompressor, values: list[float], dtype: torch.dtype) -> None:

@@ -616,6 +616,7 @@ def test_the_module_within_a_compiled_one() -> None:
     assert p.original_of(module) is module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "ahead"),
     [("eager", False), ("aot_eager", True), ("aot_eager_decomp_partition", True), (lambda g, _: g.forward, False)],
@@ -688,6 +689,7 @@ def test_what_goes_to_the_compiler() -> None:
     assert p.is_compiled(other)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_often_is_compiled_anew() -> None:
     compiled: list[object] = []
 
@@ -973,6 +975,7 @@ def test_ddp_makes_its_reducer_and_takes_hooks_by_these() -> None:
     assert p.FIRST_BUCKET_BYTES == 1 << 20
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_or_late_is_told() -> None:
     """Two of gloo's ranks in one process, the second of which takes no part."""
     store = torch.distributed.HashStore()

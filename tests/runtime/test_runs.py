@@ -60,6 +60,7 @@ def saved_bytes(model: nn.Module) -> int:
 RUNS = ("0-3", "4-7", "8-12")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paths", [RUNS, ("4-7",), ("1-5",), (*RUNS, ""), ("", "4-7"), ("4-7", "4-7.4"), ("5-7", "0")])
 def test_a_step_is_the_same_to_the_bit(paths: tuple[str, ...]) -> None:
     model = flat()

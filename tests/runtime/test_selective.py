@@ -197,6 +197,7 @@ def test_calls_of_a_segment_within_are_not_counted() -> None:
     assert calls_of(net, IMAGES)[CONV] == 2 + 3 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [SegmentConfig(), COSTLY], ids=["plain", "keeps"])
 @pytest.mark.parametrize(
     "inner", [SegmentConfig(), COSTLY, SegmentConfig(chunks=2), SegmentConfig(chunks=2, keep=(CONV,))]
@@ -300,6 +301,7 @@ def step_of(model: nn.Module, x: Tensor) -> Step:
     return Step(model=model, args=(x,), kwargs={}, settings=StepSettings())
 
 
+@pytest.mark.slow
 def test_memory_between_that_of_a_plain_module_and_of_a_segment() -> None:
     """A real count and a dry run agree."""
     peaks = []
@@ -354,6 +356,7 @@ def test_only_a_segment_keeps() -> None:
         install_segment(nn.Linear(4, 4), SegmentConfig(recompute=False, keep=(MM,)))
 
 
+@pytest.mark.slow
 def test_compiled_it_recomputes_everything() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     expected = torch.autograd.grad(net(ROWS).square().sum(), tuple(net.parameters()))

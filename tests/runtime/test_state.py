@@ -185,6 +185,7 @@ def test_state_in_an_attribute(judge: Any, kept: Any, advance: Callable[[Keeper,
     assert judge.recomputations == 2 * times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "advance"), KEPT, ids=IDS)
 def test_state_in_nested_segments(judge: Any, kept: Any, advance: Callable[[Keeper, Tensor], Any]) -> None:
     inner = nn.Sequential(Keeper(kept, advance), nn.BatchNorm1d(4))

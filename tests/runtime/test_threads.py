@@ -189,6 +189,7 @@ LOADED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["between", "in backward", "after", "in forward"])
 @pytest.mark.parametrize("plan", LOADED.values(), ids=list(LOADED))
 def test_a_loader_draws_beside_it(plan: Plan, when: str) -> None:

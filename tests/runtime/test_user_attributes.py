@@ -281,6 +281,7 @@ def before_others(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "codec", "share"), [(Halves(), "own", 2), ("BitSpikeCompressor", "bit", 32), (None, "bit", 32)]
 )

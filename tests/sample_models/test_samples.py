@@ -89,6 +89,7 @@ def test_the_written_file_holds_the_model(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(run(name, copy), run(name, build(name)), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_needs_module_classes_only(name: str, tmp_path: Path) -> None:
     """What a careful loader allows: no function and no other class is imported by the pickle."""
@@ -97,6 +98,7 @@ def test_a_file_needs_module_classes_only(name: str, tmp_path: Path) -> None:
         assert issubclass(getattr(importlib.import_module(module), attribute), nn.Module), qualified
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_spec_beside_the_file_is_the_models_own(name: str, tmp_path: Path) -> None:
     write_sample(name, tmp_path)
@@ -105,6 +107,7 @@ def test_the_spec_beside_the_file_is_the_models_own(name: str, tmp_path: Path) -
     assert set(spec["dims"]) == set(SMALL[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_building_leaves_the_callers_random_numbers_alone(name: str) -> None:
     torch.manual_seed(5)
@@ -114,6 +117,7 @@ def test_building_leaves_the_callers_random_numbers_alone(name: str) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "suffixes"), [([], {".pt"}), (["--programs"], {".pt", ".ts", ".pt2"})])
 def test_programs_are_written_when_they_are_asked_for(
     flags: list[str], suffixes: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,12 +177,14 @@ def test_lif_follows_its_equation() -> None:
     assert spikes.flatten().tolist() == [0, 1, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_the_vgg_starts_each_call_from_rest() -> None:
     model = SpikingVGG().eval()
     frames = spike_train(3, 1, 2, 48, 48).float()
     assert torch.equal(model(frames), model(frames))
 
 
+@pytest.mark.slow
 def test_every_layer_of_the_vgg_spikes() -> None:
     rates: dict[str, float] = {}
     model = build("spiking_vgg")

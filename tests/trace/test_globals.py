@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -73,6 +74,7 @@ class Copying(nn.Module):
         return output
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_model_that_copies_a_layer_leaves_memory_alone() -> None:
     step = Step(model=Copying().train(), args=(torch.rand(3, 12),), kwargs={}, settings=StepSettings())
     dry = FakeStep(step)

@@ -165,6 +165,7 @@ def test_numbers_of_floating_inputs_are_not_read() -> None:
         FakeStep(padded(torch.tensor([2.0, 5.0, 3.0, 1.0]))).count()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "take",
     [
@@ -285,6 +286,7 @@ SIZES = {
 """Of models of transformers."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["no mask", "a mask of ones", "padded"])
 def test_attention_of_transformers_makes_the_masks_that_it_makes_of_data(kind: str) -> None:
     llama = pytest.importorskip("transformers").LlamaForCausalLM
@@ -295,6 +297,7 @@ def test_attention_of_transformers_makes_the_masks_that_it_makes_of_data(kind: s
     assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
 
 
+@pytest.mark.slow
 def test_experts_of_transformers_have_a_dry_run() -> None:
     mixtral = pytest.importorskip("transformers").MixtralForCausalLM
     config = mixtral.config_class(**SIZES, num_local_experts=4)

@@ -249,6 +249,7 @@ QUICK = {(name, 9) for name in CASES} | {("mlp", 27)}
 """The more chunks there are, the longer it takes to run them all."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "chunks"), quick(itertools.product(CASES, (9, 27)), QUICK))
 def test_peaks_are_those_of_all_chunks(name: str, chunks: int, all_run: Callable[[], None]) -> None:
     case = CASES[name]
@@ -266,6 +267,7 @@ OTHER_STEPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "precision", "name"), quick(OTHER_STEPS, (OTHER_STEPS[0], OTHER_STEPS[3])))
 def test_of_other_steps_too(name: str, optimizer: str, precision: Any, all_run: Callable[[], None]) -> None:
     case = CASES[name]
@@ -284,6 +286,7 @@ NESTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NESTED)
 def test_of_segments_in_others(name: str, all_run: Callable[[], None]) -> None:
     step, plan = CASES["residual"].step(), Plan(segments=NESTED[name])
@@ -292,6 +295,7 @@ def test_of_segments_in_others(name: str, all_run: Callable[[], None]) -> None:
     assert found == told(step, plan)
 
 
+@pytest.mark.slow
 def test_few_of_equal_chunks_run() -> None:
     """Three on either side of each lump, of the longer and of the shorter ones, in forward and in recomputation."""
     step = CASES["mlp"].step()
@@ -299,6 +303,7 @@ def test_few_of_equal_chunks_run() -> None:
     assert runs(step, CASES["mlp"].plan(18, 1), "1.0") == 2 * (6 + 6)  # ten of two samples, eight of one
 
 
+@pytest.mark.slow
 def test_consecutive_layers_in_chunks(all_run: Callable[[], None]) -> None:
     """They run in a module that is made when the plan is applied."""
     step, plan = CASES["mlp"].step(), cut("0-1", chunks=28)
@@ -308,12 +313,14 @@ def test_consecutive_layers_in_chunks(all_run: Callable[[], None]) -> None:
     assert found == told(step, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kept", "packed", "normalized"])
 def test_few_run_of_chunks_that_hold_more_than_their_outputs(name: str) -> None:
     step, first = CASES[name].step(), "1.0"
     assert runs(step, CASES[name].plan(28, 1), first) == 2 * 6
 
 
+@pytest.mark.slow
 def test_what_moves_on_runs_in_all_its_chunks() -> None:
     step = CASES["moving"].step()
     runs(step, CASES["moving"].plan(27, 1), "1.linear")
@@ -336,6 +343,7 @@ def test_steps_on_data_run_in_all_their_chunks() -> None:
     step.count()
 
 
+@pytest.mark.slow
 def test_recorded_steps_run_in_all_their_chunks() -> None:
     step, plan = CASES["mlp"].step(), CASES["mlp"].plan(27, 1)
     with applied(step, plan):
@@ -343,6 +351,7 @@ def test_recorded_steps_run_in_all_their_chunks() -> None:
     assert sum(call.path == "1.0" for call in trace.calls) == 27
 
 
+@pytest.mark.slow
 def test_language_models(all_run: Callable[[], None]) -> None:
     """With the head through its loss, which has no part in it, and with blocks cut along the batch."""
     model = gpt.GPT(vocabulary=50, width=16, heads=2, blocks=2)

@@ -521,6 +521,7 @@ class MostlyZero(nn.Module):
         return total
 
 
+@pytest.mark.slow
 def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
     torch.manual_seed(0)
     step = step_of(MostlyZero(), torch.randn(1024, 64))
