@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import pickle
 import random
 import sys
@@ -63,15 +65,41 @@ class Generators:
         return pickle.dumps(self._positions)
 
 
+_turn = threading.RLock()
+"""PyTorch locks a generator while it is read, and garbage that is collected meanwhile may let another thread of Python
+run.  That one would wait for the generator without letting anybody run, for ever: threads wait here instead.
+"""
+
+
+def in_turn() -> contextlib.AbstractContextManager[Any]:
+    """Within, no other thread reads or moves a generator of PyTorch's for memopt."""
+    return _turn
+
+
+def _renew_turn() -> None:
+    """In a forked process, whose other threads are gone."""
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_turn)
+
+
 def _position(device: torch.device) -> bytes:
     """Not as a tensor: whether it is held already, or newly made, is not to be seen in a measured peak."""
-    on_cpu = device.type == "cpu"
-    position = torch.get_rng_state() if on_cpu else torch.get_device_module(device).get_rng_state(device)
+    with in_turn():
+        on_cpu = device.type == "cpu"
+        position = torch.get_rng_state() if on_cpu else torch.get_device_module(device).get_rng_state(device)
     return ctypes.string_at(position.data_ptr(), position.nbytes)
 
 
 def _put(device: torch.device, position: bytes) -> None:
     tensor = torch.frombuffer(bytearray(position), dtype=torch.uint8)
+    with in_turn():
+        _put_tensor(device, tensor)
+
+
+def _put_tensor(device: torch.device, tensor: torch.Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(tensor)
     elif device.type == "cuda":

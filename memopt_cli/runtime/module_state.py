@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from memopt_cli.runtime.generators import in_turn
 from memopt_cli.runtime.private_torch import (
     attributes_of_script,
     buffers_of,
@@ -80,7 +81,8 @@ class _Drawing:
     position: Tensor
 
     def restore(self) -> torch.Generator:
-        self.generator.set_state(self.position)
+        with in_turn():
+            self.generator.set_state(self.position)
         return self.generator
 
 
@@ -283,7 +285,8 @@ def _hold(value: Any) -> Any:
     if type(value) is set:
         return _Container(value, list(value))
     if isinstance(value, torch.Generator):
-        return _Drawing(value, value.get_state())
+        with in_turn():
+            return _Drawing(value, value.get_state())
     return value
 
 

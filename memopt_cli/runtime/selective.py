@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt_cli.runtime.generators import in_turn
 from memopt_cli.runtime.private_torch import (
     OpOverloadPacket,
     TorchDispatchMode,
@@ -274,7 +275,8 @@ class _Replaying(_Calls):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if output.drawn is not None:
             generator, position = output.drawn
-            generator.set_state(position)
+            with in_turn():
+                generator.set_state(position)
         return tree_unflatten(output.leaves, output.spec)
 
 
@@ -343,7 +345,8 @@ def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Gen
         generator = (
             torch.default_generator if on_cpu else torch.get_device_module(device).default_generators[device.index]
         )
-    return generator, generator.get_state()
+    with in_turn():
+        return generator, generator.get_state()
 
 
 def _has_storage(leaf: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import queue
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -200,3 +201,20 @@ def test_a_loader_draws_beside_it(plan: Plan, when: str) -> None:
     optimized = copy.deepcopy(plain)
     apply_plan(optimized, plan)
     assert trained_beside_a_loader(optimized, when) == trained_beside_a_loader(plain, when)
+
+
+_COLLECTING = """
+import gc, threading, time
+from memopt_cli.runtime.generators import Generators
+
+gc.callbacks.append(lambda phase, info: time.sleep(0.0001))
+gc.set_threshold(1)
+threads = [threading.Thread(target=lambda: [Generators().restore() for _ in range(100)]) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+@pytest.mark.slow
+def test_garbage_may_be_collected_while_a_generator_is_read() -> None:
+    subprocess.run([sys.executable, "-c", _COLLECTING], check=True, timeout=120)
