@@ -52,7 +52,7 @@ def _dynamic(spec: InputSpec) -> tuple[dict[int, Any], ...]:
 
 
 def main() -> None:
-    """Parse the names, write each model in every format and say where it is."""
+    """Parse the names, write each model, its programs too if they are asked for, and say where they are."""
     parser = argparse.ArgumentParser(prog="python -m sample_models", description="Write the sample models as files.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; all by default")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to (default: %(default)s)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import pickle
@@ -71,41 +70,45 @@ run.  That one would wait for the generator without letting anybody run, for eve
 """
 
 
-def in_turn() -> contextlib.AbstractContextManager[Any]:
-    """Within, no other thread reads or moves a generator of PyTorch's for memopt."""
-    return _turn
-
-
 def _renew_turn() -> None:
     """In a forked process, whose other threads are gone."""
     global _turn
     _turn = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_turn)
+if hasattr(os, "register_at_fork"):  # where processes fork
+    os.register_at_fork(after_in_child=_renew_turn)
+
+
+def position_of(generator: torch.Generator) -> torch.Tensor:
+    """Where a generator of PyTorch's stands."""
+    with _turn:
+        return generator.get_state()
+
+
+def put_at(generator: torch.Generator, position: torch.Tensor) -> None:
+    """Put a generator of PyTorch's there."""
+    with _turn:
+        generator.set_state(position)
 
 
 def _position(device: torch.device) -> bytes:
     """Not as a tensor: whether it is held already, or newly made, is not to be seen in a measured peak."""
-    with in_turn():
-        on_cpu = device.type == "cpu"
+    on_cpu = device.type == "cpu"
+    with _turn:
         position = torch.get_rng_state() if on_cpu else torch.get_device_module(device).get_rng_state(device)
     return ctypes.string_at(position.data_ptr(), position.nbytes)
 
 
 def _put(device: torch.device, position: bytes) -> None:
     tensor = torch.frombuffer(bytearray(position), dtype=torch.uint8)
-    with in_turn():
-        _put_tensor(device, tensor)
-
-
-def _put_tensor(device: torch.device, tensor: torch.Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(tensor)
-    elif device.type == "cuda":
-        put_cuda_generator(device, tensor)
-    else:
-        torch.get_device_module(device).set_rng_state(tensor, device)
+    with _turn:
+        if device.type == "cpu":
+            torch.set_rng_state(tensor)
+        elif device.type == "cuda":
+            put_cuda_generator(device, tensor)
+        else:
+            torch.get_device_module(device).set_rng_state(tensor, device)
 
 
 def _every_device() -> list[torch.device]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from memopt_cli.runtime.generators import in_turn
+from memopt_cli.runtime.generators import position_of, put_at
 from memopt_cli.runtime.private_torch import (
     attributes_of_script,
     buffers_of,
@@ -81,8 +81,7 @@ class _Drawing:
     position: Tensor
 
     def restore(self) -> torch.Generator:
-        with in_turn():
-            self.generator.set_state(self.position)
+        put_at(self.generator, self.position)
         return self.generator
 
 
@@ -285,8 +284,7 @@ def _hold(value: Any) -> Any:
     if type(value) is set:
         return _Container(value, list(value))
     if isinstance(value, torch.Generator):
-        with in_turn():
-            return _Drawing(value, value.get_state())
+        return _Drawing(value, position_of(value))
     return value
 
 

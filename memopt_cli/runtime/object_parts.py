@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from memopt_cli.runtime.generators import position_of, put_at
 from memopt_cli.runtime.private_torch import unseen
 from memopt_cli.runtime.variables import Variables
 
@@ -164,7 +165,7 @@ class _Drawing(Part):
             return self.value.getstate()
         if isinstance(self.value, torch.Generator):
             with unseen():  # in a dry run the position would be a tensor without data, and be read all the same
-                return self.value.get_state()
+                return position_of(self.value)
         return copy.deepcopy(self.value.get_state(legacy=False) if _is_old(self.value) else self._bits().state)
 
     def _bits(self) -> Any:
@@ -175,7 +176,7 @@ class _Drawing(Part):
             self.value.setstate(self._held)
         elif isinstance(self.value, torch.Generator):
             with unseen():
-                self.value.set_state(self._held)
+                put_at(self.value, self._held)
         elif _is_old(self.value):
             self.value.set_state(self._held)
         else:

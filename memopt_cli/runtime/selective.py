@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.generators import in_turn
+from memopt_cli.runtime.generators import position_of, put_at
 from memopt_cli.runtime.private_torch import (
     OpOverloadPacket,
     TorchDispatchMode,
@@ -274,9 +274,7 @@ class _Replaying(_Calls):  # type: ignore[no-untyped-call]
         if output is None:
             return func(*args, **kwargs)
         if output.drawn is not None:
-            generator, position = output.drawn
-            with in_turn():
-                generator.set_state(position)
+            put_at(*output.drawn)
         return tree_unflatten(output.leaves, output.spec)
 
 
@@ -345,8 +343,7 @@ def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Gen
         generator = (
             torch.default_generator if on_cpu else torch.get_device_module(device).default_generators[device.index]
         )
-    with in_turn():
-        return generator, generator.get_state()
+    return generator, position_of(generator)
 
 
 def _has_storage(leaf: Any) -> bool:
