@@ -115,7 +115,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
     known, of_none = claimed(uses_in(root), kinds_of(_stored(pickled), nobody))
     _refuse_libraries(file, known)
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
-    refused: dict[Global, Denied | Missing] = {use.name: unknown(use) for use in of_none}
+    refused: dict[Global, Denied | Missing] = dict(_unknown(of_none))
     refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
     if not any(isinstance(verdict, Denied) for verdict in refused.values()):  # else nothing is imported, either
         audit = Audit(root, known, nobody.vouches)
@@ -197,7 +197,7 @@ def _audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[K
     _refuse_many(file, pickled.scan.wanted)
     known, of_none = claimed(uses_in(root), kinds)
     _refuse_libraries(file, known)
-    verdicts: list[tuple[Global, Denied | Missing]] = [(use.name, unknown(use)) for use in of_none]
+    verdicts = _unknown(of_none)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
         _refuse(file, verdicts)  # nothing needs to be imported for it
     audit = Audit(root, known, vouched.vouches)
@@ -207,6 +207,12 @@ def _audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[K
     _refuse_exhausting(file, audit)
     _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
     return audit
+
+
+def _unknown(of_none: Iterable[Use]) -> list[tuple[Global, Denied | Missing]]:
+    """Names that are of no kind, each with what is said of it: once, however often it is used."""
+    uses = {(use.name, use.how): use for use in of_none}
+    return [(name, unknown(use)) for (name, _), use in uses.items()]
 
 
 def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:

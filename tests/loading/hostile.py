@@ -34,8 +34,9 @@ from spikingjelly.activation_based.neuron.flexsn import FlexSN
 from torch import Tensor, nn
 from torch.ao.quantization.fx.graph_module import ObservedGraphModule
 from torch.nn.modules.module import _WrappedHook
+from torch.nn.parallel.distributed import _BucketCapacityConfig
 from torch.nn.utils import prune
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, GenerationConfig
 
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.torchscript import TorchScript
@@ -68,6 +69,16 @@ class Call:
         return self.reduced
 
 
+class _Entry:
+    """Pickles as a dict of one key."""
+
+    def __init__(self, key: Any) -> None:
+        self._key = key
+
+    def __reduce__(self) -> Any:
+        return dict, (), None, None, iter([(self._key, None)])
+
+
 class Created:
     """Pickles as an object of ``kind``, created without its constructor from ``arguments`` and given ``state``."""
 
@@ -86,8 +97,8 @@ class Created:
 
 def corpus(canary: str) -> dict[str, Hostile]:
     """Every hostile file."""
-    groups = _calls(canary), _opcodes(canary), _objects(canary), _exhausting(), _archives(canary), _scripts(canary)
-    return {name: hostile for group in groups for name, hostile in group}
+    groups = _calls(canary), _opcodes(canary), _objects(canary), _archives(canary), _scripts(canary)
+    return {name: hostile for group in (*groups, _endless(), _exhausting()) for name, hostile in group}
 
 
 # ---------------------------------------------------------------------------------------------- calls
@@ -351,6 +362,30 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     )
 
 
+def _endless() -> Iterator[tuple[str, Hostile]]:
+    """Objects of known classes, whose own code would go on forever, or become another class that nobody looks at."""
+    named = nn.Sequential(nn.ReLU())
+    for _ in range(90):
+        named = nn.Sequential(collections.OrderedDict({"n" * 1_000_000: named}))
+    yield "modules of very long names", _of(named, "a name of 1000000 characters")
+    groups = [{"params": range(10**15)}]
+    for kind in (torch.optim.Adam, torch.optim.SGD):
+        training = Created(kind, state={"defaults": {}, "state": {}, "param_groups": groups})
+        yield (
+            f"{kind.__name__} of parameters without an end",
+            _of(_linear(extra=training), "parameters that are no lists"),
+        )
+    for name, key in {
+        "settings": Created(GenerationConfig, state={"extra": [1]}),
+        "an object that is told apart by its attributes": Created(_BucketCapacityConfig, state={"bucket_bytes_cap": 1}),
+    }.items():
+        for where, made in (("a key", _Entry(key)), ("in a key", _Entry((1, (key,)))), ("in a set", Call(set, [key]))):
+            yield f"{name} as {where}", _of(_linear(extra=made), "is a key")
+    lazy = Call(getattr, Created(nn.LazyLinear, state=vars(nn.Linear(1, 1))), "_infer_parameters")
+    becoming = _linear(_forward_pre_hooks={0: lazy}, cls_to_become=nn.LSTM)
+    yield "a layer that becomes another, unchecked", _of(becoming, "cls_to_become among its attributes")
+
+
 def _changed_later(module: nn.Module, register: str, change: bytes, code: int, says: str) -> Hostile:
     """``change`` sets an entry in the dict of that name, or in the module's attributes, when the module is made."""
     records = _saved(module)
@@ -447,6 +482,15 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
             b"cbuiltins\ngetattr\n" * deep + b"ctorch.nn.modules.linear\nLinear\n" + (attribute + b"\x86R") * deep
         ),
         "keys of one hash": b"}(" + b"".join(map(_same_hash, range(30_000))) + b"u",
+        "decimal numbers of one hash": b"}(" + b"".join(map(_decimal, range(1, 30_000))) + b"u",
+        "complex numbers of one hash": b"}(" + b"".join(map(_complex, range(30_000))) + b"u",
+        "a type of very many parts": b"coperator\ngetitem\nctyping\nLiteral\n("
+        + b"".join(_same_hash(n)[:-1] for n in range(30_000))
+        + b"t\x86R",
+        "a type of very many alternatives": b"cfunctools\nreduce\ncoperator\nor_\n]("
+        + b"".join(alias + b"M" + struct.pack("<H", n) + b"\x86R" for n in range(5000))
+        + b"e\x86R",
+        "one unknown name used very often": b"csympy.core.numbers\nFloat\nq\xff0](" + b"h\xff)\x81" * 80_000 + b"e",
         "a set of one hash": b"cbuiltins\nset\n](" + b"".join(_same_hash(n)[:-1] for n in range(30_000)) + b"e\x85R",
         **{
             f"{what} within each other": (made + b"}" + attribute) * deep + b"K\x01" + b"sb" * deep
@@ -460,13 +504,21 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
     code = b"crandom\nRandom\n)R(K\x02(" + 3 * (b"X" + struct.pack("<I", len(text)) + text) + b"tNtb"
     yield "a random generator of an older version", Hostile(holding(code), NO_MODEL, "random generator")
     for name, code in nested.items():
-        judged = name in ("calls of many names of one module", "a number of layers that is modules in modules")
+        judged = name in _JUDGED
         refused = REFUSED if judged else NO_MODEL
         yield name, Hostile(holding(code), refused, "model.pt")
     code = b"\x80\x02cbuiltins\ntuple\ncbuiltins\nrange\nJ\x80\xc3\xc9\x01\x85R\x85\x81."
     yield "a tuple created of a range", Hostile(archive({"data.pkl": code}), REFUSED, "builtins.tuple")
 
 
+_JUDGED = (
+    "calls of many names of one module",
+    "a number of layers that is modules in modules",
+    "a type of very many parts",
+    "a type of very many alternatives",
+    "one unknown name used very often",
+)
+"""Of those that are refused: as what nobody vouches for, or as no file of a model."""
 _REGISTERS = (b"_parameters", b"_buffers", b"_modules")
 
 
@@ -485,6 +537,18 @@ def _names(one: bytes, count: int = 1900) -> bytes:
 def _pattern(number: int) -> bytes:
     text = b"%d" % number + rb"(?:[\0-\uffff])" * 26
     return b"cre\n_compile\nX" + struct.pack("<I", len(text)) + text + b"K\x02\x86Ra"
+
+
+def _decimal(number: int) -> bytes:
+    """A decimal number whose hash is 0, and a value for it."""
+    text = str((2**61 - 1) * number).encode()
+    return b"cdecimal\nDecimal\nX" + struct.pack("<I", len(text)) + text + b"\x85RN"
+
+
+def _complex(number: int) -> bytes:
+    """A complex number whose hash is 0, and a value for it."""
+    parts = struct.pack(">cdcd", b"G", -1000003.0 * number, b"G", float(number))
+    return b"cbuiltins\ncomplex\n" + parts + b"\x86RN"
 
 
 def _same_hash(number: int) -> bytes:

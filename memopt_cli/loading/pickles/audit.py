@@ -6,14 +6,18 @@ What was not looked at is not made.
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+from torch import Tensor
+
 from memopt_cli.loading.pickles.kinds.interface import Denied, Kind, Missing, Recipe, Role, Use, plain_entries
 from memopt_cli.loading.pickles.kinds.modules import REGISTERS
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS
-from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Tuple, Walk, depth_of, held_in, reachable
+from memopt_cli.loading.pickles.making import HASHING
+from memopt_cli.loading.pickles.nodes import DICT, GETATTR, Built, Global, Tuple, Walk, depth_of, held_in, reachable
 
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _MOST_MODULES: Final = 100
@@ -39,13 +43,24 @@ def uses_in(root: Any) -> list[Use]:
 def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
     """Each use with the kind that it is of, by its name alone, and those that are of none."""
     known, unknown = [], []
+    found: dict[object, Kind | None] = {}
     for use in uses:
-        kind = next((kind for kind in kinds if kind.claims(use)), None)
+        looks = _looks_of(use)
+        if looks not in found:
+            found[looks] = next((kind for kind in kinds if kind.claims(use)), None)
+        kind = found[looks]
         if kind is None:
             unknown.append(use)
         else:
             known.append((use, kind))
     return known, unknown
+
+
+def _looks_of(use: Use) -> object:
+    """All that kinds are told by: of types that are made of others, the name of the first is a part of theirs."""
+    given = use.node.given() if use.node and use.how == "called" else ()
+    first = given[0] if given and isinstance(given[0], Global) else None
+    return use.name, use.how, first, len(given)
 
 
 class Audit:
@@ -106,6 +121,7 @@ class Audit:
     def objections(self) -> Iterator[tuple[Global, str]]:
         """What must not be made, by its name, and why; only where nothing is denied or missing."""
         yield from self._shared()
+        yield from self._compared()
         for use in self._uses:
             recipe = self.recipes[use.node or use.name]
             reason = recipe.check(use.node, self) or (_misfilled(use.node, recipe) if use.node else "")
@@ -135,6 +151,20 @@ class Audit:
                 for part in held_in(node):
                     if isinstance(part, Global) and self.role_of(part) == "named":
                         yield part, "is no layer, and kept as something to call"
+
+    def _compared(self) -> Iterator[tuple[Global, str]]:
+        """Keys whose class computes their hash of attributes, anew each time and at any length."""
+        pending = [key for node in self._nodes if isinstance(node, Built) for key in _keys_of(node)]
+        seen = set[int]()
+        while pending:
+            key = pending.pop()
+            if not isinstance(key, Built | Tuple) or id(key) in seen:
+                continue
+            seen.add(id(key))
+            kind = None if isinstance(key, Tuple) or key.callee == GETATTR else self.class_of(key)
+            if isinstance(key, Built) and kind is not None and not (_has_plain_hash(kind) or self.trusts(kind)):
+                yield key.name, "is a key, and computes which of its attributes"
+            pending.extend(key.items if isinstance(key, Tuple) else key.given())
 
     def _shared(self) -> Iterator[tuple[Global, str]]:
         """Attributes that two objects share: what is done to the one would be done to the other."""
@@ -168,6 +198,20 @@ class Audit:
         if role == "data" or (role not in ("module", "trusted") and not _is_created(value)):
             return held_in(value)
         return ()
+
+
+def _keys_of(node: Built) -> Iterator[Any]:
+    """What is hashed when it is filled: keys, and items of sets and of what is made of pairs."""
+    yield from (key for key, _ in node.entries)
+    if node.name.name in HASHING:
+        yield from node.items
+        for part in node.given():
+            yield from held_in(part)
+
+
+def _has_plain_hash(kind: type) -> bool:
+    """Whether objects of the class are told apart by what they are, or by their items or names."""
+    return issubclass(kind, enum.Enum) or kind.__hash__ in (object.__hash__, Tensor.__hash__, tuple.__hash__)
 
 
 def _is_created(value: Any) -> bool:

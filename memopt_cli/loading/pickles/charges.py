@@ -71,10 +71,18 @@ def hashed(value: Any) -> int:
 
 
 def hash_of(key: Any) -> int:
-    """The hash of a number, or of a tuple of some; of objects each has one of its own."""
+    """The hash of a number, or of a tuple of some; objects that are made of values may all have the same."""
     if isinstance(key, Tuple):
         return hash(tuple(map(hash_of, key.items)))
-    return hash(key)
+    return 0 if isinstance(key, Built) and not _is_itself(key) else hash(key)
+
+
+def _is_itself(key: Built) -> bool:
+    """Whether it equals no other object: a tensor, and what is created of no values."""
+    return str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.given()
+
+
+_TENSORS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 
 
 def amount_of(value: Any) -> int:

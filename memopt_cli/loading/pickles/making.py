@@ -25,7 +25,8 @@ TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2"
 _DEEPEST_TUPLE = 200
 _WORK_PER_CHARACTER: Final = 200
 """Of a regular expression, which is compiled: ranges of characters of either case are slow."""
-_HASHING: Final = ("set", "frozenset", "OrderedDict")
+HASHING: Final = ("set", "frozenset", "OrderedDict")
+"""What hashes the items of what it is made of."""
 _SAME_HASHES: Final = 8
 """Comparisons of keys that take as long as an opcode."""
 _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
@@ -102,7 +103,7 @@ class Maker:
         built.weight += sum(map(amount_of, built.given()))
         if name not in ("range", "slice"):  # they take nothing in
             self._scan.spend(built.weight)
-        if name in _HASHING:
+        if name in HASHING:
             self.charge_keys(built, [_key_of(item, name) for part in built.given() for item in _items_of(part)])
 
     def _charge_bytes(self, built: Built) -> None:

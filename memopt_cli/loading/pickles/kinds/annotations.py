@@ -66,11 +66,18 @@ def _alternatives(_: Any, parts: Any) -> Any:
     return functools.reduce(operator.or_, parts)
 
 
+_MOST_PARTS: Final = 200
+"""Of a type: Python compares each with all the others."""
+
+
 def _check_parts(node: Built | None, graph: Graph) -> str:
-    """Of types, texts and numbers: Python asks their classes how they go together."""
-    pending = list(node.given()) if node else []
+    """Of types, texts and numbers, and few of them: Python asks their classes how they go together."""
+    pending, seen = list(node.given()) if node else [], 0
     while pending:
         part = pending.pop()
+        seen += 1
+        if seen > _MOST_PARTS:
+            return f"makes a type of more than {_MOST_PARTS} parts"
         if isinstance(part, Tuple) or (isinstance(part, Built) and part.how == "plain"):
             pending.extend(part.items)
         elif isinstance(part, Built) and not _is_type(part):

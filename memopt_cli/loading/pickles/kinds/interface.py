@@ -205,11 +205,17 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
         runs = graph.role_of(value) in ("module", "callable", "hook", "named")
         if is_dunder(name) and (runs or not graph.trusts(kind)):
             return f"has {name} among its attributes"
+        if name == _BECOMES and not graph.trusts(kind):
+            return f"has {name} among its attributes, a class that would take the place of its own"
         found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         hides = runs and found is not None
         if (hides or (_is_method(found) and not graph.trusts(kind))) and not _is_own_method(value, name):
             return f"has something else in the place of its method {name}"
     return ""
+
+
+_BECOMES: Final = "cls_to_become"
+"""The attribute of a class by which its objects are made ones of another, once it has run: unchecked."""
 
 
 def _is_method(found: Any) -> bool:

@@ -34,7 +34,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     within,
 )
 from memopt_cli.loading.pickles.kinds.layers import HOOKS, check_layers_asked, check_weights
-from memopt_cli.loading.pickles.nodes import Built, Tuple
+from memopt_cli.loading.pickles.nodes import LIST, Built, Tuple, entries_of
 from memopt_cli.records import Trust
 from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
 from memopt_cli.runtime.runs import Run
@@ -145,7 +145,7 @@ def _created(found: type) -> Recipe | Denied | None:
     if found.__name__ in _HOOKS.get(found.__module__, ()):
         return Recipe(make=_maker(found), role="hook", kind=found, fill=fill, check=_check_hook)
     if issubclass(found, _TRAINING):
-        return Recipe(make=_maker(found), kind=found, fill=fill, check=_check_attributes)
+        return Recipe(make=_maker(found), kind=found, fill=fill, check=_check_training)
     if _is_settings(found):
         role: Role = "callable" if is_callable(found) else "data"
         return Recipe(make=_maker(found), role=role, kind=found, fill=set_attributes, check=_check_attributes)
@@ -238,6 +238,21 @@ def _check_attributes(node: Built | None, graph: Graph) -> str:
     return f"has {wanted[0]} among its attributes" if wanted else shadowing(kind, entries, graph)
 
 
+def _check_training(node: Built | None, graph: Graph) -> str:
+    """An optimizer looks at every parameter of its groups when it takes its state: they are in lists."""
+    assert node is not None
+    groups = dict(plain_entries(node.state) or ()).get("param_groups")
+    held = [] if groups is None else _items_of(groups)
+    known = held is not None and all(_items_of(dict(entries_of(group)).get("params")) is not None for group in held)
+    return _check_attributes(node, graph) if known else "has groups of parameters that are no lists"
+
+
+def _items_of(value: Any) -> list[Any] | None:
+    """Those of a list of the format's own; ``None`` if it is none."""
+    is_list = isinstance(value, Built) and value.how == "plain" and value.name == LIST
+    return value.items if is_list else None
+
+
 _KERNELS: Final = ("_use_kernels", "kernel_config")
 """Settings that ask for kernels of a hub."""
 _RULES: Final = (dict, set, frozenset)
@@ -302,6 +317,9 @@ def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[
             pairs = _pairs(name, value)
         except _Wrong as reason:
             return str(reason)
+        longest = max((len(key) for key, _ in pairs if isinstance(key, str)), default=0)
+        if longest > _LONGEST_NAME:
+            return f"has {what} with a name of {longest} characters"
         misnamed = next((key for key, _ in pairs if isinstance(key, str) and not _is_name(key)), None)
         if misnamed is not None:
             return f"has {what} named {quoted(misnamed)}, which stands for more than a name where code is made of it"
@@ -309,6 +327,10 @@ def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[
         return f"has {what} {quoted(wrong[0])} that is not one" if wrong else ""
 
     return check
+
+
+_LONGEST_NAME: Final = 500
+"""Characters: a path has the names of all modules on the way, and each module its own path."""
 
 
 def _is_name(key: Any) -> bool:
