@@ -47,13 +47,15 @@ _NOT_REPEATED: Final = frozenset(
     | OUTSIDE.keys()
 )
 """What PyTorch's checkpoint does not put back for a recomputation."""
+_MODES: Final = frozenset({"eval between", "train between"})
+"""PyTorch's checkpoint runs again in the mode of backward."""
 
 KNOWN: Final = (
     Known(frozenset({"penalized", "thaw between"}), "packed, what was frozen when it was saved has no gradient"),
     Known(
         frozenset({"penalized", "freeze between"}),
         "packed, what was trained when it was saved has one, on a way that PyTorch cannot differentiate twice",
-        frozenset({"bag", "largest of a bag", "embedding with padding"}),  # the last of nothing: an empty batch
+        frozenset({"bag", "largest of a bag", "embedding", "embedding with padding"}),  # the last two of an empty batch
     ),
     Known(
         frozenset({"saved on the CPU", "change the inputs"}),
@@ -67,7 +69,11 @@ KNOWN: Final = (
     Known(frozenset({"saved by hooks", "rrelu"}), "the user's own hooks copy the noise before it is drawn"),
     Known(frozenset({"saved on the CPU", "rrelu"}), "and so does PyTorch's own hook, of what is on a GPU"),
     Known(frozenset({"view of result", "penalized"}), "PyTorch's checkpoint unpacks a tensor once a backward"),
-    *(Known(frozenset({own}), "the user's own checkpoint is wrong", _NOT_REPEATED) for own in _CHECKPOINTS),
+    Known(
+        frozenset({"saved on the CPU", "begin statistics anew between"}),
+        "PyTorch's hook copies nothing that is on the CPU already, and without a plan gradients are of the new ones",
+    ),
+    *(Known(frozenset({own}), "the user's own checkpoint is wrong", _NOT_REPEATED | _MODES) for own in _CHECKPOINTS),
 )
 
 
