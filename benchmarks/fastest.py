@@ -213,14 +213,14 @@ def cells(
 ) -> list[str]:
     """Under :data:`HEADER`; rates are samples a second."""
     answer = found.answer
-    wanted = len(found.runs) <= 8 and rate >= WANTED * max(best, original, blocks)
+    wanted = found.times_run <= 8 and rate >= WANTED * max(best, original, blocks)
     plan = "no plan" if answer.plan.is_empty else f"{len(answer.plan.segments)} segments"
     return [
         format_bytes(limit_bytes),
         f"batch {answer.batch}, {plan}",
         *(f"{number:.3g}" for number in (rate, best, original, blocks)),
         f"{rate / max(best, rate):.3f}",
-        str(len(found.runs)),
+        str(found.times_run),
         "yes" if wanted else "no",
     ]
 

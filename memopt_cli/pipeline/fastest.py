@@ -23,7 +23,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.memory_limit import limits_of
-from memopt_cli.pipeline.pair_runs import PairRuns, best_original, ranked
+from memopt_cli.pipeline.pair_runs import PairRuns, best_original, finalists, ranked
 from memopt_cli.pipeline.pair_search import PairSearch
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.pricing import Pricing
@@ -52,7 +52,7 @@ from memopt_cli.units import format_bytes
 from memopt_cli.write import check_targets, content, pair_paths, write_all
 
 _RUNS = 8
-"""Pairs that are run, those of the original among them."""
+"""At most, those of the original among them."""
 _OF_ORIGINAL = 4
 _TELLING_BATCH = 4
 """Fewer samples do not show along which axes modules run in chunks."""
@@ -154,6 +154,8 @@ class _Job:
             else:
                 self.untried = f"the step is not known at other batches ({step})"
                 self.notes.append(f"No plan was tried: {self.untried}.")
+        if not self._is_over():
+            self._run_finalists()
         if self._is_over():
             self.notes.append(f"The search was ended after {self.request.search_limit_s:.3g} s (--search-time).")
 
@@ -169,6 +171,12 @@ class _Job:
             runs=self.trials.planned,
         )
         self._plans(case, self.pricing, session)
+
+    def _run_finalists(self) -> None:
+        """The pairs that may only seem slower than the best, or faster, once more."""
+        self.progress.stage("running the best again")
+        for pair in finalists(self.runs.all(), most=_RUNS - self.trials.count):
+            self.trials.run_again(pair.plan, pair.batch)
 
     def _original(self, session: Callable[[], Session]) -> Case:
         """The largest batch that it takes, and smaller ones while they are faster."""
@@ -212,7 +220,7 @@ class _Job:
             growth_known=lambda: pricing.growth_known,
             of_use=self.runs.of_use,
             run=self.trials.run,
-            runs_left=lambda: _RUNS - len(self.trials.found),
+            runs_left=lambda: _RUNS - self.trials.count,
             over=self._is_over,
         )
         pairs = search.priced(self.runs.of_use(case.search.runs.best))
@@ -277,6 +285,7 @@ class _Job:
             verification=verification,
             priced=0 if self.pricing is None else self.pricing.priced,
             dry_runs=sum(len(probes.dry_runs) for probes in self.dry_runs),
+            times_run=self.trials.count,
             notes=tuple(dict.fromkeys(self.notes)),
             files=(),
             spent_s=0.0,

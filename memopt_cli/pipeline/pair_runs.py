@@ -16,6 +16,12 @@ _MOST_ONCE = 0.9
 _TIE = 0.01
 """Of pairs that train as many samples a second, to this share, the simpler plan is the answer."""
 
+_FINALISTS = 3
+_NEAR = 0.2
+"""By so much the rate of a pair differs from run to run on a busy machine (benchmarks/fastest.py)..."""
+_SHORT_STEP_S = 1.0
+"""... where its step is shorter than that."""
+
 
 @dataclass(slots=True, kw_only=True)
 class PairRuns:
@@ -99,6 +105,18 @@ def ranked(pairs: list[PairRun]) -> Iterator[int]:
         best = min((i for i, rate in left.items() if rate >= close), key=lambda i: _cost(pairs[i]))
         yield best
         del left[best]
+
+
+def finalists(pairs: list[PairRun], most: int) -> list[PairRun]:
+    """Those that another run could make the answer, the fastest first; none where one pair stands alone."""
+    found = [pairs[index] for index in ranked(pairs)]
+    best = max((pair.samples_per_s or 0.0 for pair in found), default=0.0)
+    near = [pair for pair in found if (pair.samples_per_s or 0.0) >= (1 - _NEAR) * best and _is_short(pair)]
+    return near[: min(_FINALISTS, most)] if len(near) > 1 and most > 1 else []
+
+
+def _is_short(pair: PairRun) -> bool:
+    return isinstance(pair.outcome, BatchProbe) and pair.outcome.step_s < _SHORT_STEP_S
 
 
 def best_original(pairs: list[PairRun]) -> int | None:

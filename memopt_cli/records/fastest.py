@@ -53,6 +53,8 @@ class FastestTraining:
     priced: int
     """Plans whose peak and time were worked out by sums."""
     dry_runs: int
+    times_run: int
+    """Runs on data; the best pairs are run twice."""
     notes: tuple[str, ...]
     files: tuple[str, ...]
     spent_s: float

@@ -101,8 +101,8 @@ def remarks(found: FastestTraining) -> Iterator[str]:
     if found.verification is not None:
         yield verification(found.verification)
     yield (
-        f"{counted(len(found.runs), 'pair')} run, {counted(found.dry_runs, 'dry run')}, "
-        f"{counted(found.priced, 'plan')} priced by sums; "
+        f"{counted(found.times_run, 'run')} of {counted(len(found.runs), 'pair')}, "
+        f"{counted(found.dry_runs, 'dry run')}, {counted(found.priced, 'plan')} priced by sums; "
         f"total time {format_seconds(found.spent_s)}"
     )
     yield from found.notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memopt_cli.pipeline.pair_runs import best_original, ranked, samples_per_s
+from memopt_cli.pipeline.pair_runs import best_original, finalists, ranked, samples_per_s
 from memopt_cli.records import BatchProbe, OutOfMemory, PairRun, Plan, SegmentPlan
 
 ORIGINAL, ONE, TWO = (Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(count))) for count in range(3))
@@ -38,6 +38,26 @@ def test_of_two_batches_of_the_original_that_are_as_fast_the_answer_is_its_best(
     pairs = [pair(ORIGINAL, 16, 100), pair(ORIGINAL, 32, 100.5), pair(ONE, 64, 90)]
     assert best_original(pairs) == next(ranked(pairs)) == 0
     assert best_original([pair(ORIGINAL, 16, 100, usable=False), pair(ONE, 16, 90)]) is None
+
+
+SLOW, NEAR, BEST = pair(ORIGINAL, 1, 50), pair(ORIGINAL, 8, 100), pair(ONE, 16, 120)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "most", "again"),
+    [
+        ([SLOW, NEAR, BEST], 8, [BEST, NEAR]),
+        ([SLOW, BEST], 8, []),  # nothing comes near it
+        ([NEAR, BEST], 1, []),  # one of two alone would be put before the other
+        ([NEAR, BEST, pair(TWO, 16, 110), pair(TWO, 8, 105)], 8, [BEST, pair(TWO, 16, 110), pair(TWO, 8, 105)]),
+        ([pair(ORIGINAL, 200, 100), pair(ONE, 200, 101)], 8, []),  # steps of two seconds, which differ less
+        ([FAILED, pair(ORIGINAL, 8, 119, usable=False), BEST], 8, []),
+    ],
+)
+def test_what_may_only_seem_slower_than_the_best_is_run_again(
+    pairs: list[PairRun], most: int, again: list[PairRun]
+) -> None:
+    assert finalists(pairs, most) == again
 
 
 @pytest.mark.parametrize(

@@ -472,6 +472,7 @@ def test_the_pairs_of_a_search() -> None:
         verification=a_result().summary.verification,
         priced=40,
         dry_runs=5,
+        times_run=3,
         notes=("A note.",),
         files=(),
         spent_s=60.0,
