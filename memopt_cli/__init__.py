@@ -116,6 +116,8 @@ _PUBLIC = {
 
 __all__ = list(_PUBLIC)
 
+__version__ = "0.1.0"
+
 on_unsafe = "warn"
 """What a segment does whose forward did what a recomputation cannot repeat, or whose recomputation computes something
 else: ``warn``, and run plainly from then on; or ``raise``."""
@@ -126,10 +128,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version  # takes longer than all of this module
-
-        return version("memopt")
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'memopt_cli' has no attribute {name!r}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import BinaryIO, Protocol
 
+from memopt_cli import __version__
 from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.devices import resolve_device
 from memopt_cli.errors import UsageError
@@ -203,7 +204,7 @@ def header_of(subject: Subject, sha256: str | None) -> FileHeader:
     """The same of a model that need not be prepared here; ``sha256``: of its file, if it has one."""
     return FileHeader(
         schema_version=SCHEMA_VERSION,
-        memopt=version("memopt"),
+        memopt=__version__,
         torch=version("torch"),
         model=subject.source.location,
         sha256=sha256,

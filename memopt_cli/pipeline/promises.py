@@ -7,11 +7,11 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from typing import get_args
 
 import torch
 
+from memopt_cli import __version__
 from memopt_cli.devices import resolve_device
 from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.measure.conditions import conditions_of
@@ -116,7 +116,7 @@ def selftest(device: str, *, progress: Progress) -> SelftestReport:
     started, device = time.monotonic(), resolve_device(device)
     rows = tuple(row for case, test in _tests(device) for row in _tried(case, test, device, progress))
     return SelftestReport(
-        memopt=version("memopt"),
+        memopt=__version__,
         torch=str(torch.__version__),
         platform=platform.platform(),
         cuda=f"{torch.version.cuda}, {torch.cuda.get_device_capability(device)}" if device != "cpu" else "",
