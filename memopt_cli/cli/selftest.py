@@ -8,7 +8,7 @@ import typer
 
 from memopt_cli.cli import options
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.errors import VerificationError
+from memopt_cli.errors import Interrupted, VerificationError
 from memopt_cli.measure import processes
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
@@ -35,5 +35,7 @@ def selftest(
         found = promises.selftest(device, progress=progress)
     report: Report = JsonReport() if json else TextReport()
     report.tested(found, sys.stdout)
+    if found.interrupted:
+        raise Interrupted("interrupted; what is shown is what had been tried")
     if found.failed:
         raise typer.Exit(VerificationError.exit_code)

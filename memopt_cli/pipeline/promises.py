@@ -13,7 +13,7 @@ import torch
 
 from memopt_cli import __version__
 from memopt_cli.devices import resolve_device
-from memopt_cli.errors import MemoptError, first_line
+from memopt_cli.errors import MemoptError, Terminated, first_line
 from memopt_cli.measure.conditions import conditions_of
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
 from memopt_cli.pipeline.failures import raise_failure
@@ -111,18 +111,27 @@ _WITH_OPTIMIZER = (
 def selftest(device: str, *, progress: Progress) -> SelftestReport:
     """Try what memopt promises on a device: ``auto``, ``cpu`` or ``cuda[:N]``.
 
-    What fails is a row that does not hold.  Raises :class:`UsageError` for a device that is not there.
+    What fails is a row that does not hold.  Ctrl-C ends it with the rows so far, if there are any.  Raises
+    :class:`UsageError` for a device that is not there.
     """
-    started, device = time.monotonic(), resolve_device(device)
-    rows = tuple(row for case, test in _tests(device) for row in _tried(case, test, device, progress))
+    started, device, interrupted = time.monotonic(), resolve_device(device), False
+    conditions, rows = conditions_of(StepSettings(device=device)), list[SelftestRow]()
+    try:
+        for case, test in _tests(device):
+            rows.extend(_tried(case, test, device, progress))
+    except KeyboardInterrupt as err:
+        if isinstance(err, Terminated) or not rows:
+            raise
+        interrupted = True
     return SelftestReport(
         memopt=__version__,
         torch=str(torch.__version__),
         platform=platform.platform(),
         cuda=f"{torch.version.cuda}, {torch.cuda.get_device_capability(device)}" if device != "cpu" else "",
-        conditions=conditions_of(StepSettings(device=device)),
-        rows=rows,
+        conditions=conditions,
+        rows=tuple(rows),
         spent_s=time.monotonic() - started,
+        interrupted=interrupted,
     )
 
 

@@ -33,6 +33,8 @@ class SelftestReport:
     conditions: Conditions
     rows: tuple[SelftestRow, ...]
     spent_s: float
+    interrupted: bool = False
+    """Something was still to be tried."""
 
     @property
     def failed(self) -> tuple[SelftestRow, ...]:

@@ -61,7 +61,7 @@ class JsonReport:
         stream.write(json_text(to_data(result)))
 
     def tested(self, found: SelftestReport, stream: TextIO) -> None:
-        stream.write(json_text({"holds": not found.failed, **to_data(found)}))
+        stream.write(json_text({"holds": not found.failed and not found.interrupted, **to_data(found)}))
 
     def explained(self, found: Explanation, stream: TextIO) -> None:
         stream.write(json_text(to_data(found)))

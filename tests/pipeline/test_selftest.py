@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
@@ -63,6 +64,31 @@ def test_every_promise_holds_here(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def rows_of(monkeypatch: pytest.MonkeyPatch, *tests: Any) -> tuple[SelftestRow, ...]:
     monkeypatch.setattr(promises, "_tests", lambda device: iter(tests))
     return selftest("cpu", progress=Progress()).rows
+
+
+def test_an_interrupted_one_shows_what_had_been_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def holds(case: Any, device: str) -> Iterator[SelftestRow]:
+        yield SelftestRow(name=case.name, promise="it runs", seen="it ran", holds=True)
+
+    def is_interrupted(case: Any, device: str) -> Iterator[SelftestRow]:
+        raise KeyboardInterrupt
+        yield
+
+    tests = [(promises._ATTENTION, holds), (promises._ATTENTION, is_interrupted), (promises._ATTENTION, holds)]
+    monkeypatch.setattr(promises, "_tests", lambda device: iter(tests))
+    assert main(["selftest", "--device", "cpu", "-q"]) == 130
+    shown = capsys.readouterr()
+    assert "every promise holds here of those that were tried" in shown.out
+    assert shown.out.count("it ran") == 1
+    assert "interrupted; what is shown is what had been tried" in shown.err
+    assert main(["selftest", "--device", "cpu", "-q", "--json"]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert (found["interrupted"], found["holds"]) == (True, False)
+    monkeypatch.setattr(promises, "_tests", lambda device: iter(tests[1:]))
+    assert main(["selftest", "--device", "cpu", "-q"]) == 130
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.process
