@@ -184,7 +184,8 @@ class TextReport:
     def tested(self, found: SelftestReport, stream: TextIO) -> None:
         console, failed = _console(stream), len(found.failed)
         tried = " that was tried" if found.interrupted else ""
-        said = f"{failed} of {len(found.rows)} promises do not hold here" if failed else f"every promise{tried} holds here"
+        missed = f"{failed} of {len(found.rows)} promises do not hold here"
+        said = missed if failed else f"every promise{tried} holds here"
         _print(console, said, style="bold")
         _print(console, f"{found.conditions.device_name}, PyTorch {found.torch}, memopt {found.memopt}")
         _print(console)
