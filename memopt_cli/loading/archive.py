@@ -53,6 +53,7 @@ class Archive:
         folder = next(iter(sizes), "").partition("/")[0] + "/"
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             self._entries = {entry.orig_filename.removeprefix(folder): entry for entry in file.infolist()}
+        self.size_bytes = len(data)
         self.sizes = {name.removeprefix(folder): size for name, size in sizes.items()}
         """Bytes of each record."""
         if len({name.lower() for name in self.sizes}) != len(sizes):

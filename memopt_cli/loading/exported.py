@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, shortened
 from memopt_cli.loading.archive import OF_TENSORS_WITHIN, Archive, record_names
-from memopt_cli.loading.exported_contents import MOST_PROGRAM_VALUES, checked_path
+from memopt_cli.loading.exported_contents import checked_path, read_program
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
     GraphReader,
@@ -110,7 +110,7 @@ class _Program:
     def __init__(self, archive: Archive, path: str) -> None:
         self._archive = archive
         self._path = path
-        program = read_json(archive.read(_PROGRAM), most_values=MOST_PROGRAM_VALUES)
+        program = read_program(archive, _PROGRAM)
         version = program["schema_version"]["major"]
         if version != _SCHEMA:
             raise FileFormatError(

@@ -35,8 +35,9 @@ _DTYPES: Final = {
 NO_MODULE: Final = "_empty_nn_module_stack_from_metadata_hook"
 """The path that ``torch.export`` gives operators that it added outside of any module."""
 _SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
-MOST_PROGRAM_VALUES: Final = 16_000_000
-"""Separators of a program's JSON: those of some 200,000 operators."""
+_LEAST_VALUES, _MOST_VALUES, _BYTES_PER_VALUE = 2_000_000, 16_000_000, 8
+"""Separators that a program's JSON may have in any file, and at most, those of some 200,000 operators; and for how many
+bytes of the file there is one: PyTorch compresses nothing, and writes 12.  Each takes up to 80 bytes of memory."""
 PROGRAMS: Final = ("models/model.json", "serialized_exported_program.json")
 """Records of the program: since PyTorch 2.8, and before."""
 
@@ -59,7 +60,7 @@ def read_exported(archive: Archive) -> Exported:
     record = next((name for name in PROGRAMS if name in archive.sizes), None)
     if record is None:
         raise ValueError("it holds no exported program")
-    program = read_json(archive.read(record), most_values=MOST_PROGRAM_VALUES)
+    program = read_program(archive, record)
     graph, signature = program["graph_module"]["graph"], program["graph_module"]["signature"]
     values = graph["tensor_values"]
     schema = program.get("schema_version", {})
@@ -71,6 +72,12 @@ def read_exported(archive: Archive) -> Exported:
         },
         inputs=tuple(_inputs(signature, values)),
     )
+
+
+def read_program(archive: Archive, record: str) -> Any:
+    """The JSON of the program.  Raises :class:`ValueError` for one that is none, or far too much for such a file."""
+    most = min(_LEAST_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MOST_VALUES)
+    return read_json(archive.read(record), most_values=most)
 
 
 def _records(archive: Archive) -> dict[str, str]:

@@ -119,7 +119,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
         )
     weights = _weights(folder, digest)
     _refuse_counts(folder, settings, weights)
-    with _building(folder, "transformers", weights):
+    with _building(folder, "transformers", weights), _quiet(transformers.logging):
         config = kind.config_class.from_dict(settings)
         model, info = kind.from_pretrained(
             None,
@@ -154,7 +154,10 @@ def _whole_numbers(value: Any) -> Iterator[int]:
         yield max(value, 0)
 
 
-_COUNT: Final = re.compile(r"(num|n)_\w+|\w*_(layers|labels|heads|experts|blocks|depth|depths)|depth|depths|layers")
+_COUNT: Final = re.compile(
+    r"(\w*_)?(num|n)_\w+|depth|depths|layers|ngram|context_size|prediction_length|max_text_length"
+    r"|\w*_(layers|labels|heads|experts|blocks|depth|depths|types|indices|flows|cycles|repeats|num|number)"
+)
 _MOST_COUNTED: Final = 10_000
 
 
@@ -172,6 +175,20 @@ def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iter
         ) from err
     except Exception as err:  # the library's code
         raise FileFormatError(f"{folder} cannot be built by {library}: {first_line(err)}", hint=_SAVE) from err
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Around a library that prints names of the file's as they are, commands to a terminal or a CI system too."""
+    before, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if shows_progress:
+            logging.enable_progress_bar()
 
 
 def _is_class(found: Any, base: type) -> bool:

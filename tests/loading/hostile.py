@@ -617,6 +617,9 @@ def _archives(canary: str) -> Iterator[tuple[str, Hostile]]:
         Hostile(_edited(good, b"K\x04K\x03\x86", b"M\xff\xffK\x03\x86"), NO_MODEL, "beyond"),
     )
     yield "a negative size", Hostile(_edited(good, b"K\x04K\x03\x86", b"J\xff\xff\xff\xffK\x03\x86"), NO_MODEL, "shape")
+    values = b"[" + b'{"a":0},' * 5_000_000 + b"0]"
+    many = archive({"models/model.json": values, "extra/more": os.urandom(2 << 20)}, compressed=True)
+    yield "a program of very many values", Hostile(many, NO_MODEL, "far more values")
     for kind in (WritesWhenLoaded, WritesWhenCalled):
         buffer = io.BytesIO()
         torch.jit.save(torch.jit.script(kind(canary)), buffer)

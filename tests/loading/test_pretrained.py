@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -205,11 +207,32 @@ def test_the_environment_is_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPa
     assert "HF_HUB_OFFLINE" not in os.environ
 
 
+def test_nothing_of_the_file_is_printed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights = safetensors.load_file(folder / "model.safetensors")
+    name = "pwned\n::error::pwned\x1b[2J"
+    safetensors.save_file(weights | {name: torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    printed = io.StringIO()
+    handler, logger = logging.StreamHandler(printed), logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        load(folder)
+    finally:
+        logger.removeHandler(handler)
+    assert "pwned" not in printed.getvalue()
+    assert "".join(capfd.readouterr()) == ""
+
+
 HUGE: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"n_layer": 10**6}, "its n_layer, 1000000 in all, is far beyond"),
     "labels": ({"num_labels": 3 * 10**6}, "its num_labels, 3000000 in all, is far beyond"),
     "words": ({"vocab_size": 10**10}, "far more bytes than its weights"),
     "positions": ({"n_positions": 10**9}, "its n_positions, 1000000000 in all, is far beyond"),
+    "kinds of attention": (
+        {"attention_types": [[["global"], 10**10]]},
+        "its attention_types, 10000000000 in all, is far",
+    ),
+    "cycles": ({"H_cycles": 10**9}, "its H_cycles, 1000000000 in all, is far beyond"),
     "layers in a list": ({"depths": [5_000, 6_000]}, "its depths, 11000 in all, is far beyond"),
     "features": ({"n_embd": 10**9, "n_head": 1}, "is far beyond"),
 }
