@@ -19,6 +19,7 @@ import yaml
 
 from memopt_cli.errors import UsageError, shortened
 from memopt_cli.errors import printable as printable
+from memopt_cli.units import MOST_DIGITS
 
 MOST_BYTES = 64 << 20
 """Of a document that people read, or that memopt wrote for them."""
@@ -29,8 +30,6 @@ _MOST_JSON_VALUES = 2_000_000
 """Separators of a JSON document: each value takes some 100 bytes of memory, however short it is."""
 _DEEPEST = 200
 """Values within values: Python walks them by recursion."""
-_MOST_DIGITS = 80
-"""No whole number that fits 64 bits is longer, underscores and base included."""
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -49,7 +48,7 @@ class _PlainLoader(yaml.SafeLoader):
 
     def construct_whole_number(self, node: yaml.ScalarNode) -> int | str:
         too_large = yaml.YAMLError(f"the number at line {node.start_mark.line + 1} is too large")
-        if len(node.value) > _MOST_DIGITS:
+        if len(node.value) > MOST_DIGITS:
             raise too_large
         if ":" in node.value:  # YAML 1.1 takes 1:32 for 92, in base 60
             return str(node.value)
@@ -290,7 +289,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def whole_number(text: str) -> int:
     """The number that JSON's digits stand for.  Raises :class:`ValueError` for one of more than 63 bits."""
-    if len(text) > _MOST_DIGITS or abs(int(text)) >= 2**63:
+    if len(text) > MOST_DIGITS or abs(int(text)) >= 2**63:
         raise ValueError("a number in it is too large")
     return int(text)
 

@@ -12,7 +12,8 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)} | {
     unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))
 }
-_MOST_DIGITS = 80
+MOST_DIGITS = 80
+"""No whole number that fits 64 bits is longer, underscores and base included."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
@@ -27,7 +28,7 @@ def parse_bytes(text: str) -> int:
     if match is None or factor is None:
         raise UsageError(f"'{text}' is not a memory size", hint="Write for example 24GiB or 512MB.")
     digits = match.group(1)
-    if len(digits) > _MOST_DIGITS or (size := int(Fraction(digits) * factor)) >= 2**63:
+    if len(digits) > MOST_DIGITS or (size := int(Fraction(digits) * factor)) >= 2**63:
         raise UsageError(f"{shortened(text)} is more memory than any device has")
     return size
 

@@ -30,7 +30,7 @@ PARTS: dict[str, set[str]] = {
     "optimizers": {"errors", "optimizer_text"},
     "records": {"errors", "units", "optimizer_text"},
     "progress": {"errors", "units", "records"},
-    "documents": {"errors"},
+    "documents": {"errors", "units"},
     "spec_text": {"errors", "optimizer_text", "records", "units"},
     "batch_axis": {"errors", "records", "spec_text"},
     "devices": {"errors"},
