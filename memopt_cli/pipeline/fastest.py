@@ -174,8 +174,10 @@ class _Job:
 
     def _run_finalists(self) -> None:
         """The pairs that may only seem slower than the best, or faster, once more."""
-        self.progress.stage("running the best again")
-        for pair in finalists(self.runs.all(), most=_RUNS - self.trials.count):
+        again = finalists(self.runs.all(), most=_RUNS - self.trials.count)
+        if again:
+            self.progress.stage("running the best again")
+        for pair in again:
             self.trials.run_again(pair.plan, pair.batch)
 
     def _original(self, session: Callable[[], Session]) -> Case:
