@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from torch import nn
@@ -43,3 +48,45 @@ def test_only_on_arguments_that_fit(name: str, tmp_path_factory: pytest.TempPath
     assert isinstance(refused, StepFailed), refused
     assert f"{name}." in refused.message
     assert "given arguments that do not fit each other" in refused.message
+
+
+CALLS = {
+    "bags before the first index": "bag(indices, torch.tensor([-(10**9), 4]))",
+    "rows that were pruned away": "bag(indices, offsets, None, torch.full((5,), 10**8, dtype=torch.int32))",
+    "fewer weights than indices": "bag(indices, offsets, torch.ones(1))",
+    "no heads": "encoder(torch.ones(1, 3, 8))",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_settings_of_a_layer_that_its_kernel_trusts(name: str) -> None:
+    """In a process of its own: the kernels stay guarded, and would end it."""
+    code = f"""
+        import torch
+        from torch import nn
+        from torch.ao.nn import quantized
+        from memopt_cli.measure.kernels import guard_kernels
+        from memopt_cli.runtime.lifted.arguments import ArgumentError
+        from memopt_cli.runtime.lifted.operators import find_operator
+
+        guard_kernels()
+        assert find_operator("quantized::embedding_bag_byte") is not None
+        indices, offsets = torch.zeros(8, dtype=torch.int64), torch.tensor([0, 4])
+        bag = quantized.EmbeddingBag(5, 3, mode="sum")
+        assert bag(indices, offsets).shape == (2, 3)
+        bag.pruned_weights = {name == "rows that were pruned away"}
+        encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval().requires_grad_(False)
+        assert encoder(torch.ones(1, 3, 8)).shape == (1, 3, 8)
+        encoder.self_attn.num_heads = 0
+        try:
+            {CALLS[name]}
+        except ArgumentError:
+            print("refused")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "refused\n", done.stderr
