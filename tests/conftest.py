@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.collecting import pytest_collection, pytest_make_collect_report  # noqa: F401
 from tests.starting import _no_process_but_of_the_marked, _watched, pytest_collection_modifyitems  # noqa: F401
 
 

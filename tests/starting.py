@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from inspect import isfunction, unwrap
 from types import CodeType, FunctionType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from memopt_cli.measure import processes
+from tests.collecting import in_order
 
 ALWAYS = {"subprocess", "fork", "multiprocessing", "_Servers", "failures", "spawn_memopt"}
 PROFILING = {"Session", "memory_optimization", "memopt", "recommend_batch"}
@@ -34,6 +36,7 @@ _started: list[str] = []
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts processes."""
+    in_order(items)
     for item in items:
         used, fixtures = _used(item), set(getattr(item, "fixturenames", ()))
         if used & ALWAYS or (used & PROFILING and not fixtures & HERE):
@@ -75,11 +78,15 @@ def _used(item: pytest.Item) -> set[str]:
     used = set(getattr(item, "fixturenames", ()))
     definitions: dict[str, Any] = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
     functions = [getattr(item, "function", None), *(d.func for found in definitions.values() for d in found)]
-    seen: set[FunctionType] = set()
-    for function in functions:
-        if isfunction(unwrap(function)) and "/tests/conftest.py" not in unwrap(function).__code__.co_filename:
-            used |= _names(unwrap(function), seen)
-    return used
+    return used.union(*map(_refers_to, functions))
+
+
+@functools.cache
+def _refers_to(wrapped: Callable[..., Any] | None) -> frozenset[str]:
+    function = unwrap(wrapped) if wrapped is not None else None
+    if not isfunction(function) or "/tests/conftest.py" in function.__code__.co_filename:
+        return frozenset()
+    return frozenset(_names(function, set()))
 
 
 def _names(function: FunctionType, seen: set[FunctionType]) -> set[str]:
