@@ -134,7 +134,7 @@ def rule_along(axis: int) -> ChunkRule:
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "chain": lambda: Subject(Chain(), torch.randn(4, 16, 24, 24)),
-    "resnet": lambda: Subject(resnet.build(), torch.randn(2, 3, 64, 64)),
+    "resnet": lambda: Subject(resnet.ResNet((2, 2, 2, 2)), torch.randn(2, 3, 64, 64)),
     "gpt": tiny_gpt,
     "steps": lambda: Subject(Steps(), torch.randn(12, 32, 32)),
 }
