@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading import read_file
+from memopt_cli.loading.pickles.scan import uncollected
 from memopt_cli.records import Holder, SnapshotFacts
 
 _PLAIN: Final = frozenset(
@@ -26,8 +27,12 @@ _PLAIN: Final = frozenset(
 """Opcodes that make plain containers, numbers and texts of them, and call nothing."""
 _MOST_HOLDERS: Final = 200
 _MOST_BYTES: Final = 1 << 30
-_MOST_OPCODES: Final = 50_000_000
-"""Of a pickle: each makes at most some 70 bytes, and two million events of a history have no more."""
+_MOST_OPCODES, _LEAST_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
+"""Of a pickle, at most, whatever its size, and for how many bytes there is one more: each makes some 70 bytes of memory
+and takes microseconds, 100,000 events of a history have some 3 million, and what ``pickle`` writes takes 3 to 5 bytes
+for each."""
+_LARGEST_STACK: Final = 100_000
+"""Values that are made and not put anywhere yet: ``pickle`` puts a thousand at a time."""
 _LONGEST_NAME: Final = 4096
 _HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
 
@@ -56,8 +61,9 @@ def read_snapshot(path: str) -> SnapshotFacts:
 def _plain(data: bytes, path: str) -> tuple[Any, int]:
     """What a pickle holds, and how many opcodes it has."""
     try:
-        opcodes = _check(data, path)
-        return _NothingBuilt(io.BytesIO(data)).load(), opcodes
+        with uncollected():
+            opcodes = _check(data, path)
+            return _NothingBuilt(io.BytesIO(data)).load(), opcodes
     except (UnsafeFileError, FileFormatError):
         raise
     except Exception as err:  # a damaged file can make the unpickler raise anything
@@ -67,13 +73,15 @@ def _plain(data: bytes, path: str) -> tuple[Any, int]:
 def _check(data: bytes, path: str) -> int:
     """How many opcodes there are.
 
-    Raises :class:`UnsafeFileError` for one that is not plain, for a memo that is made to be huge and for keys that are
-    no texts, and :class:`FileFormatError` for too many.
+    Raises :class:`UnsafeFileError` for one that is not plain, for a memo or a stack that is made to be huge, for keys
+    that are no texts and for more than the file's size explains, and :class:`FileFormatError` for too many.
     """
-    opcodes, stack = 0, _Texts()
+    opcodes, stack, most = 0, _Texts(), _LEAST_OPCODES + len(data) // _BYTES_PER_OPCODE
     for opcodes, (opcode, argument, _) in enumerate(pickletools.genops(data), start=1):
         refused = f"a pickle of plain containers does without {opcode.name}" if opcode.name not in _PLAIN else ""
         refused = refused or stack.take(opcode, argument)
+        if opcodes > most:
+            refused = f"it holds far more values than its {len(data)} bytes would"
         if refused:
             raise UnsafeFileError(f"{path} is no snapshot: {refused}", hint=_HINT)
         if opcodes > _MOST_OPCODES:
@@ -82,6 +90,23 @@ def _check(data: bytes, path: str) -> int:
                 hint="Record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000).",
             )
     return opcodes
+
+
+def _made(opcode: pickletools.OpcodeInfo) -> list[bool]:
+    """Of what an opcode puts on the stack, whether each is a text."""
+    return ["UNICODE" in opcode.name or "STRING" in opcode.name for _ in opcode.stack_after]
+
+
+_FIXED: Final = {
+    opcode.name: (len(opcode.stack_before), _made(opcode))
+    for opcode in pickletools.opcodes
+    if opcode.name in _PLAIN - {"MARK", "MEMOIZE", "DUP", "POP", "SETITEM"}
+    and "PUT" not in opcode.name
+    and "GET" not in opcode.name
+    and pickletools.markobject not in opcode.stack_before
+}
+"""Most opcodes: how many values they take, and whether what they make of them are texts."""
+_STACKED: Final = "it makes far more values than it puts anywhere"
 
 
 class _Texts:
@@ -98,6 +123,12 @@ class _Texts:
     def take(self, opcode: pickletools.OpcodeInfo, argument: Any) -> str:
         """Follow an opcode; what must not be about it, or empty.  Raises :class:`IndexError`, :class:`KeyError`."""
         name, values = opcode.name, self._values
+        if name in _FIXED:
+            taken, made = _FIXED[name]
+            if taken:
+                del values[-taken:]
+            values += made
+            return _STACKED if len(values) > _LARGEST_STACK else ""
         if name == "MARK":
             self._marks.append(len(values))
         elif "PUT" in name or name == "MEMOIZE":
@@ -113,9 +144,9 @@ class _Texts:
             self._marks.pop()
         else:
             keys = self._taken(opcode)
-            values.extend("UNICODE" in name or "STRING" in name for _ in opcode.stack_after)
+            values += _made(opcode)
             return "" if all(keys) else "a key in it is no text"
-        return ""
+        return _STACKED if len(values) + len(self._marks) > _LARGEST_STACK else ""
 
     def _taken(self, opcode: pickletools.OpcodeInfo) -> list[bool]:
         """Take away what the opcode does; of what it takes for keys, whether each is a text."""

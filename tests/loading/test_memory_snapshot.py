@@ -84,6 +84,9 @@ class Runs:
         pytest.param(b"\x80\x02}K\x01" + b"2\x86" * 60 + b"Ns.", id="a key that is pairs of pairs"),
         pytest.param(b"\x80\x02}(X\x01\x00\x00\x00aNK\x01q\x000h\x00Nu.", id="a number for a key, from the memo"),
         pytest.param(b"\x80\x02(K\x01Nd.", id="a number for a key, in a dict made at once"),
+        pytest.param(b"\x80\x02" + b"]" * 110_000 + b"." + bytes(400_000), id="values that are put nowhere"),
+        pytest.param(b"\x80\x02" + b"(" * 110_000 + b"." + bytes(400_000), id="marks of nothing"),
+        pytest.param(b"\x80\x02](" + (b"]" * 50_000 + b"e(") * 4 + b"e.", id="more values than bytes hold"),
     ],
 )
 def test_nothing_else_is_read(tmp_path: Path, data: object, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,6 +144,22 @@ def test_a_file_of_too_many_values_or_bytes(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(memory_snapshot, "_MOST_BYTES", 20)
     with pytest.raises(UsageError, match="larger than"):
         read_snapshot(path)
+
+
+NOW = 1_700_000_000_000_000
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.DEFAULT_PROTOCOL])
+def test_a_long_history_is_far_from_the_bounds(tmp_path: Path, protocol: int) -> None:
+    stacks = [[frame(TORCH, line) for line in range(20)] for _ in range(5)]
+    events = [
+        {"action": "alloc", "addr": NOW + n * 512, "size": n * 512, "stream": 0, "time_us": NOW + n, "frames": stack}
+        for n, stack in zip(range(4000), itertools.cycle(stacks), strict=False)
+    ]
+    data = pickle.dumps({"segments": [], "device_traces": [events]}, protocol)
+    opcodes = sum(1 for _ in memory_snapshot.pickletools.genops(data))
+    assert opcodes < 0.8 * len(data) / memory_snapshot._BYTES_PER_OPCODE
+    assert read_snapshot(written(tmp_path, data)).lines == ()
 
 
 def test_blocks_share_their_stacks(tmp_path: Path) -> None:
