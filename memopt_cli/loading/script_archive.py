@@ -12,7 +12,7 @@ from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading.archive import OF_A_FILE, Archive, Room
 from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT
 from memopt_cli.loading.pickles.charges import PickleScan
-from memopt_cli.loading.pickles.described import STORAGE_DTYPES, check_tensors, storage_of, tensor_of
+from memopt_cli.loading.pickles.described import STORAGE_DTYPES, check_tensors, is_floating, storage_of, tensor_of
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple, Walk, held_in
 from memopt_cli.loading.pickles.scan import scan_pickle
 from memopt_cli.loading.script_objects import TENSORS, ScriptObjects, check_lines
@@ -148,7 +148,10 @@ def _check_channels(node: Built, shape: tuple[int, ...]) -> None:
             return
         case (_, _, _, _, Tuple(items=(Global(), scales, zeros, int(axis))), *_):
             found = tensor_of(scales), tensor_of(zeros)
-            if 0 <= axis < len(shape) and all(tensor and tensor.shape == shape[axis : axis + 1] for tensor in found):
+            each = all(tensor and tensor.shape == shape[axis : axis + 1] for tensor in found)
+            # With zero points that are no whole numbers it is of embeddings, which are packed as if of rows.
+            whole = found[1] is not None and not is_floating(found[1].dtype)
+            if 0 <= axis < len(shape) and each and (whole or axis == 0):
                 return
         case _ if str(node.callee) != TENSORS[1]:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -63,18 +63,19 @@ def check_operators(script: ScriptModule) -> None:
 
     In lifted programs a check stands before it (:mod:`memopt_cli.runtime.lifted.arguments`), here nothing can.
     """
-    for graph in _graphs(script):
+    for graph, given in _graphs(script):
         for node in graph.nodes():
-            _check_node(node)
+            _check_node(node, given)
 
 
-def _check_node(node: Any) -> None:
+def _check_node(node: Any, given: frozenset[str]) -> None:
+    """``given``: arguments of its method, which nobody calls."""
     kind = node.kind()
     if kind in _CALLS:  # all others were inlined
         raise UnsafeScript("a call of what cannot be told")
     if not node.schema().startswith("("):  # "(no schema)"
         schema = _schema(node.schema())
-        if is_checked(schema):
+        if is_checked(schema) and not (kind == _PACKING and node.inputsAt(0).debugName() in given):
             raise UnsafeScript(f"the operator {kind}, which is made safe only where its module can be lifted")
         if not may_write_elsewhere(schema):
             raise UnsafeScript(f"the operator {kind} with an argument for its result")
@@ -90,18 +91,28 @@ def _schema(text: str) -> Any:
     return parse_schema(text)
 
 
-def _graphs(script: ScriptModule) -> Iterator[Any]:
-    """Blocks of code of all methods and hooks, functions inlined, and of what they fork."""
-    pending: list[Any] = [_inlined(graph) for module in script.modules() for graph in _own_graphs(module)]
-    kept = list(pending)  # nodes do not keep their graph
+_PACKING: Final = "quantized::embedding_bag_prepack"
+"""In a method of every quantized embedding, which replaces its weights and is not called by a model."""
+
+
+def _graphs(script: ScriptModule) -> Iterator[tuple[Any, frozenset[str]]]:
+    """Blocks of code of all methods and hooks, functions inlined, and of what they fork.
+
+    With each the names of its method's arguments, if that is not called from outside of the script.
+    """
+    pending: list[tuple[Any, frozenset[str]]] = []
+    for graph, is_called in (found for module in script.modules() for found in _own_graphs(module)):
+        copy = _inlined(graph)
+        pending.append((copy, frozenset(() if is_called else (value.debugName() for value in copy.inputs()))))
+    kept = [graph for graph, _ in pending]  # nodes do not keep their graph
     while pending:
-        block = pending.pop()
-        yield block
+        block, given = pending.pop()
+        yield block, given
         for node in block.nodes():
-            pending.extend(node.blocks())
-            inner = [_inlined(node.g(name)) for name in node.attributeNames() if node.kindOf(name) == "g"]
-            pending += inner
-            kept += inner
+            pending.extend((inner, given) for inner in node.blocks())
+            forked = [_inlined(node.g(name)) for name in node.attributeNames() if node.kindOf(name) == "g"]
+            pending.extend((graph, frozenset()) for graph in forked)
+            kept += forked
 
 
 def _inlined(graph: Any) -> Any:
@@ -118,11 +129,12 @@ _DEEPEST = 64
 """Most calls within one another."""
 
 
-def _own_graphs(module: Any) -> Iterator[Any]:
+def _own_graphs(module: Any) -> Iterator[tuple[Any, bool]]:
+    """Those of its methods and hooks, and whether a model or PyTorch calls it by itself."""
     for name in method_names(module):
-        yield method_of(module, name).graph
+        yield method_of(module, name).graph, name == "forward" or name.startswith("__")
     for hook in hooks_of(module):
-        yield hook.graph
+        yield hook.graph, True
 
 
 def _is_known_code(value: Any, kind: str) -> bool:

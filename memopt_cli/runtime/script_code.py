@@ -116,7 +116,8 @@ def parsed_code(text: str) -> ast.Module:
             raise UnsafeScript("a comment, which PyTorch may read as a type")
         tree = ast.parse(text)
     except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as err:
-        raise UnsafeScript(f"code that cannot be read ({err})") from err
+        reason = str(err) or "it is nested too deep"  # of the last two, the parser's has no text
+        raise UnsafeScript(f"code that cannot be read ({reason})") from err
     _check_depth(tree)
     return tree
 

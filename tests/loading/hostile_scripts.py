@@ -71,6 +71,16 @@ class PerChannel(nn.Module):
         return x + self.weight.dequantize().sum()
 
 
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.quantize_per_channel(torch.ones(4, 4), torch.ones(4), torch.zeros(4), 0, torch.quint8)
+        self.packed = torch.ops.quantized.embedding_bag_prepack(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 @dataclass(frozen=True)
 class Change:
     """One edit of one record: ``old``, which is there, becomes ``new``; or a record's name does."""
@@ -172,6 +182,7 @@ _CHANGES = {
     "channels without a scale": Change(
         "data.pkl", b"(K\x03K\x02t(K\x02K\x01t", b"(K\x02K\x03t(K\x03K\x01t", "channels", PerChannel
     ),
+    "embeddings packed by columns": Change("data.pkl", b"RtRK\x00t", b"RtRK\x01t", "channels", Rows),
 }
 CASES = (
     *_CHANGES,

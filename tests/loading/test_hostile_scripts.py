@@ -26,7 +26,17 @@ from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.records import ModelSource
 from memopt_cli.runtime.lifted.program import is_pure
 from tests.loading import hostile_scripts
-from tests.loading.hostile_scripts import PerChannel, Plain, Restored, programs, scripted, scripts, weights, zipped
+from tests.loading.hostile_scripts import (
+    PerChannel,
+    Plain,
+    Restored,
+    Rows,
+    programs,
+    scripted,
+    scripts,
+    weights,
+    zipped,
+)
 
 
 @functools.cache
@@ -34,7 +44,7 @@ def hostile() -> dict[str, tuple[bytes, str]]:
     return scripts()
 
 
-@pytest.mark.parametrize("make", [Plain, Restored, PerChannel])
+@pytest.mark.parametrize("make", [Plain, Restored, PerChannel, Rows])
 def test_the_scripts_that_are_changed_are_sound(make: type) -> None:
     check_script_file(zipped(scripted(make)), "model.ts")
 

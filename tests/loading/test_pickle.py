@@ -693,3 +693,53 @@ def test_a_state_that_is_no_dict_is_not_handed_to_a_library(tmp_path: Path, monk
     monkeypatch.setattr(type(quantized), "set_weight_bias", lambda *given: pytest.fail("weights were packed"))
     with pytest.raises(UnsafeFileError, match=r"conv\.Conv2d has a state of another kind"):
         load(tmp_path / "quantized.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao", "ignore:torch.quantize_per", "ignore::DeprecationWarning")
+def test_a_quantized_bag_of_embeddings_is_what_it_was(tmp_path: Path) -> None:
+    bag = nn.EmbeddingBag(6, 4, mode="sum", include_last_offset=True)
+    bag.qconfig = torch.ao.quantization.float_qparams_weight_only_qconfig
+    quantized = torch.ao.nn.quantized.EmbeddingBag.from_float(bag)
+    torch.save(quantized, tmp_path / "model.pt")
+    inputs = torch.tensor([0, 5, 3]), torch.tensor([0, 2, 3])
+    assert torch.equal(load(tmp_path / "model.pt")(*inputs), quantized(*inputs))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per")
+def test_embeddings_are_quantized_by_their_rows(tmp_path: Path) -> None:
+    """PyTorch would pack what lies beyond the scales of columns."""
+    weight = torch.quantize_per_channel(torch.ones(8, 2), torch.ones(2), torch.zeros(2), 1, torch.quint8)
+    module = nn.Linear(1, 1)
+    vars(module)["extra"] = weight
+    torch.save(module, tmp_path / "model.pt")
+    with pytest.raises(FileFormatError, match="no scale for each of its rows"):
+        load(tmp_path / "model.pt")
+
+
+LAYER_OF_BOXES = """
+from torch import nn
+
+class RoIAlign(nn.Module):
+    pass
+
+class FPN(nn.Module):
+    pass
+"""
+
+
+def test_layers_that_trust_boxes_are_vouched_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "torchvision" / "ops").mkdir(parents=True)
+    for name, text in {"__init__": "", "ops/__init__": "", "ops/roi_align": LAYER_OF_BOXES}.items():
+        (tmp_path / "torchvision" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    layers = __import__("torchvision.ops.roi_align", fromlist=["RoIAlign"])
+    torch.save(layers.FPN(), tmp_path / "other.pt")
+    torch.save(nn.Sequential(layers.RoIAlign()), tmp_path / "model.pt")
+    assert type(load(tmp_path / "other.pt")) is layers.FPN
+    with pytest.raises(UnsafeFileError, match="trust indices") as error:
+        load(tmp_path / "model.pt")
+    assert "torchvision.ops.roi_align.RoIAlign" in error.value.hint
+    trust = Trust(globals=("torchvision.ops.roi_align.RoIAlign",))
+    assert type(load(tmp_path / "model.pt", trust=trust)[0]) is layers.RoIAlign

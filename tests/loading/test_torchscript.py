@@ -19,8 +19,8 @@ from memopt_cli.loading import load, load_model
 from memopt_cli.records import LoadedModel, ModelSource, Trust
 from memopt_cli.runtime import SegmentConfig, install_segment, refusal
 from memopt_cli.runtime.lifted.module import LiftedModule
-from memopt_cli.runtime.script import ScriptLeaf
-from memopt_cli.runtime.script_code import UnsafeScript, check_code
+from memopt_cli.runtime.script import ScriptLeaf, check_operators
+from memopt_cli.runtime.script_code import UnsafeScript, check_code, parsed_code
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace import StorageLog
 from tests.loading.hostile import WritesWhenLoaded
@@ -400,3 +400,48 @@ class _NamedAsBuiltins(nn.Module):
 def test_a_method_may_be_called_as_a_function_of_pythons_is(tmp_path: Path) -> None:
     module = lifted(torch.jit.script(_NamedAsBuiltins()), tmp_path).module
     assert module(torch.ones(1)) == 104
+
+
+@pytest.mark.parametrize("text", ["a = " + "(" * 250 + "1" + ")" * 250, "a = " + "-" * 100_000 + "1"])
+def test_why_code_cannot_be_read_is_said(text: str) -> None:
+    with pytest.raises(UnsafeScript, match=r"cannot be read \(\w"):
+        parsed_code(text)
+
+
+class Packs(nn.Module):
+    """As PyTorch's quantized embeddings do: a method packs weights that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.quantize_per_channel(torch.ones(4, 8), torch.ones(4), torch.zeros(4), 0, torch.quint8)
+        self.packed = torch.ops.quantized.embedding_bag_prepack(weight)
+
+    @torch.jit.export
+    def set_weight(self, weight: Tensor) -> None:
+        if weight.dim() == 2:
+            self.packed = torch.ops.quantized.embedding_bag_prepack(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.quantized.embedding_byte(self.packed, x)
+
+
+class PacksGiven(Packs):
+    def forward(self, x: Tensor) -> Tensor:
+        self.set_weight(x)
+        return x
+
+
+class PacksInLoop(Packs):
+    @torch.jit.export
+    def set_weight(self, weight: Tensor) -> None:
+        for _ in range(2):
+            self.packed = torch.ops.quantized.embedding_bag_prepack(weight)
+            weight = weight.view(-1, 8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per")
+def test_a_script_packs_only_weights_that_nobody_gives_it() -> None:
+    check_operators(torch.jit.script(Packs()))
+    for kind in (PacksGiven, PacksInLoop):
+        with pytest.raises(UnsafeScript, match="embedding_bag_prepack"):
+            check_operators(torch.jit.script(kind()))

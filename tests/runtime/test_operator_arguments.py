@@ -210,6 +210,12 @@ def quantized_bag(**other: Any) -> Any:
     return behind_its_check("quantized::embedding_bag_byte")(packed, **arguments)
 
 
+def packed_rows(axis: int, *shape: int) -> Any:
+    channels = ones(shape[axis])
+    weight = torch.quantize_per_channel(ones(*shape), channels, channels, axis, torch.quint8)
+    return behind_its_check("quantized::embedding_bag_prepack")(weight if axis else weight.view(-1, 8))
+
+
 def complex_ones(*shape: int) -> Tensor:
     return ones(*shape, dtype=torch.complex64)
 
@@ -224,6 +230,7 @@ def grid(interpolation: int, padding: int) -> Any:
 
 
 FINE: dict[str, Call] = {
+    "packed rows": lambda: packed_rows(0, 4, 8),
     "grid": lambda: grid(2, 2),
     "eigenvalues": lambda: behind_its_check("aten::linalg_eigvals")(ones(3, 3)),
     "least squares": lambda: behind_its_check("aten::linalg_lstsq")(torch.eye(3), ones(3, 1), driver="gelss"),
@@ -323,6 +330,8 @@ REFUSED: dict[str, Call] = {
     "quantized bag's mapping": lambda: quantized_bag(
         pruned_weights=True, compressed_indices_mapping=numbers([10**7] * 4, dtype=torch.int32)
     ),
+    "rows of a view without a scale": lambda: packed_rows(0, 4, 16),
+    "rows with the scales of columns": lambda: packed_rows(1, 16, 8),
     "attention's batch": lambda: attention(ones(1, 4, 8, 16), ones(1, 4, 8, 16)),
     "attention's values": lambda: attention(ones(2, 4, 8, 16), ones(2, 4, 2, 16)),
     "attention's heads": lambda: attention(ones(2, 3, 8, 16), ones(2, 3, 8, 16)),

@@ -116,6 +116,12 @@ def item_bytes(dtype: str) -> int:
     return known.itemsize if isinstance(known, torch.dtype) else 0
 
 
+def is_floating(dtype: str) -> bool:
+    """Whether items of a dtype are no whole numbers."""
+    known = getattr(torch, dtype, None)
+    return isinstance(known, torch.dtype) and (known.is_floating_point or known.is_complex)
+
+
 def storage_of(value: Any) -> PickledStorage | None:
     """The storage that a stand-in stands for: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
     if not (isinstance(value, Built) and value.callee == PERSISTENT and isinstance(value.arguments, Tuple)):

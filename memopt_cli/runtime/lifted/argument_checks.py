@@ -213,6 +213,16 @@ def _quantized_embedding_bag(given: Arguments) -> bool:
     return not pruned and (given["offsets"] is not None or given["indices"].dim() == 2) and _bags(given)
 
 
+def _packed_rows(given: Arguments) -> bool:
+    """A scale for each row, which the kernel reads unasked: another view of a tensor keeps its scales."""
+
+    def fits(weight: Tensor) -> bool:
+        return weight.dim() > 0 and weight.q_per_channel_scales().numel() == weight.shape[0]
+
+    by_channel = given["weight"].is_quantized and given["weight"].qscheme() is not torch.per_tensor_affine
+    return not by_channel or (given["weight"].q_per_channel_axis() == 0 and _holds(fits, given["weight"]))
+
+
 def _bags(given: Arguments) -> bool:
     """Where each bag begins in the list of indices: one after another, and not beyond its end."""
     indices, offsets, weights = given["indices"], given["offsets"], given["per_sample_weights"]
@@ -357,6 +367,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "aten::embedding_bag": _embedding_bag,
     "aten::_embedding_bag": _embedding_bag,
     "aten::_embedding_bag_forward_only": _embedding_bag,
+    "quantized::embedding_bag_prepack": _packed_rows,
     "quantized::embedding_bag_byte": _quantized_embedding_bag,
     "quantized::embedding_bag_4bit": _quantized_embedding_bag,
     "aten::_fft_r2c": _fourier,

@@ -113,6 +113,11 @@ class Libraries:
             return Denied("is a function", remedy)
         if not any(within(found.__module__, library) for library in self.libraries):
             return Denied(f"is not defined in {use.name.package} but in {found.__module__}", remedy)
+        if any(f"{base.__module__}.{base.__name__}" in _TRUSTING for base in found.__mro__):
+            return Denied(
+                "runs kernels that trust indices in their arguments",
+                Trust(globals=(f"{found.__module__}.{found.__qualname__}",)),
+            )
         made = {"created": _created, "called": _called, "held": self._held}[use.how](found)
         return made or Denied(_NOT[use.how], remedy)
 
@@ -125,6 +130,14 @@ class Libraries:
         return Recipe(make=lambda: found, role="named", kind=found) if is_named else None
 
 
+_TRUSTING: Final = frozenset(
+    f"torchvision.ops.{name}"
+    for name in (
+        *("roi_align.RoIAlign", "roi_pool.RoIPool", "ps_roi_align.PSRoIAlign", "ps_roi_pool.PSRoIPool"),
+        *("poolers.MultiScaleRoIAlign", "deform_conv.DeformConv2d"),
+    )
+)
+"""Layers that read where boxes and offsets say, within their images or not."""
 _LAYERS: Final = (nn.Module, torch.optim.Optimizer)
 _NOT: Final = {
     "created": "is no nn.Module class",

@@ -184,15 +184,26 @@ def _quantized_tensor(
         case (torch.per_tensor_affine, float(scale), int(zero_point)):
             made = quantized_by_tensor(_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
         case (torch.per_channel_affine | torch.per_channel_affine_float_qparams, scales, zero_points, int(axis)):
-            lists = [torch.as_tensor(given) for given in (scales, zero_points)]
-            if not 0 <= axis < len(size) or any(given.shape != (size[axis],) for given in lists):
-                raise Broken("a quantized tensor has not one scale for each channel")
-            made = quantized_by_channel(
-                _sizes(size), scales=lists[0].double(), zero_points=lists[1].long(), axis=axis, dtype=dtype
+            made = _quantized_by_channel(
+                _sizes(size), torch.as_tensor(scales), torch.as_tensor(zero_points), axis, dtype
             )
         case _:
             raise Broken("a tensor is quantized in a way that memopt does not know")
     return made.set_(storage.data, offset, tuple(size), tuple(stride))
+
+
+def _quantized_by_channel(
+    sizes: tuple[int, ...], scales: Tensor, zeros: Tensor, axis: int, dtype: torch.dtype
+) -> Tensor:
+    """Embeddings have zero points that are no whole numbers, and are packed as if they had one for each row."""
+    is_of_rows = zeros.is_floating_point()
+    if not 0 <= axis < len(sizes) or any(given.shape != (sizes[axis],) for given in (scales, zeros)):
+        raise Broken("a quantized tensor has not one scale for each channel")
+    if is_of_rows and axis:
+        raise Broken("a quantized tensor of embeddings has no scale for each of its rows")
+    kinds = (torch.float, torch.float) if is_of_rows else (torch.double, torch.long)
+    scales, zeros = (given.to(kind, copy=True) for given, kind in zip((scales, zeros), kinds, strict=True))
+    return quantized_by_channel(sizes, scales=scales, zero_points=zeros, axis=axis, dtype=dtype)
 
 
 # ---------------------------------------------------------------------------------------------- parameters
