@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import pickletools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.making import Maker
@@ -24,7 +25,6 @@ from memopt_cli.loading.pickles.stack import Stack
 
 _LONGEST_INT = 2048
 """Bits of a number."""
-_CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 class Machine:
@@ -36,17 +36,20 @@ class Machine:
         self.maker = Maker(scan)
         self.result: Any = None
 
-    def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
-        """Raises :class:`ValueError` if it says what no file may; what a broken pickle raises besides is Python's."""
-        self.scan.spend(1)
-        action = _ACTIONS.get(opcode.name)
-        if action is not None:
+    def run(self, stream: IO[bytes]) -> None:
+        """Follow all opcodes from the stream's position on.
+
+        Raises :class:`ValueError` if they say what no file may; what a broken pickle raises besides is Python's.
+        """
+        spend, read, check_size = self.scan.spend, stream.read, self.stack.check_size
+        code = b""
+        while code != pickle.STOP:
+            code = read(1)
+            argument_of, action = _OPCODES[code]
+            argument = None if argument_of is None else argument_of(stream)
+            spend(1)
             action(self, argument)
-        elif opcode.stack_after:
-            if isinstance(argument, int) and argument.bit_length() > _LONGEST_INT:
-                raise ValueError(f"it holds a number of {argument.bit_length()} bits")
-            self.stack.push(_CONSTANTS.get(opcode.name, argument))
-        self.stack.check_size()
+            check_size()
 
 
 Action = Callable[[Machine, Any], object]
@@ -188,6 +191,20 @@ def _stop(machine: Machine, _: Any) -> None:
     machine.result = machine.stack.pop()
 
 
+def _constant(value: object) -> Action:
+    return lambda machine, _: machine.stack.push(value)
+
+
+def _argument(machine: Machine, argument: Any) -> None:
+    if isinstance(argument, int) and argument.bit_length() > _LONGEST_INT:
+        raise ValueError(f"it holds a number of {argument.bit_length()} bits")
+    machine.stack.push(argument)
+
+
+def _nothing(machine: Machine, _: Any) -> None:
+    """Of the format itself."""
+
+
 def _unsupported(machine: Machine, _: Any) -> None:
     raise ValueError("it uses an opcode for what a file cannot carry")
 
@@ -231,9 +248,21 @@ _ACTIONS: Final[dict[str, Action]] = {
     "BINGET": _get,
     "LONG_BINGET": _get,
     "STOP": _stop,
+    "NONE": _constant(None),
+    "NEWTRUE": _constant(True),
+    "NEWFALSE": _constant(False),
     "EXT1": _unsupported,
     "EXT2": _unsupported,
     "EXT4": _unsupported,
     "NEXT_BUFFER": _unsupported,
     "READONLY_BUFFER": _unsupported,
 }
+
+
+def _of(opcode: pickletools.OpcodeInfo) -> tuple[Callable[[IO[bytes]], Any] | None, Action]:
+    """How its argument is read, if it has one, and what it does."""
+    action = _ACTIONS.get(opcode.name, _argument if opcode.stack_after else _nothing)
+    return None if opcode.arg is None else opcode.arg.reader, action
+
+
+_OPCODES: Final = {opcode.code.encode("latin-1"): _of(opcode) for opcode in pickletools.opcodes}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import pickletools
 from collections.abc import Iterator
 from typing import IO
 
@@ -28,8 +27,7 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
     machine = Machine(scan)
     try:
         with uncollected():
-            for opcode, argument, _ in pickletools.genops(stream):
-                machine.step(opcode, argument)
+            machine.run(stream)
         return Pickle(root=machine.result, steps=tuple(machine.maker.steps))
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
         raise ValueError("its bytes are not a pickle, or a broken one") from err
