@@ -60,7 +60,7 @@ lint-types: $(INSTALLED)
 	$(BIN)/mypy
 
 lint-layers: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/test_layering.py
+	$(BIN)/python -m pytest -q --noconftest tests/test_layering.py
 
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
