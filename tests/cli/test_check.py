@@ -234,9 +234,9 @@ def test_two_files(recorded: Callable[..., Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_in_a_fresh_process(spawn_memopt: Callable[..., Any], tmp_path: Path) -> None:
+def test_in_a_fresh_process(spawn_memopt: Callable[..., Any], memopt: Callable[..., Any], tmp_path: Path) -> None:
     save_net(tmp_path / "net.pt", 64)
-    assert spawn_memopt(tmp_path, "baseline", "net.pt", "-i", "512x64").code == 0
+    assert memopt("baseline", "net.pt", "-i", "512x64").code == 0
     done = spawn_memopt(tmp_path, "check", "net.pt", "--fail-on", "peak:0", "--fail-on", "activations:0")
     assert done.code == 0, done.err
     assert "measuring a step" in done.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -149,11 +148,18 @@ def test_a_class_that_is_nowhere_to_be_found(memopt: Memopt, monkeypatch: pytest
     assert verdicts["torch.nn.modules.linear.Linear"] == "allowed"
 
 
-def test_a_class_of_the_current_folder_is_not_missing(tmp_path: Path, spawn_memopt: Memopt) -> None:
+def test_a_class_of_the_current_folder_is_not_missing(
+    tmp_path: Path, spawn_memopt: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And not imported either: the installed program has that folder on no path."""
-    (tmp_path / "own_models.py").write_text("from torch import nn\nclass Own(nn.Tanh): pass\nopen('imported', 'a')\n")
-    code = "import torch, own_models; torch.save(own_models.Own(), 'model.pt')"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    source = "from torch import nn\nclass Own(nn.Tanh): pass\nopen('imported', 'a')\n"
+    (tmp_path / "own_models.py").write_text(source)
+    own = types.ModuleType("own_models")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "own_models", own)
+        patch.chdir(tmp_path)
+        exec(source, vars(own))
+        torch.save(own.Own(), "model.pt")
     (tmp_path / "imported").unlink()
     inspected = spawn_memopt(tmp_path, "inspect", "model.pt")
     loaded = spawn_memopt(tmp_path, "optimize", "model.pt")
