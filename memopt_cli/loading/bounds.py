@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
@@ -12,10 +16,19 @@ from torch.nn.modules import module as registration
 _MODULES, _MODULES_PER_TENSOR = 10_000, 100
 _BYTES, _TIMES = 256 << 20, 8
 """Weights may be tied, converted, set a second time, and kept beside masks."""
+_MEMORY, _SECONDS, _BYTES_PER_SECOND = 2 << 30, 30, 50_000_000
+"""What a process may take more while it builds, and for how many bytes of weights it may take a second more."""
+
+limits_process = False
+"""Whether all that this process does is to load and run a model: then it is limited as a whole while it builds."""
 
 
 class TooLarge(Exception):
     """More is built than the weights of a model would fill."""
+
+
+class _TooLong(BaseException):
+    """The same of time; what a library catches of it is raised again."""
 
 
 @contextmanager
@@ -49,3 +62,48 @@ def bounded(tensors: int, nbytes: int) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def limited(nbytes: int) -> Iterator[None]:
+    """While it lasts, far more memory and time than so many bytes of weights take raise :class:`TooLarge`.
+
+    In a process of memopt's own, and of the processor's time: lists that no module holds take both.
+    """
+    if not limits_process:
+        yield
+        return
+    memory = resource.getrlimit(resource.RLIMIT_DATA)
+    seconds = _SECONDS + nbytes // _BYTES_PER_SECOND
+    timing = signal.signal(signal.SIGPROF, _interrupt)
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (_lowest(_data_bytes() + _MEMORY + _TIMES * nbytes, *memory), memory[1])
+        )
+        signal.setitimer(signal.ITIMER_PROF, seconds, 1)
+        yield
+    except MemoryError as err:
+        raise TooLarge("its settings ask for far more memory than its weights have") from err
+    except _TooLong as err:
+        raise TooLarge(f"its settings ask for more than {seconds} seconds of work") from err
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, timing)
+        resource.setrlimit(resource.RLIMIT_DATA, memory)
+
+
+def _interrupt(*_: Any) -> None:
+    raise _TooLong
+
+
+def _lowest(*limits: int) -> int:
+    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=resource.RLIM_INFINITY)
+
+
+def _data_bytes() -> int:
+    """What Linux counts against the limit."""
+    (kibibytes,) = _DATA.findall(Path("/proc/self/status").read_text())
+    return int(kibibytes) << 10
+
+
+_DATA: Final = re.compile(r"^VmData:\s+(\d+) kB", re.MULTILINE)

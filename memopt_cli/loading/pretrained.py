@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from memopt_cli.documents import MOST_BYTES, read_bytes, read_json
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line, shortened
-from memopt_cli.loading.bounds import bounded
+from memopt_cli.loading.bounds import bounded, limited
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
@@ -164,8 +164,9 @@ _MOST_COUNTED: Final = 10_000
 @contextmanager
 def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Around a library that builds a model by settings, which may be wrong, and ask for far more than the weights."""
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
     try:
-        with bounded(len(weights), sum(tensor.nbytes for tensor in weights.values())):
+        with limited(nbytes), bounded(len(weights), nbytes):
             yield
     except (UnsafeFileError, FileFormatError):
         raise

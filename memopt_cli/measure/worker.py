@@ -19,6 +19,7 @@ from torch import nn
 
 from memopt_cli import documents
 from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
+from memopt_cli.loading import bounds
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.measure import model_file, sandbox
 from memopt_cli.measure.answers.bench import Bench
@@ -82,6 +83,7 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
     """
     documents.places.update(places)
     guard_kernels()
+    bounds.limits_process = sandbox.is_confined()
     worker = Worker(from_data(Subject, json.loads(jobs.readline())))
     for line in jobs:
         message = json.loads(line)
