@@ -11,6 +11,7 @@ from typing import Any
 from memopt_cli.documents import MOST_BYTES, json_text, printable_data, read_bytes, read_json, read_mapping, yaml_text
 from memopt_cli.errors import BaselineError, UsageError, shortened
 from memopt_cli.records import (
+    MOST_RANGES,
     SCHEMA_VERSION,
     Baseline,
     BatchAdvice,
@@ -165,8 +166,8 @@ def _check_shorter(found: Baseline) -> None:
     are_shorter = all(0 < step.size < found.header.spec.dims.get(step.dim, 0) for step in found.shorter)
     if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in found.shorter}) > 1:
         raise UsageError("its shorter steps do not ascend to the size that its inputs have")
-    if len(sizes) > _MOST_SHORTER:
-        raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares {_MOST_SHORTER}")
+    if len(sizes) > MOST_RANGES:
+        raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares {MOST_RANGES}")
 
 
 def _as_of_today(data: Any) -> Any:
@@ -186,7 +187,7 @@ def _as_of_today(data: Any) -> Any:
     return values
 
 
-_MOST_LEVELS, _MOST_SHORTER = 200, 100
+_MOST_LEVELS = 200
 _RECORD = "Record one with memopt baseline MODEL -o FILE."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 

@@ -111,8 +111,8 @@ _LONGEST_STEM = 60
 def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> None:
     """Raise now what writing would raise later.
 
-    :class:`UsageError` for a path that is a folder, exists and may not be replaced, or is the ``model``, wherever that
-    is; :class:`WriteError` for a folder that is missing or not writable.
+    :class:`UsageError` for a path that is a folder or a device, exists and may not be replaced, or is the ``model``,
+    wherever that is; :class:`WriteError` for a folder that is missing or not writable.
     """
     for path in paths:
         _spare_model(path, model)
@@ -120,6 +120,8 @@ def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> Non
             raise UsageError(
                 f"the output {path} is a folder", hint="Name a file with -o, for example -o model.memopt.pt."
             )
+        if _is_special(path):
+            raise UsageError(f"the output {path} is not a regular file", hint="Name another: it would be replaced.")
         if os.path.lexists(path) and not force:
             raise UsageError(f"{path} exists", hint="Replace it with --force, or name another file.")
         if not os.path.isdir(path.parent):
@@ -130,6 +132,12 @@ def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> Non
             raise WriteError(
                 f"cannot write {path}: the folder {path.parent} is not writable", hint="Choose another folder with -o."
             )
+
+
+def _is_special(path: Path) -> bool:
+    """A device, a named pipe or a socket, or a name of the system's for one, such as ``/dev/stdout``."""
+    is_named = os.path.lexists(path) and os.path.realpath(path.parent) == os.path.dirname(os.devnull)
+    return is_named or (os.path.exists(path) and not os.path.isfile(path))
 
 
 def content(data: bytes) -> Fill:

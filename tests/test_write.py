@@ -213,6 +213,16 @@ def test_targets_are_checked_beforehand(tmp_path: Path) -> None:
         check_targets([tmp_path / "no" / "x.pt"], force=False)
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_what_is_no_file_is_not_replaced(force: bool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(os.devnull)
+    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null"), Path("/dev/stdout")):
+        with pytest.raises(UsageError, match="is not a regular file"):
+            write_all({path: content(b"x")}, force=force)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
 def test_a_dangling_link_counts_as_existing(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="exists"):

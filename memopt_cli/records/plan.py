@@ -8,6 +8,9 @@ from typing import Literal
 
 from memopt_cli.errors import UsageError
 
+MOST_RANGES = 100
+"""Of a plan by length: each is measured by itself."""
+
 CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "own"]
 
 
@@ -120,6 +123,8 @@ class Plan:
         if self.ranges and (self.segments or self.packed):
             raise UsageError("a plan has ranges, or segments for inputs of any size, not both", hint=_BY)
         bounds = [part.up_to for part in self.ranges]
+        if len(bounds) > MOST_RANGES:
+            raise UsageError(f"a plan has {len(bounds)} ranges, and no more than {MOST_RANGES} are measured", hint=_BY)
         if bounds != sorted(set(bounds)) or min(bounds, default=1) < 1:
             raise UsageError(f"the bounds of ranges must ascend from 1, not {', '.join(map(str, bounds))}", hint=_BY)
 
