@@ -42,7 +42,7 @@ class MemoptError(Exception):
     exit_code = 3
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        self.message, self.hint = ("\n".join(map(printable, text.split("\n"))) for text in (message, hint))
+        self.message, self.hint = map(printable_lines, (message, hint))
         super().__init__(self.message)
 
     def __str__(self) -> str:
@@ -169,6 +169,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return text.translate(_SPELLED)
+
+
+def printable_lines(text: str) -> str:
+    """The same of each line by itself."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 class _Spelled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TextIO
 
-from memopt_cli.errors import WriteError
+from memopt_cli.errors import WriteError, printable, printable_lines
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import growth, headline, judged, reasons
@@ -62,8 +62,8 @@ class GithubReport:
 
 
 def _annotation(kind: str, title: str, lines: list[str]) -> str:
-    message = "\n".join(lines)
-    return f"{kind} title={_escaped(title, ':,')}::{_escaped(message, '')}\n"
+    message = printable_lines("\n".join(lines))
+    return f"{kind} title={_escaped(printable(title), ':,')}::{_escaped(message, '')}\n"
 
 
 def _escaped(text: str, also: str) -> str:

@@ -1,6 +1,7 @@
 """Reports as JUnit XML: each limit, or kind of effect, is a test case.
 
-The elements and attributes are those that both common schemas know, of Ant's reports and of Jenkins.
+The elements and attributes are those that both common schemas know, of Ant's reports and of Jenkins.  What cannot be
+printed is spelled out, and so is all that XML cannot hold.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from typing import TextIO
 from xml.etree import ElementTree as ET
 
 from memopt_cli.documents import COMMAND
+from memopt_cli.errors import printable, printable_lines
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import growth, judged, reasons
-
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 class JunitReport:
@@ -57,11 +57,11 @@ class JunitReport:
 
 
 def _case(model: str, name: str) -> ET.Element:
-    return ET.Element("testcase", name=_clean(name), classname=_clean(f"memopt.{model}"), time="0")
+    return ET.Element("testcase", name=printable(name), classname=printable(f"memopt.{model}"), time="0")
 
 
 def _fault(case: ET.Element, tag: str, kind: str, message: str, text: str) -> None:
-    ET.SubElement(case, tag, type=kind, message=_clean(message)).text = _clean(text)
+    ET.SubElement(case, tag, type=kind, message=printable_lines(message)).text = printable_lines(text)
 
 
 def _write(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str = "memopt check") -> None:
@@ -70,7 +70,7 @@ def _write(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str =
         name=name,
         package="memopt",
         id="0",
-        hostname=_clean(platform.node()) or "localhost",
+        hostname=printable(platform.node()) or "localhost",
         timestamp=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"),
         tests=str(len(cases)),
         failures=str(sum(case.find("failure") is not None for case in cases)),
@@ -79,7 +79,7 @@ def _write(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str =
     )
     ET.SubElement(suite, "properties")
     suite.extend(cases)
-    ET.SubElement(suite, "system-out").text = _clean(output)
+    ET.SubElement(suite, "system-out").text = printable_lines(output)
     ET.SubElement(suite, "system-err")
     suites = ET.Element("testsuites")
     suites.append(suite)
@@ -91,8 +91,3 @@ def _write(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str =
 def _last_as_reference(found: re.Match[str]) -> str:
     """What is read back as it was, and is no command: of ``::`` and ``##[`` one character by its number."""
     return f"{found[0][:-1]}&#{ord(found[0][-1])};"
-
-
-def _clean(text: str) -> str:
-    """Without the characters that XML cannot hold."""
-    return _NOT_XML.sub("�", text)

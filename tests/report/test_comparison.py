@@ -325,6 +325,19 @@ def check_schema(element: ET.Element) -> None:
         check_schema(child)
 
 
+ODD = "\x00\x1b[31m\x9b31m\u202e\ud800\r"
+
+
+@pytest.mark.parametrize("report", [JunitReport(), GithubReport(None), MarkdownReport()])
+def test_nothing_that_a_terminal_obeys_is_in_a_report(report: Any) -> None:
+    """A file may have any name."""
+    found = a_comparison("peak:0", renames=(Rename(before=ODD, after="b", modules=1),))
+    found = replace(found, after=replace(found.after, model=f"{ODD}\n::error::b"))
+    said = shown(report, found)
+    assert all(line.isprintable() for line in said.split("\n"))
+    assert not any(re.match(r"\s*::error::b", line) for line in said.split("\n"))
+
+
 def junit(found: Comparison) -> ET.Element:
     root = ET.fromstring(shown(JunitReport(), found).encode())
     check_schema(root)
@@ -345,11 +358,11 @@ def test_junit_has_a_case_for_each_limit() -> None:
     assert "plan: 4 segments dropped" in (failure.text or "")
 
 
-@pytest.mark.parametrize("name", ["a<b>&\"'", "::error::x", "##vso[x] ##[x]", "\x00\x1b[31m\ud800", "ünï\U0001f600"])
+@pytest.mark.parametrize("name", ["a<b>&\"'", "::error::x", "##vso[x] ##[x]", ODD, "ünï\U0001f600"])
 def test_junit_holds_any_name(name: str) -> None:
     found = a_comparison("peak:0", renames=(Rename(before=name, after="b", modules=1),))
     suite = junit(replace(found, after=replace(found.after, model=name)))
-    clean = re.sub("[\x00\x1b\ud800]", "�", name)
+    clean = printable(name)
     assert f"renamed: {clean} → b" in (suite.findtext("system-out") or "")
     assert suite[1].get("classname") == f"memopt.{clean}"
 

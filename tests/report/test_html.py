@@ -391,6 +391,14 @@ def test_it_is_valid_and_asks_for_nothing(page: str) -> None:
     assert "img" not in found.tags
 
 
+def test_the_file_s_own_name_is_spelled_out() -> None:
+    pytest.importorskip("plotly")
+    header = replace(HEADER, model="\x1b[31m\u202e.pt")
+    page = profile_page(replace(a_profile(), header=header, notes=("\x9b31m",)))
+    assert "\\x1b[31m\\u202e.pt" in page
+    assert not {"\x1b", "\u202e", "\x9b"} & {*page.partition("<script")[0]}
+
+
 def test_names_from_the_file_are_text(page: str) -> None:
     found = Strict(page)
     assert any(EVIL in text for text in found.texts)

@@ -10,7 +10,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import PurePath
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import UsageError, printable
 from memopt_cli.records import (
     BatchProbe,
     DeviceEstimate,
@@ -281,16 +281,15 @@ class _Page:
 
     def remarks(self, notes: Iterable[str]) -> None:
         """What the user should know of how this was found."""
-        lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
+        lines = "".join(f"<li>{escape(printable(note))}</li>" for note in notes)
         if lines:
             self.sections.append(f"<section><h2>Notes</h2><ul>{lines}</ul></section>")
 
     def html(self) -> str:
         """The file."""
-        title = escape(f"{PurePath(self.header.model).name} · memopt")
-        origin = escape(
-            f"{self.header.model} on {self.header.device} · memopt {self.header.memopt}, torch {self.header.torch}"
-        )
+        model = printable(self.header.model)
+        title = escape(f"{PurePath(model).name} · memopt")
+        origin = escape(f"{model} on {self.header.device} · memopt {self.header.memopt}, torch {self.header.torch}")
         return _PAGE.format(
             title=title,
             origin=origin,
