@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
 
+from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
 from memopt_cli.loading.pickles.nodes import DICT, LIST, Built, Global, Tuple, entries_of
 from memopt_cli.loading.pickles.packed_weights import NATIVE, is_packed
 from memopt_cli.runtime.script_code import UnsafeScript, attribute_types, parsed_type
@@ -52,7 +53,11 @@ class ScriptObjects:
     """The classes that an archive's code declares."""
 
     def __init__(self, trees: Mapping[str, ast.Module]) -> None:
-        """``trees``: the parsed code by its record.  Raises :class:`UnsafeScript` for a class that is there twice."""
+        """``trees``: the parsed code by its record.
+
+        Raises :class:`UnsafeScript` for a class that is there twice, and :class:`ValueError` for names that are far
+        too long.
+        """
         self._classes: dict[str, _Class] = {}
         self._kinds: dict[int, str] = {}
         """Each container that was looked at -> the type it has."""
@@ -67,7 +72,11 @@ class ScriptObjects:
             raise UnsafeScript(f"two classes named {name}")
         methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
         base = ast.unparse(node.bases[0]) if node.bases else ""
-        self._classes[name] = _Class(base, attribute_types(node), bool(methods & _RESTORING))
+        attributes = attribute_types(node)
+        longest = max(map(len, attributes), default=0)
+        if longest > LONGEST_ATTRIBUTE:
+            raise ValueError(f"a class has an attribute with a name of {longest} characters")
+        self._classes[name] = _Class(base, attributes, bool(methods & _RESTORING))
 
     def check(self, node: Any) -> None:
         """Raises :class:`ValueError` for an object that is not what the code declares, or of no declared class."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import io
@@ -23,6 +24,7 @@ from memopt_cli.loading.exported_graph import Call, GraphReader, Op, settled
 from memopt_cli.loading.exported_modules import Builder, Method, Scope
 from memopt_cli.loading.pickles.described import LARGEST, items_in
 from memopt_cli.loading.script_archive import check_script_file
+from memopt_cli.loading.script_objects import ScriptObjects
 from memopt_cli.records import ModelSource
 from memopt_cli.runtime.lifted.program import is_pure
 from tests.loading import hostile_scripts
@@ -89,6 +91,17 @@ def test_weights_of_impossible_sizes_are_refused(sizes: list[int], tmp_path: Pat
 def test_no_tensor_has_such_sizes(sizes: Sequence[int]) -> None:
     with pytest.raises(ValueError, match="sizes"):
         items_in(sizes)
+
+
+def test_names_of_a_script_s_parts_are_bounded() -> None:
+    """Written once, such a name is in the paths of all modules below."""
+
+    def declared(length: int) -> ScriptObjects:
+        return ScriptObjects({"code/__torch__.py": ast.parse(f"class A(Module):\n  {'m' * length} : int\n")})
+
+    declared(500)
+    with pytest.raises(ValueError, match="a name of 501 characters"):
+        declared(501)
 
 
 def test_items_are_bounded() -> None:

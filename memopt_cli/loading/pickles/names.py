@@ -10,6 +10,8 @@ from memopt_cli.loading.pickles.nodes import COMPUTED, GETATTR, Built, Global
 
 _LONGEST_NAME = 1000
 """Characters."""
+LONGEST_ATTRIBUTE = 500
+"""The same of a part of a module: a path has the names of all modules on the way, and each module its own path."""
 
 
 def wanted_name(scan: PickleScan, module: str, name: str) -> Global:

@@ -34,6 +34,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     within,
 )
 from memopt_cli.loading.pickles.kinds.layers import HOOKS, check_layers_asked, check_weights
+from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
 from memopt_cli.loading.pickles.nodes import LIST, Built, Tuple, entries_of
 from memopt_cli.records import Trust
 from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
@@ -331,7 +332,7 @@ def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[
         except _Wrong as reason:
             return str(reason)
         longest = max((len(key) for key, _ in pairs if isinstance(key, str)), default=0)
-        if longest > _LONGEST_NAME:
+        if longest > LONGEST_ATTRIBUTE:
             return f"has {what} with a name of {longest} characters"
         misnamed = next((key for key, _ in pairs if isinstance(key, str) and not _is_name(key)), None)
         if misnamed is not None:
@@ -340,10 +341,6 @@ def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[
         return f"has {what} {quoted(wrong[0])} that is not one" if wrong else ""
 
     return check
-
-
-_LONGEST_NAME: Final = 500
-"""Characters: a path has the names of all modules on the way, and each module its own path."""
 
 
 def _is_name(key: Any) -> bool:
