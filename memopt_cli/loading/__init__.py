@@ -12,6 +12,7 @@ from torch import nn
 from memopt_cli.documents import read_bytes
 from memopt_cli.errors import UnsafeFileError, UsageError
 from memopt_cli.loading.archive import check_archive
+from memopt_cli.loading.bounds import check_paths
 from memopt_cli.loading.exported import Exported
 from memopt_cli.loading.factory import build, fill
 from memopt_cli.loading.generation import cache_notes
@@ -96,7 +97,10 @@ def _load_file(file: ModelFile, trust: Trust) -> tuple[Loaded, str]:
     if file.data.startswith(b"PK") and not trust.pickle:
         check_archive(file.data, file.path)
     format_ = next(f for f in _FORMATS if f.recognizes(file))
-    return format_.load(file, trust), format_.name
+    loaded = format_.load(file, trust)
+    if not trust.pickle:
+        check_paths(loaded.module, file.path)
+    return loaded, format_.name
 
 
 def read_file(path: str, key: str | None = None, most_bytes: int | None = None) -> ModelFile:

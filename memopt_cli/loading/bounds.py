@@ -13,6 +13,8 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
 
+from memopt_cli.errors import FileFormatError
+
 _MODULES, _MODULES_PER_TENSOR = 10_000, 100
 _BYTES, _TIMES = 256 << 20, 8
 """Weights may be tied, converted, set a second time, and kept beside masks."""
@@ -29,6 +31,30 @@ class TooLarge(Exception):
 
 class _TooLong(BaseException):
     """The same of time; what a library catches of it is raised again."""
+
+
+def check_paths(model: nn.Module, path: str) -> None:
+    """Raises :class:`FileFormatError` for a model whose modules have paths that together are far too long.
+
+    Few names, each in the paths of all modules below, make many; none of the paths is made here.
+    """
+    pending, seen, left = [(model, 0)], {id(model)}, _PATHS
+    while pending:
+        owner, length = pending.pop()
+        children = [(name, child) for name, child in owner._modules.items() if child is not None]
+        left -= sum(length + len(name) for name in (*owner._parameters, *owner._buffers, *(n for n, _ in children)))
+        if left < 0:
+            raise FileFormatError(
+                f"{path} was not loaded: the paths of its modules take more than {_PATHS} characters",
+                hint="Give its modules shorter names.",
+            )
+        fresh = [(name, child) for name, child in children if id(child) not in seen]
+        seen.update(id(child) for _, child in fresh)
+        pending += [(child, length + len(name) + 1) for name, child in fresh]
+
+
+_PATHS: Final = 1 << 24
+"""Characters: a hundred thousand modules and tensors of models have some 6 million."""
 
 
 @contextmanager

@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from memopt_cli.loading import bounds
+from memopt_cli.errors import FileFormatError
+from memopt_cli.loading import bounds, load
 from memopt_cli.loading.pretrained import load_pretrained
 from memopt_cli.measure import sandbox, worker
 from memopt_cli.measure.jobs import Subject
@@ -70,3 +73,13 @@ def test_a_confined_subprocess_is_limited_as_a_whole(confined: bool, monkeypatch
     subject = json.dumps(to_data(Subject(source=ModelSource(location="model.pt"))))
     worker.main(io.StringIO(f"{subject}\n"), io.StringIO(), "", {})
     assert bounds.limits_process == confined
+
+
+def test_names_that_are_in_all_paths_are_charged_for_each(tmp_path: Path) -> None:
+    model: nn.Module = nn.ModuleList([nn.Identity() for _ in range(800)])
+    for _ in range(50):
+        model = nn.ModuleDict({"m" * 490: model})
+    torch.save(model, tmp_path / "model.pt")
+    with pytest.raises(FileFormatError, match="paths of its modules"):
+        load(tmp_path / "model.pt")
+    bounds.check_paths(nn.ModuleList([nn.Linear(1, 1) for _ in range(800)]), "model.pt")
