@@ -193,7 +193,7 @@ def _rename_all(staged: Mapping[Path, Path], *, force: bool) -> None:
                 continue
             with _os_errors(path):
                 if os.path.lexists(path):
-                    os.replace(path, backups[path])
+                    _back_up(path, backups[path])
                 os.replace(temporary, path)
     except BaseException:
         for path in begun:
@@ -201,6 +201,14 @@ def _rename_all(staged: Mapping[Path, Path], *, force: bool) -> None:
         raise
     for backup in backups.values():
         backup.unlink(missing_ok=True)
+
+
+def _back_up(path: Path, backup: Path) -> None:
+    """Give a file another name, beside its own: whoever is killed now leaves it where it is."""
+    try:
+        os.link(path, backup, follow_symlinks=False)
+    except OSError:  # a disk without hard links
+        os.replace(path, backup)
 
 
 def _rename_to_new(temporary: Path, path: Path) -> None:
@@ -221,6 +229,7 @@ def _rename_to_new(temporary: Path, path: Path) -> None:
 def _restore(path: Path, backup: Path, *, renamed: bool) -> None:
     if os.path.lexists(backup):
         os.replace(backup, path)
+        backup.unlink(missing_ok=True)  # two names of one file stay as they are
     elif renamed:
         path.unlink()
 

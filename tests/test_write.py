@@ -180,29 +180,68 @@ def test_a_disk_that_is_really_full(monkeypatch: pytest.MonkeyPatch) -> None:
         write._fill(Path("model.pt"), content(b"x"))
 
 
-@pytest.mark.parametrize("step", range(5))
-@pytest.mark.parametrize("err", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def _links_refused(*_: object, **__: object) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+_IO_ERROR = OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("has_links", "err", "step"),
+    [
+        *((False, err, step) for err in (_IO_ERROR, KeyboardInterrupt()) for step in range(5)),
+        *((True, _IO_ERROR, step) for step in range(3)),  # a link that fails is a rename instead
+        *((True, KeyboardInterrupt(), step) for step in range(5)),
+    ],
+)
 @pytest.mark.parametrize("late", [False, True])
 def test_failure_while_renaming_restores_what_was(
-    step: int, err: BaseException, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_links: bool, err: BaseException, step: int, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five renames: two files with a backup each, one new; any may fail, or be interrupted just after it was done."""
+    """Five steps: two files with a backup each, one new; any may fail, or be interrupted just after it was done."""
+    if not has_links:
+        monkeypatch.setattr(os, "link", _links_refused)
     before = {"a": b"old a", "c": b"old c"}
     for name, data in before.items():
         (tmp_path / name).write_bytes(data)
-    rename, calls = os.replace, iter(range(100))
+    calls = iter(range(100))
 
-    def replace_or_fail(source: Any, target: Any) -> None:
-        if next(calls) != step:
-            return rename(source, target)
-        if late:
-            rename(source, target)
-        raise err
+    def failing(do: Callable[..., None]) -> Callable[..., None]:
+        def do_or_fail(source: Any, target: Any, **options: Any) -> None:
+            if next(calls) != step:
+                return do(source, target, **options)
+            if late:
+                do(source, target, **options)
+            raise err
 
-    monkeypatch.setattr(os, "replace", replace_or_fail)
+        return do_or_fail
+
+    for name in ("replace", "link") if has_links and err is not _IO_ERROR else ("replace",):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
     with pytest.raises(WriteError if isinstance(err, OSError) else KeyboardInterrupt):
         write_all({tmp_path / name: content(b"new") for name in "abc"}, force=True)
     assert listing(tmp_path) == before
+
+
+def test_a_file_that_is_replaced_is_there_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever this process is killed, the old or the new one stands under its name."""
+    (tmp_path / "a").write_bytes(b"old")
+    seen: list[bytes] = []
+
+    def watched(do: Callable[..., None]) -> Callable[..., None]:
+        def watched_call(*args: Any, **options: Any) -> None:
+            do(*args, **options)
+            seen.append((tmp_path / "a").read_bytes())
+
+        return watched_call
+
+    for name in ("replace", "link", "unlink"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    write_all({tmp_path / "a": content(b"new")}, force=True)
+    assert seen[0] == b"old"
+    assert seen[-1] == b"new"
+    assert listing(tmp_path) == {"a": b"new"}
 
 
 def test_targets_are_checked_beforehand(tmp_path: Path) -> None:
@@ -530,10 +569,7 @@ def test_a_file_that_comes_to_be_there_at_the_last_moment_is_kept(
 
 
 def test_on_a_disk_without_links_files_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(os, "link", _links_refused)
     write_all({tmp_path / "one": lambda file: file.write(b"1")}, force=False)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("one", "1")]
 
