@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registration
 
 from memopt_cli.errors import FileFormatError
+from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
 
 _MODULES, _MODULES_PER_TENSOR = 10_000, 100
 _BYTES, _TIMES = 256 << 20, 8
@@ -41,8 +42,9 @@ def check_paths(model: nn.Module, path: str) -> None:
     pending, seen, left = [(model, 0)], {id(model)}, _PATHS
     while pending:
         owner, length = pending.pop()
-        children = [(name, child) for name, child in owner._modules.items() if child is not None]
-        left -= sum(length + len(name) for name in (*owner._parameters, *owner._buffers, *(n for n, _ in children)))
+        children = [(name, child) for name, child in children_of(owner).items() if child is not None]
+        names = (*parameters_of(owner).keys(), *buffers_of(owner).keys(), *(name for name, _ in children))
+        left -= sum(length + len(name) for name in names)
         if left < 0:
             raise FileFormatError(
                 f"{path} was not loaded: the paths of its modules take more than {_PATHS} characters",
