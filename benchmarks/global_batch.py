@@ -22,8 +22,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from results import table, write_section
 
+from benchmarks.results import table, write_section
 from memopt_cli.batch_axis import with_batch
 from memopt_cli.loading.input_spec import make_inputs, read_spec_file
 from memopt_cli.measure.allocated import measure_allocated

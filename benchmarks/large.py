@@ -20,10 +20,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``x``: B × T × width."""
         batch, length, _ = x.shape
-        parts = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class Transformer(nn.Module):

@@ -17,7 +17,6 @@ import argparse
 import functools
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -69,19 +68,17 @@ def find(lengths: list[int], budget: str, batch: int) -> MemOptSummary:
     """What ``memopt optimize`` finds."""
     share = float(budget.removesuffix("%")) / 100 if budget.endswith("%") else parse_bytes(budget)
     tensors = tuple(parse_tensor(f"{name}:BxS@int64=0..8000") for name in ("input_ids", "targets"))
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file, processes.kept():
-        file.write("\n".join(map(str, lengths)))
-        file.flush()
-        request = OptimizeRequest(
-            source=ModelSource(location="sample_models.gpt:build"),
-            spec=InputSpec(tensors=tensors, dims={"B": batch, "S": HIGH}, source="this benchmark"),
-            settings=StepSettings(device="cpu"),
-            goal=SearchGoal(budget=Budget.of(share)),
-            dim_range=DimRange(symbol="S", low=LOW, high=HIGH),
-            lengths_path=file.name,
-            dry_run=True,
-            recommend_batch=False,
-        )
+    request = OptimizeRequest(
+        source=ModelSource(location="sample_models.gpt:build"),
+        spec=InputSpec(tensors=tensors, dims={"B": batch, "S": HIGH}, source="this benchmark"),
+        settings=StepSettings(device="cpu"),
+        goal=SearchGoal(budget=Budget.of(share)),
+        dim_range=DimRange(symbol="S", low=LOW, high=HIGH),
+        lengths=Counter(lengths),
+        dry_run=True,
+        recommend_batch=False,
+    )
+    with processes.kept():
         return optimize(request, progress=Progress(), ask=None).summary
 
 
@@ -96,7 +93,8 @@ def take(model: nn.Module, length: int, batch: int) -> None:
     model(*inputs_of(length, batch)).backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 1e-3 * parameter.grad  # type: ignore[operator]
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=1e-3)
     model.zero_grad()
 
 
@@ -117,7 +115,7 @@ def epochs(lengths: list[int], plans: list[Plan], batch: int) -> list[float]:
     for length in random.Random(1).sample(lengths, len(lengths)):
         order.reverse()
         for index, model in order:
-            spent[index] += timed(lambda model=model, length=length: take(model, length, batch))  # type: ignore[misc]
+            spent[index] += timed(functools.partial(take, model, length, batch))
     return spent
 
 
@@ -143,6 +141,7 @@ def switching_share(plan: Plan, batch: int, rounds: int = 200) -> float:
 
 
 def _row(row: RangeRow) -> list[str]:
+    assert row.outcome is not None
     ratio = "–" if row.slowdown is None else f"{row.slowdown:.2f}×"
     peak, step = format_bytes(row.outcome.allocated_peak_bytes), format_seconds(row.outcome.step_s)
     return [f"{row.low} to {row.up_to}", f"{row.share:.0%}", peak, step, ratio, in_words(row.plan)]

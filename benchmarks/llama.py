@@ -21,7 +21,8 @@ def build() -> nn.Module:
         max_position_embeddings=8192,
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -29,4 +30,5 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model

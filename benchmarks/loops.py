@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from results import table, this_command, write_section
 from torch import Tensor, nn
 
 import memopt_cli
+from benchmarks.results import table, this_command, write_section
 from memopt_cli.records import Plan
 
 EPOCHS = 3
@@ -57,7 +57,8 @@ class Loop:
 def gpt2() -> nn.Module:
     """A small GPT-2 with dropout, and its default cache."""
     hf = library("transformers")
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=512, n_positions=64))
+    model: nn.Module = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=512, n_positions=64))
+    return model
 
 
 def llama() -> nn.Module:
@@ -66,13 +67,15 @@ def llama() -> nn.Module:
     config = hf.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
     )
-    return hf.LlamaForCausalLM(config)
+    model: nn.Module = hf.LlamaForCausalLM(config)
+    return model
 
 
 def lora() -> nn.Module:
     """LoRA on GPT-2: only the adapters train."""
     peft = library("peft")
-    return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    model: nn.Module = peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    return model
 
 
 def sentences() -> list[list[int]]:
@@ -159,7 +162,7 @@ def train_pairs(model: nn.Module, pairs: list[tuple[Any, Tensor]], loss_of: Call
 def monai_unet() -> nn.Module:
     """MONAI's UNet with residual units and instance norms."""
     net = library("monai.networks.nets")
-    return net.UNet(
+    model: nn.Module = net.UNet(
         spatial_dims=2,
         in_channels=1,
         out_channels=2,
@@ -168,6 +171,7 @@ def monai_unet() -> nn.Module:
         num_res_units=2,
         dropout=0.1,
     )
+    return model
 
 
 def train_segmentation(model: nn.Module) -> list[float]:
@@ -180,7 +184,7 @@ def train_segmentation(model: nn.Module) -> list[float]:
 
 def diffusion_unet() -> nn.Module:
     """A small UNet of diffusers'."""
-    return library("diffusers").UNet2DModel(
+    model: nn.Module = library("diffusers").UNet2DModel(
         sample_size=16,
         in_channels=3,
         out_channels=3,
@@ -190,6 +194,7 @@ def diffusion_unet() -> nn.Module:
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )
+    return model
 
 
 def train_diffusion(model: nn.Module) -> list[float]:
@@ -227,7 +232,8 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Class scores."""
-        return self.head(self.blocks(x).mean((2, 3)))
+        scores: Tensor = self.head(self.blocks(x).mean((2, 3)))
+        return scores
 
 
 def train_by_lightning(model: nn.Module) -> list[float]:
@@ -284,7 +290,8 @@ class GraphNet(nn.Module):
         """Class scores of each graph."""
         for layer in self.layers:
             x = layer(x, edge_index).relu()
-        return self.head(library("torch_geometric.nn").global_mean_pool(self.norm(x, batch), batch))
+        scores: Tensor = self.head(library("torch_geometric.nn").global_mean_pool(self.norm(x, batch), batch))
+        return scores
 
 
 def graphs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -388,7 +395,8 @@ class Adversaries(nn.Module):
 
     def forward(self, noise: Tensor) -> Tensor:
         """How real what is generated seems."""
-        return self.discriminator(self.generator(noise))
+        judged: Tensor = self.discriminator(self.generator(noise))
+        return judged
 
 
 def train_adversaries(model: nn.Module) -> list[float]:
@@ -421,6 +429,8 @@ def train_adversaries(model: nn.Module) -> list[float]:
 
 class Experts(nn.Module):
     """The two best of four experts for each token; how evenly they are used is noted in a list, and on the module."""
+
+    used: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from results import table, this_command, write_section
+from benchmarks.results import table, this_command, write_section
 
 REPOSITORY = Path(__file__).parents[1]
 INPUTS = ("-i", "512x128")

@@ -21,14 +21,14 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from results import table, this_command, write_section
 from torch import Tensor, nn
 
+from benchmarks.results import table, this_command, write_section
 from memopt_cli.equality import difference
 from memopt_cli.model_batching import BatchModule
 
@@ -274,12 +274,19 @@ def in_precision(
     outputs.backward(cotangent)
     apart = [model(x) for model, x in zip(models, given, strict=True)]
     torch.autograd.backward(apart, list(cotangent.unbind(0)))
-    stacked = {n: torch.stack([m.get_parameter(n).grad for m in models]) for n, _ in models[0].named_parameters()}  # type: ignore[misc]
-    together = {n: p.grad for n, p in batched.models.named_parameters()}
-    return tuple(
-        {"output": out.detach().double()} | {f"gradient of {name}": g.double() for name, g in grads.items()}
-        for out, grads in ((outputs, together), (torch.stack(apart), stacked))
-    )
+    gradients = [dict(_gradients(model)) for model in models]
+    stacked = {name: torch.stack([of[name] for of in gradients]) for name in gradients[0]}
+    return _as_float64(outputs, dict(_gradients(batched.models))), _as_float64(torch.stack(apart), stacked)
+
+
+def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        yield name, parameter.grad
+
+
+def _as_float64(output: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"output": output.detach().double()} | {f"gradient of {n}": g.double() for n, g in gradients.items()}
 
 
 def run(name: str, rounds: int) -> Result:

@@ -11,6 +11,8 @@ algorithms' equations for this very network written out on tensors, without auto
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import statistics
 import sys
 import time
@@ -21,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for ``examples`` and ``benchmarks``
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from online_lif import N_BATCH, N_HIDDEN, N_IN, N_OUT, N_TIME, LIFNet
 
 from benchmarks.results import table, this_command, write_section
-from examples.online_lif import N_BATCH, N_HIDDEN, N_IN, N_OUT, N_TIME, LIFNet
 from memopt_cli.online import (
     D_RTRL,
     ES_D_RTRL,
@@ -176,12 +179,11 @@ def memory(steps: list[int]) -> dict[str, dict[int, int]]:
 def contestants(name: str, *, compiled: bool) -> dict[str, Run]:
     """What computes the gradients of the same sequence by one algorithm."""
     net = LIFNet()
+    other = copy.deepcopy(net)  # a model's states are either batched or one per lane
     inputs, labels = torch.rand(N_TIME, N_BATCH, N_IN), torch.randint(0, N_OUT, (N_BATCH,))
     by_hand = {"ES_D_RTRL": ESByHand, "D_RTRL": FullByHand}[name](net, N_BATCH)
     algorithm = manual(name, net, inputs[0])
-    # A copy, since a model's states are either batched or one per lane.
-    vmapped, restart = automatic(name, LIFNet(), inputs[0])
-    vmapped.model.model.load_state_dict(net.state_dict())
+    vmapped, restart = automatic(name, other, inputs[0])
     models: dict[str, tuple[nn.Module, Run]] = {
         "manual": (algorithm, lambda: algorithm.reset_state(N_BATCH)),
         "automatic": (vmapped, restart),
@@ -197,11 +199,11 @@ def contestants(name: str, *, compiled: bool) -> dict[str, Run]:
 
     runs: dict[str, Run] = {"by hand": lambda: by_hand(inputs, labels)}
     for mode, (model, reset) in models.items():
-        runs[mode] = lambda model=model, reset=reset: eager(model, reset)  # type: ignore[misc]
+        runs[mode] = functools.partial(eager, model, reset)
         if compiled:
             reset()
             step = CompiledStep(model, F.cross_entropy, inputs[0], labels)
-            runs[f"{mode}, compiled"] = lambda step=step, reset=reset: stepping(step, reset)  # type: ignore[misc]
+            runs[f"{mode}, compiled"] = functools.partial(stepping, step, reset)
     check_same_loss(runs)
     return runs
 

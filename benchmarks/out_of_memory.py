@@ -18,9 +18,9 @@ from importlib import import_module as library
 from typing import Any
 
 import torch
-from results import table, this_command, write_section
 from torch import nn
 
+from benchmarks.results import table, this_command, write_section
 from memopt_cli.measure.jobs import ORIGINAL, Job, ProbeJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare

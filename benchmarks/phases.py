@@ -20,32 +20,33 @@ from functools import partial
 from typing import Any
 
 import torch
-from results import table, write_section
 from torch import nn
 
+from benchmarks.results import table, write_section
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.optimizer_text import parse_optimizer
 from memopt_cli.optimizers import optimizer_maker
-from memopt_cli.records import Phase, StepSettings
+from memopt_cli.records import Phase, Precision, StepSettings
 from memopt_cli.step import Step, make_scaler, reset_gradients, take
 from memopt_cli.trace import FakeStep
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.units import format_bytes
 
 ALLOWED = 0.01
+_STEPS: tuple[tuple[str, int, float | None, Precision], ...] = (
+    ("sgd", 1, None, "stored"),
+    ("sgd", 4, None, "stored"),
+    ("adamw", 1, None, "stored"),
+    ("adamw", 4, None, "stored"),
+    ("adamw:fused", 1, None, "stored"),
+    ("adamw:fused", 4, None, "stored"),
+    ("adamw", 1, 1.0, "stored"),
+    ("adamw:fused", 4, 1.0, "bf16"),
+    ("adamw", 1, 1.0, "fp16"),
+)
 SETTINGS = tuple(
     StepSettings(optimizer=optimizer, micro_batches=micro_batches, clip_norm=clip_norm, precision=precision)
-    for optimizer, micro_batches, clip_norm, precision in [
-        ("sgd", 1, None, "stored"),
-        ("sgd", 4, None, "stored"),
-        ("adamw", 1, None, "stored"),
-        ("adamw", 4, None, "stored"),
-        ("adamw:fused", 1, None, "stored"),
-        ("adamw:fused", 4, None, "stored"),
-        ("adamw", 1, 1.0, "stored"),
-        ("adamw:fused", 4, 1.0, "bf16"),
-        ("adamw", 1, 1.0, "fp16"),
-    ]
+    for optimizer, micro_batches, clip_norm, precision in _STEPS
 )
 _MOST_SKIPPED = 16
 """Of a scaler's first steps."""

@@ -113,9 +113,9 @@ class Bench:
         return found.allocated_peak_bytes
 
     def budgets(self, planner: Planner, count: int) -> list[int]:
-        """Budgets in bytes, evenly from the least peak that is reached, and measured, towards the original's."""
-        high = self.original.allocated_peak_bytes
-        low = min(high, self.measured_peak(planner.least(LEVEL).plan))
+        """Budgets in bytes, evenly from the least peak that is reached, by dry run and measured, to the original's."""
+        high, least = self.original.allocated_peak_bytes, planner.least(LEVEL)
+        low = min(high, max(least.peak_bytes, self.measured_peak(least.plan)))
         return [low + (high - low) * step // count for step in range(count)]
 
 
@@ -130,7 +130,7 @@ def bench(name: str) -> Iterator[Bench]:
         if isinstance(traced, Failure) or not traced.has_dry_runs or not isinstance(original, Counted):
             raise SystemExit(f"{name}: no step could be recorded without data: {traced}, {original}")
         first = CountedPlan(plan=Plan(), counted=original)
-        probes = SearchProbes(session, first, limit_s=None)
+        probes = SearchProbes(session, limit_s=None)
         yield Bench(
             name=name,
             prepared=ready,

@@ -41,7 +41,9 @@ from benchmarks.results import table, this_command, write_section
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.measure import processes
+from memopt_cli.measure.jobs import Subject
 from memopt_cli.pipeline.goal import GoalSearch
+from memopt_cli.pipeline.in_backward import InBackwardPlans
 from memopt_cli.pipeline.optimization import find_levels
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import CountedPlan, Probes
@@ -107,7 +109,8 @@ def compiled(step: Step, budget: float) -> nn.Module:
     import torch._functorch.config as functorch
 
     functorch.activation_memory_budget = budget
-    model: nn.Module = torch.compile(step.model)
+    model = torch.compile(step.model)
+    assert isinstance(model, nn.Module)
     take(replace(step, model=model))
     return model
 
@@ -134,25 +137,29 @@ def contestants(name: str, highest: int, *, compilers: bool) -> Iterator[Contest
         for share in COMPILE_BUDGETS:
             yield one(f"`torch.compile`, budget {share}", prepare=functools.partial(compiled, budget=share))
     levels = optimized(name, highest, SearchGoal())
-    for row in levels[1:]:
+    for end, row in enumerate(levels[1:], 2):
         if name == SPIKINGJELLY:
             yield one(f"SpikingJelly level {row.level}", prepare=functools.partial(spikingjelly, level=row.level))
-        prepare = functools.partial(planned, plan=row.plan)
-        yield one(f"memopt level {row.level}", prepare=prepare, **_spent(levels[: row.level + 1]))
+        yield of_memopt(f"memopt level {row.level}", subject, levels[:end])
     for share in SHARES:
         try:
-            first, last = optimized(name, LEVEL, SearchGoal(budget=Budget(share=share)))
+            rows = optimized(name, LEVEL, SearchGoal(budget=Budget(share=share)))
         except NothingFitsError as error:
             print(f"memopt budget {share:.0%}: {error}", file=sys.stderr, flush=True)
             continue
-        prepare = functools.partial(planned, plan=last.plan)
-        yield one(f"memopt budget {share:.0%}", prepare=prepare, **_spent([first, last]))
+        yield of_memopt(f"memopt budget {share:.0%}", subject, rows)
 
 
-def _spent(rows: Sequence[LevelRow]) -> dict[str, float]:
-    """On all the rows, seconds; what two of them share was measured once."""
+def of_memopt(name: str, subject: Subject, rows: Sequence[LevelRow]) -> Contestant:
+    """The plan of the last row, for which all of them were searched; what two of them share was measured once."""
     measured = {row.outcome for row in rows if isinstance(row.outcome, Measurement)}
-    return {"search_s": sum(row.search_s for row in rows), "measuring_s": sum(m.spent_s for m in measured)}
+    return Contestant(
+        name,
+        subject,
+        functools.partial(planned, plan=rows[-1].plan),
+        search_s=sum(row.search_s for row in rows),
+        measuring_s=sum(m.spent_s for m in measured),
+    )
 
 
 def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
@@ -270,7 +277,14 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
         with bench(name) as one:
             planner = one.planner()
             limits = one.budgets(planner, TEN)
-            search = GoalSearch(planner=planner, measure=one.measure, progress=Progress(), level=LEVEL, dry_run=True)
+            search = GoalSearch(
+                planner=planner,
+                measure=one.measure,
+                progress=Progress(),
+                level=LEVEL,
+                dry_run=True,
+                in_backward=_no_optimizer(one.probes),
+            )
             own = [search.within(limit).plan for limit in limits]
             found = LongSearch(one, own).run(options.seconds)
             kept, used = [], []
@@ -286,6 +300,10 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
         rows.append([name, between, str(over), f"{max(used):.1%}", f"{statistics.median(used):.1%}", str(len(found))])
         print(*rows[-1], flush=True)
         write_section(f"Plans: ten budgets, {', '.join(names)}", this_command(), text + table(header, rows))
+
+
+def _no_optimizer(probes: Probes) -> InBackwardPlans:
+    return InBackwardPlans(count=probes.count, prove=lambda row: row, notes=[], is_allowed=False)
 
 
 def steps(names: Sequence[str], options: argparse.Namespace) -> None:
@@ -344,7 +362,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, width]``."""
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+        out: Tensor = x + self.down(torch.nn.functional.gelu(self.up(x)))
+        return out
 
 
 def growth(names: Sequence[str], options: argparse.Namespace) -> None:

@@ -46,9 +46,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from results import table, this_command, write_section
 from torch import Tensor, nn
 
+from benchmarks.results import table, this_command, write_section
 from memopt_cli.errors import MemoptError
 from memopt_cli.loading import load_model
 from memopt_cli.loading.trust import together

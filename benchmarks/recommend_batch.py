@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from results import table, write_section
 
+from benchmarks.results import table, write_section
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline import recommend_batch
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare

@@ -40,7 +40,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Spikes."""
-        return self.neurons(self.convolution(x))
+        spikes: Tensor = self.neurons(self.convolution(x))
+        return spikes
 
 
 class VGG(nn.Module):
@@ -78,7 +79,7 @@ def search(step: Step, level: int) -> nn.Module:
     """SpikingJelly's levels, as its tutorial calls them."""
     pipeline._measure_peak = lambda model, example: _peak(step)
     pipeline._forward_costs = _forward_seconds
-    return optimize_memory(
+    found: nn.Module = optimize_memory(
         step.model,
         Block,
         lambda model: model(*step.args).sum(),
@@ -86,6 +87,7 @@ def search(step: Step, level: int) -> nn.Module:
         split_fn=lambda module: (module.convolution, module.neurons) if isinstance(module, Block) else (),
         can_chunk=lambda module: isinstance(module, neuron.BaseNode),
     )
+    return found
 
 
 def _peak(step: Step) -> float:

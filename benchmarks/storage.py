@@ -20,17 +20,16 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from benchmarks.contest import Contestant, contest, left_out, make_step
-from benchmarks.planning import LEVEL, SPIKINGJELLY, UNET, Bench, bench, prepared
+from benchmarks.planning import LEVEL, SPIKINGJELLY, UNET, bench, prepared
 from benchmarks.plans import as_it_is, planned, spikingjelly
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
-from memopt_cli.plan.questions import Priced
 from memopt_cli.records import Plan
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.found_statistics import repeatable_norm
@@ -97,12 +96,13 @@ def vgg(options: argparse.Namespace) -> None:
     if failed:
         raise SystemExit(f"{_LEVEL_4}: {failed}")
     resident = _resident_bytes(subject)
-    budgets = {
+    budgets: dict[str, int | None] = {
         "memopt at the peak of SpikingJelly's level 4": theirs.peak_bytes,
         f"memopt at {_SHARE} of its activation peak": resident + int(_SHARE * (theirs.peak_bytes - resident)),
+        "memopt at the least peak": None,
     }
     packing = Contestant("packing alone", subject, functools.partial(planned, plan=Plan(packed=True)))
-    _contest("vgg", subject, [packing, theirs, *_plans(SPIKINGJELLY, budgets), *_least(SPIKINGJELLY)], options)
+    _contest("vgg", subject, [packing, theirs, *_plans(SPIKINGJELLY, budgets)], options)
 
 
 def shares(name: str, options: argparse.Namespace) -> None:
@@ -113,28 +113,20 @@ def shares(name: str, options: argparse.Namespace) -> None:
     _contest(name, prepared(name).subject, list(_plans(name, budgets)), options)
 
 
-def _plans(name: str, budgets: dict[str, int]) -> Iterator[Contestant]:
-    """The planner's, for each budget in bytes; each is found as if it were the only one."""
+def _plans(name: str, budgets: Mapping[str, int | None]) -> Iterator[Contestant]:
+    """The planner's, for each budget in bytes (``None``: the least peak); each is found as if it were the only one."""
     for label, budget in budgets.items():
         with bench(name) as one:
-            yield from _found(one, label, lambda one=one, budget=budget: one.planner().within(LEVEL, budget))
-
-
-def _least(name: str) -> Iterator[Contestant]:
-    with bench(name) as one:
-        yield from _found(one, "memopt at the least peak", lambda: one.planner().least(LEVEL))
-
-
-def _found(one: Bench, label: str, search: Callable[[], Priced | None]) -> Iterator[Contestant]:
-    started = time.perf_counter()
-    found = search()
-    seconds = one.recorded_s + time.perf_counter() - started
-    if found is None:
-        print(f"{label}: nothing found in {seconds:.0f} s", file=sys.stderr)
-        return
-    prepare = functools.partial(planned, plan=found.plan)
-    print(f"{label}: {found.plan}", file=sys.stderr)
-    yield Contestant(label, one.prepared.subject, prepare, search_s=seconds)
+            started = time.perf_counter()
+            planner = one.planner()
+            found = planner.least(LEVEL) if budget is None else planner.within(LEVEL, budget)
+            seconds = one.recorded_s + time.perf_counter() - started
+            if found is None:
+                print(f"{label}: nothing found in {seconds:.0f} s", file=sys.stderr)
+                continue
+            print(f"{label}: {found.plan}", file=sys.stderr)
+            prepare = functools.partial(planned, plan=found.plan)
+            yield Contestant(label, one.prepared.subject, prepare, search_s=seconds)
 
 
 def _contest(case: str, subject: Subject, contestants: Sequence[Contestant], options: argparse.Namespace) -> None:
