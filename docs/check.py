@@ -69,7 +69,7 @@ def outputs(page: Path) -> Iterator[Output]:
 
 def script(page: Path) -> str:
     """The Python of the page, each line at the number that it has there; empty if it has none."""
-    text, lines = page.read_text(), {}
+    text, lines = page.read_text(), dict[int, str]()
     for found in _PYTHON.finditer(text):
         group = "hidden" if found["hidden"] is not None else "code"
         if not found["spared"]:

@@ -37,7 +37,8 @@ class Block(nn.Module):
         )
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.perceptron(self.norm2(x))
+        out: Tensor = x + self.perceptron(self.norm2(x))
+        return out
 
 
 class LanguageModel(nn.Module):
@@ -51,7 +52,8 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
 
 
 def log_likelihood(model: nn.Module, tokens: Tensor) -> Tensor:

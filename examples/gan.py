@@ -40,7 +40,8 @@ class Discriminator(nn.Module):
         self.last = nn.Linear(4 * WIDTH * 4 * 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.blocks(x).flatten(1))
+        logits: Tensor = self.last(self.blocks(x).flatten(1))
+        return logits
 
 
 def up(c_in: int, c_out: int) -> nn.Module:
@@ -90,8 +91,10 @@ def make_step() -> memopt_cli.Step:
 def batches(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
     """Images, here random ones, and noise."""
     generator = torch.Generator().manual_seed(2)
-    sizes = (size, 1, 32, 32), (size, NOISE)
-    return [tuple(torch.randn(each, generator=generator) for each in sizes) for _ in range(count)]
+    return [
+        (torch.randn(size, 1, 32, 32, generator=generator), torch.randn(size, NOISE, generator=generator))
+        for _ in range(count)
+    ]
 
 
 def main(steps: int = 5, size: int = 32) -> BothWays:

@@ -61,7 +61,7 @@ def orders(seeds: int, epochs: int) -> Tensor:
         torch.cat([torch.randperm(TRAIN, generator=generator) for _ in range(epochs)])
         for generator in (torch.Generator().manual_seed(seed) for seed in range(seeds))
     ]
-    return torch.stack(shuffled).unflatten(1, (-1, BATCH)).transpose(0, 1)
+    return torch.stack(shuffled).view(seeds, -1, BATCH).transpose(0, 1)
 
 
 def optimizer_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -111,7 +111,7 @@ def train_batch(
     batch, truth = batched_dataloader(n_points, x, y, device=device, languages=languages, generator=generator)
     output, _ = net(batch)
     loss = criterion(output, truth)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     opt.step()
     return loss.detach()
 

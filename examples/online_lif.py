@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memopt_cli import (
+from memopt_cli.online import (
     ES_D_RTRL,
     LIF,
     Batching,

@@ -12,7 +12,7 @@ import argparse
 from itertools import pairwise
 
 import torch
-from spikingjelly.activation_based import layer, neuron, surrogate  # type: ignore[import-untyped]
+from spikingjelly.activation_based import layer, neuron, surrogate
 from torch import Tensor, nn
 
 from memopt_cli import MemOptSummary, memory_optimization

@@ -180,7 +180,7 @@ def in_double(value: Any) -> Any:
     return map_leaves(lambda x: x.to(dtype_in(torch.float64, x)) if isinstance(x, Tensor) else x, value)
 
 
-class DoubleThroughout(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DoubleThroughout(TorchDispatchMode):
     """Within, whoever asks for float32 or complex64 gets what is twice as wide: a loss is not rounded to float32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -246,7 +246,7 @@ def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
     return 0.5 if updating else 0.0
 
 
-class _NumbersGuessed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NumbersGuessed(TorchDispatchMode):
     """Within, whoever reads a number of a tensor without data is given one."""
 
     def __init__(self) -> None:

@@ -91,7 +91,7 @@ def _contexts(
     buffers = _Buffers(modules)
     if not kept:
         return buffers.first_run(), buffers.second_run()
-    first, second = create_selective_checkpoint_contexts(_policy(kept))  # type: ignore[no-untyped-call]
+    first, second = create_selective_checkpoint_contexts(_policy(kept))
     return _both(buffers.first_run(), first), _both(buffers.second_run(), second)
 
 

@@ -409,7 +409,7 @@ def _weights_in(tree: nn.Module) -> int:
     return sum(parameter.numel() for parameter in tree.parameters())
 
 
-class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WithoutDropout(TorchDispatchMode):
     """Whatever drops values at random keeps them all, in a recomputation too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -207,7 +207,7 @@ def _results_and_gradients(function: type[Function], args: Sequence[Any], batche
     inputs = [arg for arg, lane in zip(leaves, batched, strict=True) if lane and arg.is_floating_point()]
     for arg in inputs:
         arg.requires_grad_()
-    returned = function.apply(*leaves)  # type: ignore[no-untyped-call]
+    returned = function.apply(*leaves)
     results = [t for t in tree_leaves(returned) if isinstance(t, Tensor)]
     ends = [t for t in results if t.requires_grad]
     gradients = torch.autograd.grad(ends, inputs, [torch.ones_like(t) for t in ends], allow_unused=True) if ends else ()

@@ -191,7 +191,7 @@ def _refuse_gradient(gate: Gate, tensor: Tensor, name: str) -> None:
         if not gate.closed and gradient.any():
             raise changed(name, "is read outside its cell")
 
-    tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+    tensor.register_hook(refuse)
 
 
 def _as_it_is(gradient: Tensor) -> tuple[Tensor]:

@@ -33,7 +33,7 @@ def accumulate_online(model: nn.Module, inputs: Iterable[Tensor], target: object
 def _learn_step(model: nn.Module, x: Tensor, target: object, loss: Loss) -> Tensor:
     # A function of its own: its graph, and with it the traces before this step, is gone when the next step begins.
     found = loss(model(x), target)
-    found.backward()  # type: ignore[no-untyped-call]
+    found.backward()
     return found.detach()
 
 
@@ -42,7 +42,7 @@ def accumulate_through_time(model: nn.Module, inputs: Iterable[Tensor], target: 
     losses = [loss(model(x), target) for x in inputs]
     total = torch.stack(losses).sum() if losses else torch.zeros(())
     mean = total.detach() / _at_least_one(len(losses))
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     for state in states_of(model).values():
         state.value = state.value.detach()
     return mean

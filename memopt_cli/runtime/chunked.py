@@ -359,7 +359,7 @@ def _concatenated(column: tuple[Any, ...], axis: int) -> Tensor:
 
 def _pieces(sequence: Tensor, lengths: Sequence[int], axis: int) -> tuple[Tensor, ...]:
     # ``tensor_split`` would cut alike, but its gradient is a sum of full-size tensors; this one's is a concatenation.
-    pieces: tuple[Tensor, ...] = sequence.split(lengths, dim=axis)  # type: ignore[no-untyped-call]
+    pieces: tuple[Tensor, ...] = sequence.split(lengths, dim=axis)
     return pieces
 
 

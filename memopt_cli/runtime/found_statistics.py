@@ -155,13 +155,13 @@ class _InnermostNorms(TorchFunctionMode):
             _thread.in_norm = False
 
 
-class _Norms(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Norms(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
 
-class _Recording(_Norms):  # type: ignore[no-untyped-call]
+class _Recording(_Norms):
     def __init__(self, calls: list[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
@@ -176,7 +176,7 @@ class _Recording(_Norms):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Replaying(_Norms):  # type: ignore[no-untyped-call]
+class _Replaying(_Norms):
     def __init__(self, calls: list[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._left = iter(calls)

@@ -98,7 +98,7 @@ class InBackward:
         self.names = {id(parameter): names.get(id(parameter), "a parameter") for parameter in trained}
         self._handles: list[Any] = [optimizer.register_step_pre_hook(self._end)]
         for parameter in trained:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._update))  # type: ignore[no-untyped-call]
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._update))
 
     def remove(self) -> None:
         """Take the hooks off."""

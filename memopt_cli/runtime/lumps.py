@@ -234,7 +234,7 @@ class LumpedCall:
 
         for output in outputs:
             if output.requires_grad:
-                output.register_hook(begin)  # type: ignore[no-untyped-call]
+                output.register_hook(begin)
 
     def _liked(self, tensor: Any) -> _Like:
         return _like(tensor, self.axis) or self._lumps.refuse(self._module)
@@ -247,7 +247,7 @@ class LumpedCall:
             found[place] = self._liked(gradient)
 
         watched = tensor.view_as(tensor)
-        watched.register_hook(note)  # type: ignore[no-untyped-call]
+        watched.register_hook(note)
         return watched
 
 

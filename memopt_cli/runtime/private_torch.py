@@ -159,7 +159,7 @@ quantized_by_channel: Final[Callable[..., Tensor]] = torch._empty_per_channel_af
 
 def set_bits(tensor: Tensor, bits: dict[str, bool]) -> None:
     """Set the bits of a stored tensor: ``conj`` and ``neg``."""
-    torch._utils.set_tensor_metadata(tensor, bits)  # type: ignore[no-untyped-call]
+    torch._utils.set_tensor_metadata(tensor, bits)
 
 
 def replace_weight_norm(replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -191,7 +191,7 @@ class DryRun(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What an operator makes."""
         if func is not _GROUPED_PRODUCT or args[0].dtype == torch.bfloat16:
-            return super().dispatch(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return super().dispatch(func, types, args, kwargs)
         with self:
             return _grouped(*args, **(kwargs or {}))
 
@@ -277,12 +277,12 @@ def has_schema(operator: Any) -> bool:
 
 def has_kernel(operator: OpOverload) -> bool:
     """Whether the dispatcher runs it, and not TorchScript's interpreter alone."""
-    return bool(torch._C._dispatch_has_kernel(operator.name()))  # type: ignore[no-untyped-call]
+    return bool(torch._C._dispatch_has_kernel(operator.name()))
 
 
 def consists_of_others(operator: OpOverload) -> bool:
     """Whether modes see the operators that it calls in its place."""
-    name = operator.name()  # type: ignore[no-untyped-call]
+    name = operator.name()
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
@@ -803,16 +803,16 @@ function_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stac
 @contextlib.contextmanager
 def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
     """Within, these see every function, and no others do."""
-    present = [_pop_mode() for _ in function_modes()][::-1]  # type: ignore[no-untyped-call]
+    present = [_pop_mode() for _ in function_modes()][::-1]
     for mode in modes:
-        _push_mode(mode)  # type: ignore[no-untyped-call]
+        _push_mode(mode)
     try:
         yield
     finally:
         for _ in modes:
-            _pop_mode()  # type: ignore[no-untyped-call]
+            _pop_mode()
         for mode in present:
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+            _push_mode(mode)
 
 
 def cached_parametrizations() -> tuple[int, dict[Any, Any]]:
@@ -910,4 +910,4 @@ def load_script(archive: bytes) -> tuple[Any, Any]:
     unit = torch._C.CompilationUnit()
     read: Any = torch._C.import_ir_module_from_buffer  # PyTorch's stubs are of another version
     module = read(unit, archive, torch.device("cpu"), {}, False)
-    return torch.jit._recursive.wrap_cpp_module(module), unit  # type: ignore[no-untyped-call]
+    return torch.jit._recursive.wrap_cpp_module(module), unit

@@ -52,7 +52,7 @@ def check_script(archive: bytes) -> None:
 def restore_script(archive: bytes, device: torch.device) -> ScriptModule:
     """Check, then load a TorchScript archive; raises as :func:`check_script` does."""
     check_script(archive)
-    return torch.jit.load(io.BytesIO(archive), map_location=device)  # type: ignore[no-untyped-call,no-any-return]
+    return torch.jit.load(io.BytesIO(archive), map_location=device)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------- its operators

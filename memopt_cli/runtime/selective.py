@@ -82,7 +82,7 @@ def _unfit(name: str) -> str:
     packet = getattr(getattr(torch.ops, parts["namespace"], None), parts["operator"], None) if parts else None
     if not isinstance(packet, OpOverloadPacket):
         return _NO_OPERATOR
-    overload = getattr(packet, packet.overloads()[0])  # type: ignore[no-untyped-call]
+    overload = getattr(packet, packet.overloads()[0])
     if not has_kernel(overload):
         return "it is TorchScript's alone"
     if consists_of_others(overload):
@@ -224,7 +224,7 @@ class NothingKept(KeptOutputs):
     replaying = recording
 
 
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Calls(TorchDispatchMode):
     """Numbers the segment's own calls of every operator of which some outputs are kept."""
 
     def __init__(self, kept: KeptOutputs) -> None:
@@ -247,7 +247,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return call if self._kept.wants(call) and not schema_of(func).is_mutable else None
 
 
-class _Recording(_Calls):  # type: ignore[no-untyped-call]
+class _Recording(_Calls):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kept = self._kept
@@ -266,7 +266,7 @@ class _Recording(_Calls):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Replaying(_Calls):  # type: ignore[no-untyped-call]
+class _Replaying(_Calls):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = self._kept_call(func)

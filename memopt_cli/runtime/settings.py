@@ -91,7 +91,7 @@ class Settings:
                 write(value)
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watching(TorchDispatchMode):
     """Does nothing: some operators are made of others where somebody watches the dispatcher, such as LSTMs."""
 
     @classmethod

@@ -79,7 +79,7 @@ class SpikingLayer(nn.Module):
 @functools.cache
 def _side_of(device: torch.device) -> torch.cuda.Stream:
     """A stream beside the current one, always the same: cuBLAS keeps workspace for each that it has run on."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
 class TwoStreams(nn.Module):

@@ -130,7 +130,7 @@ class Reducer:
             of_all.append(self._used)
         for number, parameter in enumerate(parameters):
             hook = functools.partial(self._arrived, number)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -34,7 +34,7 @@ class OperatorTime:
     """Of a norm in a recomputation, where its statistics are known."""
 
 
-class Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Clock(TorchDispatchMode):
     """Waits for the device around every operator: the times of kernels, not of their launch.
 
     Under a :class:`StorageLog` in the same step, entered before it, it times what that log sees.

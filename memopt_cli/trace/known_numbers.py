@@ -36,7 +36,7 @@ _CONSTANT = _aten.lift_fresh.default
 """It makes one of ``torch.tensor([1, 2])``, which has data."""
 
 
-class NumbersKnown(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NumbersKnown(TorchDispatchMode):
     """Within, tensors have no data, but numbers that follow from the code, and from inputs, can be read.
 
     Models with stochastic depth read ``torch.linspace(0, rate, depth)[3].item()``, and build other layers where that is
@@ -199,7 +199,7 @@ def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], mas
 
 def _selected(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:
     """``x.masked_select(mask)``."""
-    shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
     with unseen():
         number = int(masks[0].broadcast_to(shape).count_nonzero())
     return torch.empty(number, dtype=x.dtype, device=x.device)

@@ -44,7 +44,7 @@ from memopt_cli.trace.storages import Peaks, Storage, Storages, has_storage, uni
 from memopt_cli.workspace import Shapes, Workspaces, argument_shapes
 
 
-class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageLog(TorchDispatchMode):
     """Counts every storage alive while it is active."""
 
     def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None = None) -> None:

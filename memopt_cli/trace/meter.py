@@ -17,7 +17,7 @@ def meter_on(device: str) -> Meter | None:
     return Meter(device) if device.startswith("cuda") else None
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Meter(TorchDispatchMode):
     """Asks the allocator around every operator of a real step, and so leaves no peak of the step behind.
 
     Memory is handed out when it is asked for, not when the device uses it: nothing is waited for.

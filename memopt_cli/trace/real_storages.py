@@ -23,7 +23,7 @@ def _in_elements(args: Any, output: Any) -> Any:
     """A loss that was reduced, in the storage of all its elements, where the kernel wrote these first."""
     if not is_fake(output) or output.dim():
         return output
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     return output.new_empty(shape).resize_(())
 
 

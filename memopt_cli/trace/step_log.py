@@ -65,7 +65,7 @@ class RanOp:
     line: str
 
 
-class StepLog(StorageLog):  # type: ignore[no-untyped-call]
+class StepLog(StorageLog):
     """The counter of storages, with notes on every operator, every call of a module and what autograd saves."""
 
     def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None) -> None:

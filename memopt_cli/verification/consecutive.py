@@ -322,7 +322,7 @@ def _printed(value: Any) -> tuple[TensorPrint, ...]:
     return _prints({str(i): t for i, t in enumerate(tensors_of(value)) if type(t) in (Tensor, nn.Parameter)})
 
 
-class _Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Choosing(TorchDispatchMode):
     """Within, operators that choose are told."""
 
     def __init__(self, told: Callable[[str, Tensor, Tensor], None]) -> None:

@@ -16,7 +16,7 @@ _LENGTH = 8
 
 def storage_of(data: memoryview) -> torch.UntypedStorage:
     """A storage of its own with these bytes."""
-    storage: torch.UntypedStorage = torch.UntypedStorage(data.nbytes)  # type: ignore[no-untyped-call]
+    storage: torch.UntypedStorage = torch.UntypedStorage(data.nbytes)
     if data.nbytes:
         memoryview((ctypes.c_char * data.nbytes).from_address(storage.data_ptr())).cast("B")[:] = data
     return storage
