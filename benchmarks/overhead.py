@@ -3,6 +3,7 @@
     python benchmarks/overhead.py [--rounds 25]
 
 CPU time of one thread, medians: of a step plainly, in a segment, and in one that keeps the outputs of its products.
+Then of a step of norms in a segment, which finds their statistics again or notes them, by the size of their input.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.runtime import found_statistics
 
 _LAYERS = 20
+_NORM_SIZES = [2**power for power in range(14, 21)]
 
 
 def _linear() -> tuple[nn.Module, Tensor, str]:
@@ -73,6 +76,23 @@ def _row(name: str, rounds: int) -> list[str]:
     return [name, f"{forward_s / _LAYERS * 1e6:.0f} µs", *(f"{s * 1e6:.0f} µs" for s in more)]
 
 
+def _norm_row(elements: int, rounds: int) -> list[str]:
+    """Each of a few norms, whose statistics are found again and noted, in turns."""
+    x = torch.randn(elements // 1024, 16, 8, 8, requires_grad=True)
+    times: dict[int, list[float]] = {elements + 1: [], 0: []}
+    models = [nn.Sequential(nn.Sequential(*(nn.BatchNorm2d(16) for _ in range(_LAYERS)))) for _ in times]
+    for model in models:
+        apply_plan(model, Plan(segments=(SegmentPlan(path="0"),)))
+    for _ in range(rounds + 1):
+        for (least, taken), model in zip(times.items(), models, strict=True):
+            found_statistics._LEAST_ELEMENTS = least
+            started = time.process_time()
+            model(x).sum().backward()
+            taken.append(time.process_time() - started)
+    again, noted = (statistics.median(taken[1:]) / _LAYERS for taken in times.values())
+    return [f"{elements}", f"{again * 1e6:.0f} µs", f"{noted * 1e6:.0f} µs"]
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -82,8 +102,12 @@ def main() -> None:
     rows = [_row(name, options.rounds) for name in MODELS]
     header = ["", "forward", "a segment adds beside forward", "one that keeps products adds"]
     text = f"CPU time for each of {_LAYERS} layers, one thread, medians of {options.rounds} steps.\n\n"
-    write_section("Segments: cost beside their kernels", this_command(), text + table(header, rows))
-    print(table(header, rows))
+    norms = table(
+        ["elements", "a norm, found again", "noted"], [_norm_row(elements, options.rounds) for elements in _NORM_SIZES]
+    )
+    text += f"{table(header, rows)}\n\n{norms}"
+    write_section("Segments: cost beside their kernels", this_command(), text)
+    print(text)
 
 
 if __name__ == "__main__":

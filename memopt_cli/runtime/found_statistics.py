@@ -3,17 +3,19 @@
 Finding mean and variance takes most of the time of a batch norm on the CPU.  A recomputation has the same input, so it
 normalizes by what forward found, which comes out equal to the bit: PyTorch's kernel for a contiguous input computes
 ``input * (invstd * weight) + (bias - mean * (invstd * weight))``, whether it has just found the statistics or is given
-them.  Other kernels group the factors otherwise; there the statistics are found again.
+them.  Other kernels group the factors otherwise; there the statistics are found again.  So are those of small inputs,
+where finding them takes less time than noting them.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,13 @@ _FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncode
 _NATIVE, _NAME = torch.ops.aten.native_batch_norm.default, "aten::native_batch_norm"
 _LAYOUTS = {torch.contiguous_format: range(2, 6), torch.channels_last: (4,), torch.channels_last_3d: (5,)}
 """Layouts of an input, and of how many dimensions it may be, for which the kernel is the one that this is about."""
+_LEAST_ELEMENTS = 1 << 18
+"""Of an input whose statistics are noted (``python benchmarks/overhead.py``)."""
+
+_Shapes = tuple[torch.Size, ...]
+_nothing_to_note: MutableMapping[nn.Module, set[_Shapes]] = WeakKeyDictionary()
+"""A segment -> shapes of its inputs with which none of its norms could be repeated."""
+_MOST_SHAPES: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,7 @@ def _is_repeatable(
         training
         and x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.float64)
-        and x.numel() > 0
+        and x.numel() >= max(1, _LEAST_ELEMENTS)
         and any(x.is_contiguous(memory_format=layout) for layout, dims in _LAYOUTS.items() if x.dim() in dims)
         and all(t.dtype == x.dtype and t.is_contiguous() for t in vectors)
         and _is_exact(x.dtype)
@@ -104,6 +113,8 @@ def _is_exact(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
+    is_searching: bool
+    """It looks for the statistics of its input, and is not given those of earlier ones."""
     norm: RepeatableNorm | None
     running: tuple[Tensor | None, ...]
     """Running mean and variance after the call."""
@@ -114,45 +125,64 @@ class FoundStatistics:
 
     def __init__(self, module: nn.Module, keep: Sequence[str]) -> None:
         """``keep``: the operators whose outputs are kept; if norms are among them, there is nothing to repeat."""
-        others = any(isinstance(m, _FAST) or is_compiled(m) for m in module.modules())
-        self._has_norms = bool(batch_norms(module)) and not others
+        self._module = module
         self._are_kept = any(name.partition("#")[0] == _NAME for name in keep)
         self._calls: list[_Call] = []
+        self._is_noting = False
 
-    def recording(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def recording(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Forward runs within."""
-        return self._around(_Recording(self._calls))
+        shapes, without = tuple(t.shape for t in inputs), _nothing_to_note.setdefault(self._module, set())
+        may_note = shapes not in without and not self._are_kept
+        self._is_noting = may_note and _has_norms(self._module)
+        with self._around(_Recording(self._calls)):
+            yield
+        search = [call.norm for call in self._calls if call.is_searching]
+        if may_note and len(search) == len(self._calls) and not any(search) and (search or not self._is_noting):
+            if len(without) == _MOST_SHAPES:
+                without.clear()
+            without.add(shapes)
 
-    def replaying(self) -> AbstractContextManager[object]:
+    def replaying(self) -> AbstractContextManager[None]:
         """A recomputation runs within."""
         return self._around(_Replaying(self._calls))
 
-    def _around(self, mode: TorchDispatchMode) -> AbstractContextManager[object]:
-        if not self._has_norms:
-            return nullcontext()
-        return _InnermostNorms(nullcontext() if self._are_kept else mode)
+    @contextmanager
+    def _around(self, mode: TorchDispatchMode) -> Iterator[None]:
+        outer, _thread.innermost = getattr(_thread, "innermost", None), self
+        try:
+            if self._is_noting:
+                with _InnermostNorms(self, mode):
+                    yield
+            else:
+                yield
+        finally:
+            _thread.innermost = outer
+
+
+def _has_norms(module: nn.Module) -> bool:
+    others = any(isinstance(m, _FAST) or is_compiled(m) for m in module.modules())
+    return bool(batch_norms(module)) and not others
 
 
 class _InnermostNorms(TorchFunctionMode):
-    """Enters a mode for the time of each call of ``batch_norm``, unless a segment within has done so.
+    """Enters a mode for the time of each call of ``batch_norm``, but of those in a segment within.
 
     Functions pass through this one, operators that are no part of a norm not through the other.
     """
 
-    def __init__(self, mode: AbstractContextManager[object]) -> None:
+    def __init__(self, owner: FoundStatistics, mode: AbstractContextManager[object]) -> None:
         super().__init__()
+        self._owner = owner
         self._mode = mode
 
     @not_compiled  # what it is around would be compiled in one run and not in the next
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in BATCH_NORMS or getattr(_thread, "in_norm", False):
+        if func not in BATCH_NORMS or _thread.innermost is not self._owner:
             return func(*args, **(kwargs or {}))
-        _thread.in_norm = True
-        try:
-            with self._mode:
-                return func(*args, **(kwargs or {}))
-        finally:
-            _thread.in_norm = False
+        with self._mode:
+            return func(*args, **(kwargs or {}))
 
 
 class _Norms(TorchDispatchMode):
@@ -172,7 +202,7 @@ class _Recording(_Norms):
             with uncounted():
                 norm = repeatable_norm(func, args, result)
                 running = tuple(t.clone() if norm and t is not None else None for t in args[3:5])
-            self._calls.append(_Call(norm, running))
+            self._calls.append(_Call(bool(args[5]), norm, running))
         return result
 
 

@@ -36,7 +36,7 @@ class Held:
         self._awaited: list[ref[_Saved]] = []
         """What nothing of was asked for yet."""
         self._first = next_node()
-        self._made = self._first, self._first
+        self._last_nodes = range(self._first, self._first)
 
     def holding(self) -> saved_tensors_hooks:
         """Forward runs within, directly in PyTorch's checkpoint."""
@@ -48,7 +48,7 @@ class Held:
 
         An operator that is given a view of what was written in place makes a node for the view behind its own.
         """
-        return range(*self._made)
+        return self._last_nodes
 
     def samples(self, outputs: Sequence[Tensor]) -> list[list[Any] | None]:
         """A few elements of each tensor in order; ``None`` of one that is written later, or has none to show.
@@ -94,10 +94,11 @@ class Held:
     @not_compiled
     def _hold(self, tensor: Tensor) -> _Saved:
         self._note_save()
-        if next_node() != self._made[1]:
-            self._made = self._made[1], next_node()
-        saved = _Saved(_without_node(tensor), version_of(tensor), self._pack(tensor))
-        self._saved.append(_Place(ref(saved), self.last_nodes, sample(tensor) if self._is_sampled else None))
+        following = next_node()
+        if following != self._last_nodes.stop:
+            self._last_nodes = range(self._last_nodes.stop, following)
+        saved = _Saved(_without_node(tensor, following), version_of(tensor), self._pack(tensor))
+        self._saved.append(_Place(ref(saved), self._last_nodes, sample(tensor) if self._is_sampled else None))
         return saved
 
     def _there(self) -> Iterator[_Saved]:
@@ -123,10 +124,13 @@ def note_nothing() -> None:
     """What is done with the asking, unless somebody minds."""
 
 
-def _without_node(tensor: Tensor) -> Tensor:
-    """What the node that saves its own output may hold, and be freed before :meth:`drop` all the same."""
+def _without_node(tensor: Tensor, following: int) -> Tensor:
+    """What the node that saves its own output may hold, and be freed before :meth:`drop` all the same.
+
+    ``following``: the number of the next node.
+    """
     node = tensor.grad_fn
-    is_output = node is not None and number_of(node) >= next_node() - 1
+    is_output = node is not None and number_of(node) >= following - 1
     return alias(tensor) if is_output and type(tensor) is Tensor else tensor
 
 
@@ -146,7 +150,7 @@ def held_as_inputs() -> saved_tensors_hooks:
     return saved_tensors_hooks(mark, unpack)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Place:
     """One in the order in which they were saved."""
 

@@ -351,8 +351,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 def hook_tables(module: nn.Module) -> Iterator[dict[Any, Any]]:
     """The dictionaries of a module's hooks on its forward and backward, to be read and written in place."""
-    for name in _HOOK_TABLES:
-        if isinstance(table := vars(module).get(f"_{name}"), dict):
+    attributes = vars(module)
+    for name in _HOOK_ATTRIBUTES:
+        if isinstance(table := attributes.get(name), dict):
             yield table
 
 
@@ -372,6 +373,7 @@ _HOOK_TABLES: Final = (
     *("forward_hooks", "forward_hooks_with_kwargs", "forward_hooks_always_called", "forward_pre_hooks"),
     *("forward_pre_hooks_with_kwargs", "backward_hooks", "backward_pre_hooks"),
 )
+_HOOK_ATTRIBUTES: Final = tuple(f"_{name}" for name in _HOOK_TABLES)
 
 weights_in_use: Final[Callable[[Any], list[Any]]] = attrgetter("_flat_weights")
 """The weights that a recurrent layer hands to its kernel, which it holds beside its parameters."""

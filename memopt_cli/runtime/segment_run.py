@@ -102,7 +102,8 @@ class SegmentRun:
         turn = is_sampled(self._module)
         held, before = Held(self._kept.note_save, self._note_use(), is_sampled=turn), marks()
         try:
-            with held.holding(), self._kept.recording(), self._statistics.recording(), self._within():
+            noting = self._statistics.recording(given[: self._inputs])
+            with held.holding(), self._kept.recording(), noting, self._within():
                 output = first()
         except RuntimeError as error:
             if forbids_hooks(error):

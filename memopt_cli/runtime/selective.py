@@ -41,7 +41,6 @@ from memopt_cli.runtime.private_torch import (
     memory_of,
     schema_of,
     tree_flatten,
-    tree_leaves,
     tree_unflatten,
     version_counter,
 )
@@ -103,7 +102,8 @@ class _Output:
     """What one call of an operator returned."""
 
     leaves: list[Any]
-    spec: TreeSpec
+    spec: TreeSpec | None
+    """How they lie in what it returned; ``None`` of a single one."""
     given: tuple[Any, ...]
     """Shapes and dtypes of the call's tensors: a recomputation that takes another course must not get this."""
     drawn: tuple[torch.Generator, Tensor] | None
@@ -151,7 +151,7 @@ class KeptOutputs:
 
     def add(self, key: Call, given: tuple[Any, ...], result: Any, drawn: Any) -> None:
         """Keep what a call has returned."""
-        leaves, spec = tree_flatten(result)
+        leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         output = self._outputs[key] = _Output(leaves, spec, given, drawn, [])
         for place, leaf in enumerate(leaves):
@@ -261,7 +261,7 @@ class _Recording(_Calls):
         if call:
             kept.add(call, _given(args, kwargs), result, _position(func, kwargs, result))
         if not kept.is_empty:
-            for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            for leaf in _tensors_in(result):
                 kept.watch(leaf)
         return result
 
@@ -275,7 +275,7 @@ class _Replaying(_Calls):
             return func(*args, **kwargs)
         if output.drawn is not None:
             put_at(*output.drawn)
-        return tree_unflatten(output.leaves, output.spec)
+        return output.leaves[0] if output.spec is None else tree_unflatten(output.leaves, output.spec)
 
 
 def _pools_otherwise(func: Any, args: Any) -> bool:
@@ -313,8 +313,16 @@ def _name_of(func: Any) -> str:
 
 
 def _given(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    return tuple((tuple(t.shape), t.dtype) for t in tensors)
+    return tuple((tuple(t.shape), t.dtype) for t in _tensors_in((args, tuple(kwargs.values()))))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those that an operator is given or returns, which come in tuples and lists; PyTorch's own walk takes longer."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from _tensors_in(inner)
 
 
 @functools.cache
@@ -324,26 +332,30 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    places = _written_arguments(func)
-    return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places]) if places else []
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    return _tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)])
 
 
 def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Generator, Tensor] | None:
     """The generator that a call may have drawn from, and where it stands now."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not _draws(func):
         return None
     generator = kwargs.get("generator")
     if generator is None:
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not leaves or is_fake(leaves[0]):  # nothing is drawn without data
+        first = next(_tensors_in(result), None)
+        if first is None or is_fake(first):  # nothing is drawn without data
             return None
-        device = leaves[0].device
+        device = first.device
         on_cpu = device.type == "cpu"
         generator = (
             torch.default_generator if on_cpu else torch.get_device_module(device).default_generators[device.index]
         )
     return generator, position_of(generator)
+
+
+@functools.cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _has_storage(leaf: Any) -> bool:

@@ -39,6 +39,11 @@ class _Searches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture(autouse=True)
+def _of_small_inputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(found_statistics, "_LEAST_ELEMENTS", 0)
+
+
 @contextmanager
 def searches(found: int, given: int = 0) -> Iterator[None]:
     with _Searches() as seen:
@@ -169,6 +174,35 @@ def test_a_segment_within_has_its_own() -> None:
     # The inner one's are looked for in forward, and again when the outer recomputes it; then they are known.
     with searches(found=5, given=3):
         net(torch.randn(4, 3, 5, 5)).square().sum().backward()
+
+
+def test_statistics_of_small_inputs_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = torch.randn(2, 3, 5, 5), torch.randn(8, 3, 5, 5)
+    monkeypatch.setattr(found_statistics, "_LEAST_ELEMENTS", large.numel())
+    net = conv_norm()
+    install_segment(net, SegmentConfig())
+    for x, found in ((small, 4), (small, 4), (large, 2), (small, 4), (large, 2)):
+        with searches(found=found, given=4 - found):
+            net(x).square().sum().backward()
+
+
+def test_an_evaluation_says_nothing_of_the_training_after_it() -> None:
+    net = conv_norm().eval()
+    install_segment(net, SegmentConfig())
+    net(torch.randn(4, 3, 5, 5)).square().sum().backward()
+    net.train()
+    with searches(found=2, given=2):
+        net(torch.randn(4, 3, 5, 5)).square().sum().backward()
+
+
+def test_a_segment_within_that_finds_its_own_again(monkeypatch: pytest.MonkeyPatch, judge: Any) -> None:
+    monkeypatch.setattr(found_statistics, "_LEAST_ELEMENTS", 200)
+    inner = nn.Sequential(nn.AvgPool2d(2), nn.BatchNorm2d(3), nn.Upsample(scale_factor=2))
+    net = nn.Sequential(nn.BatchNorm2d(3), inner, nn.BatchNorm2d(3))
+    optimized = judge(net, {"": SegmentConfig(), "1": SegmentConfig()}, torch.randn(4, 3, 6, 6))
+    for _ in range(2):
+        with searches(found=5, given=2):
+            optimized(torch.randn(4, 3, 6, 6)).square().sum().backward()
 
 
 KEEPING = SegmentConfig(keep=("aten::native_batch_norm",))

@@ -425,7 +425,7 @@ def test_times_come_to_their_operators() -> None:
 
 
 def test_a_norm_is_timed_as_a_recomputation_runs_it_too() -> None:
-    step = step_of(nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.ReLU()), torch.randn(64, 40))
+    step = step_of(nn.Sequential(nn.Linear(40, 600), nn.BatchNorm1d(600), nn.ReLU()), torch.randn(600, 40))
     times = time_operators(step)
     assert [t.name for t in times if t.recompute_s is not None] == ["aten::native_batch_norm"]
     timed, _ = with_seconds(FakeStep(step).record(64), times)
@@ -437,7 +437,7 @@ def test_a_norm_that_there_is_no_memory_to_repeat_is_timed_once(monkeypatch: pyt
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(RepeatableNorm, "repeat", repeat)
-    step = step_of(nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.ReLU()), torch.randn(64, 40))
+    step = step_of(nn.Sequential(nn.Linear(40, 600), nn.BatchNorm1d(600), nn.ReLU()), torch.randn(600, 40))
     times = time_operators(step)
     assert "aten::native_batch_norm" in [t.name for t in times]
     assert all(t.recompute_s is None for t in times)
