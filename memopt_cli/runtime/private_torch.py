@@ -67,6 +67,7 @@ __all__ = [
     "CheckpointCall",
     "Convolution",
     "FakeCopyMode",
+    "FakeTensor",
     "FakeTensorMode",
     "InstanceNorm",
     "OpOverload",
@@ -98,7 +99,7 @@ __all__ = [
 - ``TorchDispatchMode``: sees every operator; ``unseen()``: within, no mode does, nor does a dry run; ``is_watched()``:
   whether one does.
 - ``with_data()``: within, no dry run is, so that tensors have data.
-- ``FakeTensorMode``, ``FakeCopyMode``: a dry run, and the copy of a module into it.
+- ``FakeTensorMode``, ``FakeCopyMode``: a dry run, and the copy of a module into it; ``FakeTensor``: its tensors.
 - ``is_of_transform``, ``is_of_vmap``, ``without_transform``: whether ``torch.func`` or ``vmap`` wraps a tensor, and the
   tensor within one wrapping.
 - ``suggest_memory_format``: in which memory format a kernel lays out what it makes of a tensor.
@@ -203,6 +204,11 @@ _GROUPED_PRODUCT: Final = torch.ops.aten._grouped_mm.default if _GROUPED_OUTPUT 
 def _grouped(first: Tensor, second: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     assert _GROUPED_OUTPUT is not None
     return _GROUPED_OUTPUT(first, second, offs, out_dtype)
+
+
+def calls_without_notes() -> int:
+    """How many operators of dry runs PyTorch has computed without looking into its notes of what such make."""
+    return sum(FakeTensorMode.cache_bypasses.values())
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.records import Counted, StepSettings, StepTrace
 from memopt_cli.runtime.lumps import ChunksDiffer, Lumps
 from memopt_cli.runtime.private_torch import (
-    DryRun,
     FakeCopyMode,
     FakeTensorMode,
     buffers_of,
@@ -33,6 +32,7 @@ from memopt_cli.trace.counting import AllocatedPeak, count
 from memopt_cli.trace.known_numbers import NumbersKnown
 from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
+from memopt_cli.trace.remembered import RememberingDryRun
 from memopt_cli.user_step import StepModels
 from memopt_cli.workspace import Workspaces
 
@@ -40,7 +40,7 @@ from memopt_cli.workspace import Workspaces
 def fake_mode() -> FakeTensorMode:
     """Where new tensors have no data, and may meet such as have."""
     mend_copies_of_fakes()
-    return DryRun(allow_non_fake_inputs=True)
+    return RememberingDryRun(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager

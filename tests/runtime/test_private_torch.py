@@ -182,6 +182,27 @@ def test_a_dry_run_multiplies_in_groups(dtype: torch.dtype) -> None:
     assert (across.shape, across.dtype) == ((2, 16, 16), dtype)
 
 
+def test_pytorch_says_of_which_operators_it_takes_no_notes() -> None:
+    with p.DryRun(allow_non_fake_inputs=True), torch.no_grad():
+        x = torch.zeros(2, 3)
+        for known in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
+            before = p.calls_without_notes()
+            assert type(known(x, 1)) is p.FakeTensor
+            assert p.calls_without_notes() == before
+        torch.ops.aten._unsafe_view.default(x, [6])
+    assert p.calls_without_notes() > before
+
+
+def test_a_tensor_of_a_dry_run_has_a_mode_and_a_device() -> None:
+    with p.DryRun(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        fake, number = torch.zeros(2, 3), torch.tensor(1)
+        made = p.FakeTensor(mode, torch.empty_strided((2, 3), (1, 2), device="meta"), torch.device("cpu"))
+        assert (made.fake_mode, made.fake_device, made.constant) == (mode, torch.device("cpu"), None)
+        assert (made + fake).stride() == (1, 2)
+    assert number.constant is not None  # type: ignore[attr-defined]
+    assert mode.shape_env is None
+
+
 def test_a_tensor_of_a_dry_run_is_copied_deeply() -> None:
     p.mend_copies_of_fakes()
     with p.FakeTensorMode():

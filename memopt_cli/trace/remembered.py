@@ -1,0 +1,140 @@
+"""What operators make in a dry run, made again from notes.
+
+It follows from the shapes and settings of their arguments, and a step runs the same operators on the same shapes again
+and again.  PyTorch has notes of its own, but takes longer to look them up than most kernels run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memopt_cli.runtime.private_torch import DryRun, FakeTensor, OpOverload, calls_without_notes, memory_of
+
+_aten = torch.ops.aten
+_MOST_NOTES = 1 << 16
+"""A thousand bytes each."""
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format))
+"""Kinds of arguments that are what they say."""
+_ALIASES = frozenset(
+    (
+        *(_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default),
+        *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int),
+    )
+)
+"""Of these PyTorch takes no notes: it does so of one result that has a storage of its own, or is declared as a view."""
+
+
+class _New(NamedTuple):
+    """A tensor that has a storage of its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _View(NamedTuple):
+    """A tensor that has the storage of an argument."""
+
+    argument: int
+    offset: int
+    tensor: _New
+
+
+class _Several(NamedTuple):
+    """A list or tuple of results."""
+
+    kind: type
+    notes: tuple[Any, ...]
+
+
+class RememberingDryRun(DryRun):  # type: ignore[no-untyped-call]
+    """A dry run that remembers what operators make, as far as PyTorch's own notes go, which say what may be noted."""
+
+    _notes: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 of all dry runs: they make the same
+    """Key -> :class:`_New`, :class:`_View`, the place of the argument that is the result, ``None``, or several."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What an operator makes."""
+        key = self._key(func, args, kwargs or {})
+        if key is None:
+            return super().dispatch(func, types, args, kwargs)
+        if key in self._notes:
+            return self._made(self._notes[key], args)
+        before = calls_without_notes()
+        made = super().dispatch(func, types, args, kwargs)
+        if calls_without_notes() == before or func in _ALIASES:
+            note = _note(args, made)
+            if note is not ...:
+                if len(self._notes) >= _MOST_NOTES:
+                    self._notes.clear()
+                self._notes[key] = note
+        return made
+
+    def _key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """All that decides what an operator makes; ``None`` if that is more than can be told."""
+        if type(func) is not OpOverload or self.shape_env is not None:
+            return None
+        told: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
+        return tuple(told) if self._tell(told, args) and self._tell(told, kwargs.values()) else None
+
+    def _tell(self, told: list[Any], values: Iterable[Any]) -> bool:
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                if value.constant is not None or value.fake_mode is not self or value.layout is not torch.strided:
+                    return False
+                told += (
+                    *(value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device),
+                    *(value.untyped_storage().nbytes(), value.requires_grad, value.is_inference()),
+                    *(value.is_conj(), value.is_neg(), value.is_quantized),
+                )
+            elif kind in _PLAIN:
+                told += kind, value  # 1 is not 1.0, nor True
+            elif kind is list or kind is tuple:
+                told += kind, len(value)
+                if not self._tell(told, value):
+                    return False
+            else:
+                return False
+        return True
+
+    def _made(self, note: Any, args: Sequence[Any]) -> Any:
+        kind = type(note)
+        if kind is _New:
+            return FakeTensor(self, _without_data(note), note.device)
+        if kind is _View:
+            tensor, storage = note.tensor, args[note.argument].untyped_storage()
+            meta = _without_data(tensor).set_(storage, note.offset, tensor.shape, tensor.stride)
+            return FakeTensor(self, meta, tensor.device)
+        if kind is _Several:
+            return note.kind([self._made(one, args) for one in note.notes])
+        return None if note is None else args[note]
+
+
+def _note(args: Sequence[Any], made: Any) -> Any:
+    """What is noted of a result; ``...`` if that cannot be."""
+    if made is None:
+        return None
+    if type(made) in (list, tuple):
+        notes = tuple(_note(args, one) for one in made)
+        return ... if ... in notes else _Several(type(made), notes)
+    if type(made) is not FakeTensor or made.constant is not None or made.layout is not torch.strided:
+        return ...
+    if made.requires_grad or made.is_inference() or made.is_conj() or made.is_neg():
+        return ...
+    new = _New(tuple(made.shape), made.stride(), made.dtype, made.fake_device)
+    for place, arg in enumerate(args):
+        if arg is made:
+            return place
+        if isinstance(arg, Tensor) and memory_of(arg) == memory_of(made):
+            return _View(place, int(made.storage_offset()), new)
+    return new if _without_data(new).untyped_storage().nbytes() == made.untyped_storage().nbytes() else ...
+
+
+def _without_data(note: _New) -> Tensor:
+    return torch.empty_strided(note.shape, note.stride, dtype=note.dtype, device="meta")
