@@ -75,6 +75,17 @@ def _one_import_for_the_next(_one_import: None) -> Iterator[None]:
             servers.kept[role] = servers.used[role] = server
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _seldom_collected() -> Iterator[None]:
+    """Garbage is looked for a seventh as often as by default; pytest, which does so five times at the end, is quick."""
+    before = gc.get_threshold()
+    gc.set_threshold(5_000, 20, 20)
+    yield
+    gc.set_threshold(*before)
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _little_to_collect(_one_thread: None) -> None:
     """A collection of garbage looks at what a module's tests made, and not at all of PyTorch and of the other tests."""

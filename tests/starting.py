@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from inspect import isfunction, unwrap
@@ -52,14 +53,20 @@ def _watched() -> Iterator[None]:
         _started.append("a profiling subprocess")
         return start(*given, **named)
 
-    def audit(event: str, given: tuple[Any, ...]) -> None:
-        forked = event == "subprocess.Popen" and sys.executable in given[1] and _SERVER not in given[1]
-        if forked or event == "os.fork":
-            _started.append(f"{event}: {given}")
+    def opened(self: Any, args: Any, *given: Any, **named: Any) -> None:
+        if sys.executable in args and _SERVER not in args:
+            _started.append(f"subprocess.Popen: {args}")
+        popen(self, args, *given, **named)
 
-    sys.addaudithook(audit)
+    def forked() -> int:
+        _started.append("os.fork")
+        return fork()
+
+    popen, fork = subprocess.Popen.__init__, os.fork
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "start", noted)
+        patch.setattr(subprocess.Popen, "__init__", opened)
+        patch.setattr(os, "fork", forked)
         yield
 
 
