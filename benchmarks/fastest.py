@@ -204,25 +204,31 @@ def _row(case: Case, prepared: Prepared, settings: StepSettings, batch: int, lim
     answer = (found.answer.plan, found.answer.batch)
     again = sweep.in_turns(dict.fromkeys([answer, *filter(None, peers), *fastest[:_IN_TURNS]]))
     original, checkpoint = (0.0 if pair is None else again[pair] for pair in peers)
-    best = max((again[pair] for pair in fastest[:_IN_TURNS]), default=0.0)
-    return cells(found, again[answer], limit_bytes, original, checkpoint, best)
+    best = max(fastest[:_IN_TURNS], key=again.__getitem__, default=answer)
+    return cells(found, again[answer], limit_bytes, original, checkpoint, (best, again[best]))
 
 
 def cells(
-    found: FastestTraining, rate: float, limit_bytes: int, original: float, blocks: float, best: float
+    found: FastestTraining, rate: float, limit_bytes: int, original: float, blocks: float, swept: tuple[Pair, float]
 ) -> list[str]:
     """Under :data:`HEADER`; rates are samples a second."""
-    answer = found.answer
+    pair, best = swept
     wanted = found.times_run <= 8 and rate >= WANTED * max(best, original, blocks)
-    plan = "no plan" if answer.plan.is_empty else f"{len(answer.plan.segments)} segments"
     return [
         format_bytes(limit_bytes),
-        f"batch {answer.batch}, {plan}",
-        *(f"{number:.3g}" for number in (rate, best, original, blocks)),
+        _words((found.answer.plan, found.answer.batch)),
+        f"{rate:.3g}",
+        f"{best:.3g} ({_words(pair)})",
+        *(f"{number:.3g}" for number in (original, blocks)),
         f"{rate / max(best, rate):.3f}",
         str(found.times_run),
         "yes" if wanted else "no",
     ]
+
+
+def _words(pair: Pair) -> str:
+    plan, batch = pair
+    return f"batch {batch}, {'no plan' if plan.is_empty else f'{len(plan.segments)} segments'}"
 
 
 def main() -> int:
