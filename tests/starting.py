@@ -54,6 +54,7 @@ def _watched() -> Iterator[None]:
         return start(*given, **named)
 
     def opened(self: Any, args: Any, *given: Any, **named: Any) -> None:
+        args = [args] if isinstance(args, str | bytes | os.PathLike) else [*args]
         if sys.executable in args and _SERVER not in args:
             _started.append(f"subprocess.Popen: {args}")
         popen(self, args, *given, **named)

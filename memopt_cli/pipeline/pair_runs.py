@@ -19,8 +19,8 @@ _TIE = 0.01
 _FINALISTS = 3
 _NEAR = 0.2
 """By so much the rate of a pair differs from run to run on a busy machine (benchmarks/fastest.py)..."""
-_SHORT_STEP_S = 1.0
-"""... where its step is shorter than that."""
+_SHORT_STEP_S = 10.0
+"""... where its step is shorter than that: another run of longer ones would take minutes."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -206,6 +206,10 @@ def _grouped(first: Tensor, second: Tensor, offs: Any = None, bias: Any = None, 
     return _GROUPED_OUTPUT(first, second, offs, out_dtype)
 
 
+default_device: Final[Callable[[], str]] = torch._C._get_default_device
+"""That of tensors which are made without one; ``torch.get_default_device`` asks every mode first."""
+
+
 def calls_without_notes() -> int:
     """How many operators of dry runs PyTorch has computed without looking into its notes of what such make."""
     return sum(FakeTensorMode.cache_bypasses.values())

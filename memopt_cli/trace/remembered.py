@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.private_torch import DryRun, FakeTensor, OpOverload, calls_without_notes, memory_of
+from memopt_cli.runtime.private_torch import (
+    DryRun,
+    FakeTensor,
+    OpOverload,
+    calls_without_notes,
+    default_device,
+    memory_of,
+)
 
 _aten = torch.ops.aten
 _MOST_NOTES = 1 << 16
@@ -52,7 +59,7 @@ class _Several(NamedTuple):
     notes: tuple[Any, ...]
 
 
-class RememberingDryRun(DryRun):  # type: ignore[no-untyped-call]
+class RememberingDryRun(DryRun):
     """A dry run that remembers what operators make, as far as PyTorch's own notes go, which say what may be noted."""
 
     _notes: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 of all dry runs: they make the same
@@ -79,7 +86,8 @@ class RememberingDryRun(DryRun):  # type: ignore[no-untyped-call]
         """All that decides what an operator makes; ``None`` if that is more than can be told."""
         if type(func) is not OpOverload or self.shape_env is not None:
             return None
-        told: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
+        defaults = torch.get_default_dtype(), default_device(), torch.is_inference_mode_enabled()
+        told: list[Any] = [func, *defaults, *kwargs]
         return tuple(told) if self._tell(told, args) and self._tell(told, kwargs.values()) else None
 
     def _tell(self, told: list[Any], values: Iterable[Any]) -> bool:
