@@ -50,7 +50,7 @@ SLOW, NEAR, BEST = pair(ORIGINAL, 1, 50), pair(ORIGINAL, 8, 100), pair(ONE, 16, 
         ([SLOW, BEST], 8, []),  # nothing comes near it
         ([NEAR, BEST], 1, []),  # one of two alone would be put before the other
         ([NEAR, BEST, pair(TWO, 16, 110), pair(TWO, 8, 105)], 8, [BEST, pair(TWO, 16, 110), pair(TWO, 8, 105)]),
-        ([pair(ORIGINAL, 200, 100), pair(ONE, 200, 101)], 8, []),  # steps of two seconds, which differ less
+        ([pair(ORIGINAL, 2000, 100), pair(ONE, 2000, 101)], 8, []),  # steps of twenty seconds
         ([FAILED, pair(ORIGINAL, 8, 119, usable=False), BEST], 8, []),
     ],
 )
