@@ -1018,3 +1018,7 @@ def test_tensors_share_buckets_up_to_a_limit() -> None:
     tensors = [torch.zeros(size) for size in (4, 4, 4, 1)]
     assert p.bucketed(tensors, [16, 32]) == [[0], [1, 2], [3]]
     assert p.bucketed(tensors, [sys.maxsize]) == [[0, 1, 2, 3]]
+
+
+def test_tensors_made_without_a_device_are_on_the_default_one() -> None:
+    assert torch.device(p.default_device()) == torch.ops.aten.empty.memory_format([1]).device
