@@ -204,21 +204,27 @@ def _row(case: Case, prepared: Prepared, settings: StepSettings, batch: int, lim
     answer = (found.answer.plan, found.answer.batch)
     again = sweep.in_turns(dict.fromkeys([answer, *filter(None, peers), *fastest[:_IN_TURNS]]))
     original, checkpoint = (0.0 if pair is None else again[pair] for pair in peers)
-    best = max(fastest[:_IN_TURNS], key=again.__getitem__, default=answer)
-    return cells(found, again[answer], limit_bytes, original, checkpoint, (best, again[best]))
+    best = max(fastest[:_IN_TURNS], key=again.__getitem__, default=None)
+    swept = None if best is None else (best, again[best])
+    return cells(found, again[answer], limit_bytes, original, checkpoint, swept)
 
 
 def cells(
-    found: FastestTraining, rate: float, limit_bytes: int, original: float, blocks: float, swept: tuple[Pair, float]
+    found: FastestTraining,
+    rate: float,
+    limit_bytes: int,
+    original: float,
+    blocks: float,
+    swept: tuple[Pair, float] | None,
 ) -> list[str]:
-    """Under :data:`HEADER`; rates are samples a second."""
-    pair, best = swept
+    """Under :data:`HEADER`; rates are samples a second.  ``swept``: the best of the sweep, if it found any."""
+    best = 0.0 if swept is None else swept[1]
     wanted = found.times_run <= 8 and rate >= WANTED * max(best, original, blocks)
     return [
         format_bytes(limit_bytes),
         _words((found.answer.plan, found.answer.batch)),
         f"{rate:.3g}",
-        f"{best:.3g} ({_words(pair)})",
+        "none" if swept is None else f"{best:.3g} ({_words(swept[0])})",
         *(f"{number:.3g}" for number in (original, blocks)),
         f"{rate / max(best, rate):.3f}",
         str(found.times_run),

@@ -138,8 +138,9 @@ class FoundStatistics:
         self._is_noting = may_note and _has_norms(self._module)
         with self._around(_Recording(self._calls)):
             yield
-        search = [call.norm for call in self._calls if call.is_searching]
-        if may_note and len(search) == len(self._calls) and not any(search) and (search or not self._is_noting):
+        only_searching = all(call.is_searching and call.norm is None for call in self._calls)
+        is_known = bool(self._calls) or not self._is_noting  # norms that did not run yet say nothing
+        if may_note and only_searching and is_known:
             if len(without) == _MOST_SHAPES:
                 without.clear()
             without.add(shapes)

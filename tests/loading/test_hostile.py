@@ -65,8 +65,8 @@ def importing_pytorch() -> tuple[float, int]:
     import transformers.models.bert.modeling_bert  # noqa: F401 a library that a file may name, with its own cost
 
     command = [sys.executable, "-c", textwrap.dedent(IMPORT)]
-    time, memory = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    return float(time), int(memory)
+    seconds, memory = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return float(seconds), int(memory)
 
 
 @pytest.fixture

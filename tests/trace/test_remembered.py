@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,9 +42,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _no_notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RememberingDryRun, "_notes", {})
-    return
 
 
 def described(x: Tensor, made: Any) -> Any:
