@@ -73,14 +73,18 @@ def module_hooks(
 
 @contextlib.contextmanager
 def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
-    """The stack of modules being run; after an exception it is where the exception came from."""
+    """The stack of modules being run; after an exception it is where the exception came from.
+
+    A module whose exception its caller catches leaves the stack with that caller.
+    """
     stack: list[WatchedCall] = []
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
         stack.append(WatchedCall(path, module, inputs))
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
-        stack.pop()
+        while stack.pop().module is not module:
+            pass
 
     with module_hooks(model, enter, leave):
         yield stack

@@ -166,7 +166,7 @@ class StepLog(StorageLog):
                 call.end, call.outputs = len(self.ops), self._indices(tensors_of(output))
                 self._turn(call.caller)
 
-        with module_hooks(model, enter, leave), saved_tensors_hooks(self._save, lambda alias: alias):
+        with module_hooks(model, enter, leave, always_leave=True), saved_tensors_hooks(self._save, lambda alias: alias):
             yield
 
     def _turn(self, call: int) -> None:

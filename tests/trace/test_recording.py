@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +17,8 @@ from torch.nn import functional as F
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.measure import replies
+from memopt_cli.measure.jobs import RecordJob
 from memopt_cli.optimizer_text import parse_optimizer
 from memopt_cli.optimizers import optimizer_maker
 from memopt_cli.plan.block_tree import block_tree
@@ -28,6 +32,7 @@ from memopt_cli.records import (
     StepSettings,
     StepTrace,
     StorageTrace,
+    to_data,
 )
 from memopt_cli.runtime.found_statistics import RepeatableNorm
 from memopt_cli.spec_text import parse_tensor
@@ -270,6 +275,40 @@ def test_a_module_called_twice_has_two_ranges() -> None:
     assert {op.module for op in trace.ops[second.backward_end : first.backward_start]} == {""}  # tanh
     assert second.inputs == trace.ops[first.end].makes
     assert first.outputs == trace.ops[first.end - 1].makes
+
+
+def test_a_module_whose_exception_is_caught_has_left() -> None:
+    class Early(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise LookupError(x.tanh().shape)
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early, self.layer = Early(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with suppress(LookupError):
+                self.early(x)
+            y: Tensor = self.layer(x)
+            return y
+
+    trace = record(step_of(nn.Sequential(Tries(), nn.Linear(4, 4)), torch.randn(2, 4)), 2, contents=False)
+    whole, tries, early, layer, last = trace.calls
+    assert [call.path for call in (whole, tries, early, layer, last)] == ["", "0", "0.early", "0.layer", "1"]
+    assert (early.start, early.end, layer.end, tries.end) == (whole.start, layer.start, tries.end, last.start)
+    assert whole.end == last.end
+    assert {op.module for op in trace.ops if op.phase == "backward"} == {"0.layer", "1"}
+
+
+def test_the_calls_of_a_pass_for_statistics_have_ended() -> None:
+    """A norm breaks the pass off by an exception; what is read back says when every call ended."""
+    model = nn.Sequential(nn.Sequential(*(nn.BatchNorm2d(2) for _ in range(2))), nn.Conv2d(2, 2, 3))
+    apply_plan(model, Plan(segments=(SegmentPlan(path="0", chunks=2, batch_statistics=True),)))
+    trace = FakeStep(step_of(model, torch.randn(4, 2, 8, 8))).record(4)
+    assert all(call.start <= call.end for call in trace.calls)
+    line = json.dumps({"kind": "answer", "answer": to_data(trace)}).encode()
+    assert replies.read(line, RecordJob(plan=Plan())) == trace
 
 
 def test_the_loss_is_forward_and_of_no_module() -> None:
