@@ -131,7 +131,6 @@ class _Job:
             limits=self.limits,
             global_batch=self.request.global_batch,
             micro_batches=self.prepared.subject.settings.micro_batches,
-            once_s=lambda: 0.0 if self.pricing is None else self.pricing.per_step_s,
         )
         if self.request.search_limit_s is not None:
             self.ends_s = time.monotonic() + self.request.search_limit_s
@@ -218,6 +217,7 @@ class _Job:
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
             room=self._room(case),
             step_s=pricing.step_s,
+            update_s=pricing.update_s,
             samples_per_s=self.runs.samples_per_s,
             growth_known=lambda: pricing.growth_known,
             of_use=self.runs.of_use,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memopt_cli.batch_size.accumulation import accumulate
@@ -11,8 +11,6 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.trials import Pair, Trials
 from memopt_cli.records import Accumulation, BatchProbe, PairRun
 
-_MOST_ONCE = 0.9
-"""Share of a step that its optimizer may seem to take: one is timed by itself, the other as a whole."""
 _TIE = 0.01
 """Of pairs that train as many samples a second, to this share, the simpler plan is the answer."""
 
@@ -32,8 +30,6 @@ class PairRuns:
     global_batch: int | None
     micro_batches: int
     """Passes for a step of the optimizer where no global batch is asked for."""
-    once_s: Callable[[], float]
-    """What a step of the optimizer takes, as far as that is known."""
 
     def all(self) -> list[PairRun]:
         """In the order in which they were run."""
@@ -44,7 +40,7 @@ class PairRuns:
                 batch=batch,
                 steps=self._steps(batch),
                 outcome=run,
-                samples_per_s=self.samples_per_s(batch, run.step_s) if isinstance(run, BatchProbe) else None,
+                samples_per_s=self._measured_rate(run) if isinstance(run, BatchProbe) else None,
                 usable=(plan, batch) in usable,
                 late=isinstance(run, BatchProbe) and not self.limits.is_in_time(run.step_s),
             )
@@ -83,17 +79,20 @@ class PairRuns:
         """Passes for a step of the optimizer."""
         return self.micro_batches if self.global_batch is None else -(-self.global_batch // batch)
 
-    def samples_per_s(self, batch: int, step_s: float) -> float:
-        """Of a batch whose run took ``step_s``."""
-        return samples_per_s(batch, step_s, self._steps(batch), self.once_s())
+    def _measured_rate(self, run: BatchProbe) -> float:
+        return self.samples_per_s(run.batch, run.step_s, run.update_s)
+
+    def samples_per_s(self, batch: int, step_s: float, update_s: float) -> float:
+        """Of a batch whose run took ``step_s``, of which its update took ``update_s``."""
+        return samples_per_s(batch, step_s, update_s, self._steps(batch))
 
 
-def samples_per_s(batch: int, step_s: float, steps: int, once_s: float) -> float:
-    """Of ``steps`` passes of a batch and one step of the optimizer, which takes ``once_s``.
+def samples_per_s(batch: int, step_s: float, update_s: float, steps: int) -> float:
+    """Of ``steps`` passes of a batch and one update.
 
-    Each run is of a pass and of a step of the optimizer, and takes ``step_s``.
+    ``step_s`` is of one pass and an update; where that is worked out, it may seem less than ``update_s``, of a run.
     """
-    return steps * batch / (steps * step_s - (steps - 1) * min(once_s, _MOST_ONCE * step_s))
+    return steps * batch / (steps * step_s - (steps - 1) * min(update_s, step_s))
 
 
 def ranked(pairs: list[PairRun]) -> Iterator[int]:

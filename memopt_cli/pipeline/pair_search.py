@@ -49,8 +49,10 @@ class PairSearch:
     """Measured peaks over predicted ones, of the original."""
     step_s: Callable[[Plan, int], float]
     """Of a plan at a batch, by sums."""
-    samples_per_s: Callable[[int, float], float]
-    """Of a batch and the time of a step."""
+    update_s: float
+    """Of any of these, the update."""
+    samples_per_s: Callable[[int, float, float], float]
+    """Of a batch, the time of a step, and of its update."""
     growth_known: Callable[[], bool]
     """Whether the sums know by runs how a step's time grows with its batch: else a pair is run whatever they say."""
     of_use: Callable[[int], int]
@@ -116,13 +118,16 @@ class PairSearch:
             elif candidate is not None and next_rate >= hopeful:
                 candidates.remove(candidate)
                 candidates += self._run(candidate)
-                best = max([best, *(self.samples_per_s(run.batch, run.step_s) for run in self.ran)])
+                best = max([best, *map(self._measured_rate, self.ran)])
             else:
                 return
 
     def _rate(self, plan: Plan, batch: int) -> float:
         """Samples a second, by the sums."""
-        return self.samples_per_s(batch, self.step_s(plan, batch))
+        return self.samples_per_s(batch, self.step_s(plan, batch), self.update_s)
+
+    def _measured_rate(self, run: BatchProbe) -> float:
+        return self.samples_per_s(run.batch, run.step_s, run.update_s)
 
     def _run(self, candidate: Candidate) -> list[Candidate]:
         """What of it is left to be run: a smaller batch if it did not fit, a larger one if it took far less."""
@@ -133,8 +138,7 @@ class PairSearch:
         others = self._sized(candidate.plan, candidate.model)
         if isinstance(found, BatchProbe) and found.allocated_peak_bytes <= self.within_bytes:
             self.ran.append(found)
-            measured = self.samples_per_s(found.batch, found.step_s)
-            self.bias = measured / self._rate(candidate.plan, candidate.batch)
+            self.bias = self._measured_rate(found) / self._rate(candidate.plan, candidate.batch)
             return [other for other in others if other.batch >= _WORTH_ANOTHER_RUN * candidate.batch]
         return [other for other in others if other.batch < candidate.batch]
 

@@ -48,9 +48,9 @@ class Pricing:
         self._models = ScaledModels(step=step, record=record, runs=self._runs_of_original)
 
     @property
-    def per_step_s(self) -> float:
-        """Seconds of the optimizer in a step, as far as they are known."""
-        return self._models.per_step_s
+    def update_s(self) -> float:
+        """Seconds of the update in a step, as far as they are known."""
+        return self._models.update_s
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:
         """The fastest plan at a batch that takes no more by the sums; ``None`` if none does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,8 +11,8 @@ from memopt_cli.measure.jobs import ORIGINAL, Traced
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.grounds import heads_of
 from memopt_cli.plan.interface import NotTried
-from memopt_cli.plan.scaled import ScaledStep, is_timed, scaled, share_once
-from memopt_cli.records import BatchProbe, Failure, Plan, SegmentPlan, StepTrace
+from memopt_cli.plan.scaled import ScaledStep, is_timed, scaled
+from memopt_cli.records import UPDATE_PHASES, BatchProbe, Failure, Plan, SegmentPlan, StepTrace
 
 Heads = tuple[SegmentPlan, ...]
 """Of a plan, those that run through their losses: with them another step is recorded."""
@@ -30,10 +31,9 @@ class ScaledModels:
     _models: dict[tuple[Heads, int], CostModel | Failure | NotTried] = field(default_factory=dict)
 
     @property
-    def per_step_s(self) -> float:
-        """Seconds of the optimizer in a step, as far as they are known."""
-        runs, timed = self.runs(), self.step.timed
-        return share_once(timed) * seconds_at(timed.batch, runs) if runs else 0.0
+    def update_s(self) -> float:
+        """Seconds of the update in a step, as far as they are known."""
+        return statistics.median([run.update_s for run in self.runs()] or [0.0])
 
     def slowdown(self, plan: Plan, batch: int) -> float:
         """How many times as long as the original's a step under a plan takes, by the sums."""
@@ -60,11 +60,15 @@ class ScaledModels:
         """Its operators take together what the step takes: what Python does between them counts as theirs."""
         runs, timed = self.runs(), self.step.timed
         if not runs or not is_timed(timed):
-            return step.at(batch, pace=batch / timed.batch, once_pace=1.0)
-        measured_s, once_s = seconds_at(timed.batch, runs), self.per_step_s
-        pace = measured_s / sum(op.seconds for op in timed.ops)
-        growth = max(seconds_at(batch, runs) - once_s, 0.0) / max(measured_s - once_s, 1e-9)
-        return step.at(batch, pace=pace * growth, once_pace=pace)
+            return step.at(batch, pace=batch / timed.batch, update_pace=1.0)
+        update_s = self.update_s
+        passes = sum(op.seconds for op in timed.ops if op.phase not in UPDATE_PHASES)
+        updates = sum(op.seconds for op in timed.ops if op.phase in UPDATE_PHASES)
+        return step.at(
+            batch,
+            pace=max(seconds_at(batch, runs) - update_s, 0.0) / passes,
+            update_pace=update_s / updates if updates else 1.0,
+        )
 
     def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:
         """The step with these heads through their losses."""

@@ -78,8 +78,12 @@ class Trials:
             measured = answer.measurement
             if plan == ORIGINAL:
                 self.record(batch, session, measured)
-            peak_bytes = measured.allocated_peak_bytes
-            return BatchProbe(batch=batch, allocated_peak_bytes=peak_bytes, step_s=measured.step_s)
+            return BatchProbe(
+                batch=batch,
+                allocated_peak_bytes=measured.allocated_peak_bytes,
+                step_s=measured.step_s,
+                update_s=measured.update_s,
+            )
 
     def record(self, batch: int, session: Session, measured: Measurement | None) -> None:
         """Record the original's step, unless that was done or cannot be."""

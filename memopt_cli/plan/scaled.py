@@ -7,10 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.records import OpTrace, Phase, Plan, StepTrace, StorageTrace
-
-_PER_STEP: frozenset[Phase] = frozenset({"clip", "update"})
-"""Phases that take as long whatever the batch."""
+from memopt_cli.records import UPDATE_PHASES, OpTrace, Plan, StepTrace, StorageTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +22,16 @@ class ScaledStep:
         """The larger of those whose operators were timed; the larger one if none was."""
         return next((step for step in (self.large, self.small) if is_timed(step)), self.large)
 
-    def at(self, batch: int, *, pace: float, once_pace: float) -> StepTrace:
+    def at(self, batch: int, *, pace: float, update_pace: float) -> StepTrace:
         """The step at a batch size.
 
         Bytes, flops and shapes lie on the line through the two records.  Operators take ``pace`` times as long as in
-        :attr:`timed`, and ``once_pace`` times those that take as long whatever the batch.
+        :attr:`timed`, and ``update_pace`` times those of the update, which take as long whatever the batch.
         """
         share = (batch - self.small.batch) / (self.large.batch - self.small.batch)
         step: StepTrace = _on_the_line(self.small, self.large, share)
         ops = tuple(
-            _paced(op, timed, once_pace if timed.phase in _PER_STEP else pace)
+            _paced(op, timed, update_pace if timed.phase in UPDATE_PHASES else pace)
             for op, timed in zip(step.ops, self.timed.ops, strict=True)
         )
         pairs = zip(step.storages, self.small.storages, self.large.storages, strict=True)
@@ -46,13 +43,6 @@ class ScaledStep:
 def is_timed(step: StepTrace) -> bool:
     """Whether the seconds of its operators are known."""
     return any(op.seconds for op in step.ops)
-
-
-def share_once(step: StepTrace) -> float:
-    """Of the seconds of its operators, the share of what runs once in a step of the optimizer, however many batches it
-    accumulates; 0 where they are not known."""
-    once_s = sum(op.seconds for op in step.ops if op.phase in _PER_STEP)
-    return once_s / (sum(op.seconds for op in step.ops) or 1.0)
 
 
 def scaled(small: StepTrace, large: StepTrace) -> ScaledStep | None:

@@ -139,7 +139,16 @@ from memopt_cli.records.search import (
 from memopt_cli.records.selftest import SelftestReport, SelftestRow
 from memopt_cli.records.settings import PRECISIONS, Precision, StepSettings
 from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint, RangeRow
-from memopt_cli.records.trace import ModuleCall, ModuleTrace, OpTrace, Phase, StepTrace, StorageTrace, ancestry
+from memopt_cli.records.trace import (
+    UPDATE_PHASES,
+    ModuleCall,
+    ModuleTrace,
+    OpTrace,
+    Phase,
+    StepTrace,
+    StorageTrace,
+    ancestry,
+)
 from memopt_cli.records.verification import (
     NOT_FINITE,
     Fingerprint,
@@ -163,6 +172,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "STEP",
     "STRATEGIES",
+    "UPDATE_PHASES",
     "Accumulation",
     "AllocatorRules",
     "ApplyRequest",

@@ -24,6 +24,8 @@ class BatchProbe:
     allocated_peak_bytes: int
     step_s: float
     """Wall time of a step."""
+    update_s: float = 0.0
+    """Of it, what clipping and the optimizers took, as far as that was measured."""
     replicas: int = 1
     """Copies of the model that took the step at once."""
     route: str = ""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from memopt_cli.records.plan import CompressorName
 
 Phase = Literal["forward", "backward", "clip", "update"]
 """Of a step.  In ``clip`` gradients are unscaled and clipped, in ``update`` the optimizer takes its step."""
+
+UPDATE_PHASES: Final[frozenset[Phase]] = frozenset({"clip", "update"})
+"""They take as long whatever the batch, and come once for all passes that a step of the optimizer accumulates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

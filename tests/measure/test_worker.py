@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -229,6 +230,22 @@ def test_a_measured_step_is_not_taken_again_to_time_its_operators(
 @pytest.mark.parametrize("fake", [True, False])
 def test_a_step_that_was_not_measured_is_timed(optimizer: str, fake: bool, worker: Callable[..., Worker]) -> None:
     assert_timed(worker(optimizer=optimizer).do(TraceJob(fake=fake)))
+
+
+@pytest.mark.parametrize("optimizer", ["none", "sgd"])
+def test_of_a_step_its_update_is_timed(optimizer: str, worker: Callable[..., Worker]) -> None:
+    found = worker(optimizer=optimizer).do(MeasureJob(plan=ORIGINAL)).measurement
+    assert 0 < found.update_s < found.step_s if optimizer == "sgd" else found.update_s == 0
+
+
+def test_an_update_is_what_clips_and_what_optimizers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(timed.time, "perf_counter", lambda: float(2 ** next(clock)))
+    step = timed._Timed("cpu")
+    with step.running():  # at 1
+        for phase in ("forward", "backward", "clip", "update", "forward", "backward", "update"):
+            step.enter(phase)  # at 2, 4 and 8
+    assert (step.step_s, step.update_s) == (16 - 1, (4 - 2) + (16 - 8))
 
 
 def assert_timed(traced: Traced) -> None:

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from memopt_cli.measure.answers.workspaces import full_workspaces, metered
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import OwnStep
-from memopt_cli.records import BatchProbe, Fingerprint, Measurement, Plan
+from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, Plan
 from memopt_cli.runtime import find_part
 from memopt_cli.step import Step, is_out_of_memory, reset_gradients, run_checked, seed_everything, synchronize, take
 from memopt_cli.verification import fingerprint, left_by, left_on, repeated
@@ -55,8 +55,8 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     step = bench.step()
     first_s, first = _install(bench, job.plan, step)
     is_long = job.warm_up and first_s >= _LONG_S
-    times: tuple[float, ...] = () if job.warm_up else (first_s,)
-    times += _step_times(bench, step, 1 if is_long else job.steps - len(times))
+    cold = () if job.warm_up else (first_s,)
+    timed = _timed_steps(bench, step, 1 if is_long else job.steps - len(cold))
     bench.enter_start()
     clock, meter = trace.Clock(bench.settings.device), trace.meter_on(bench.settings.device)
     with contextlib.ExitStack() as watched:
@@ -75,7 +75,8 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         resident_bytes=counted.resident_bytes,
         reserved_peak_bytes=allocated.reserved_bytes,
         process_peak_bytes=_process_peak_bytes(),
-        step_times_s=times,
+        step_times_s=(*cold, *(found.step_s for found in timed)),
+        update_s=statistics.median([found.update_s for found in timed] or [0.0]),
         breakdown=counted.breakdown,
         holders=counted.holders[:HOLDERS],
         backend=allocated.backend,
@@ -109,9 +110,9 @@ def _is_near(pairs: Sequence[tuple[float, float]], most_slowdown: float | None) 
 
 
 def _timed_pair(bench: Bench, step: Step, plan: Plan) -> tuple[float, float]:
-    original_s = _timed(bench, step)
+    original_s = _timed(bench, step).step_s
     with bench.planned(plan):
-        return original_s, _timed(bench, step)
+        return original_s, _timed(bench, step).step_s
 
 
 def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
@@ -135,8 +136,9 @@ def probed(bench: Bench, step: Step) -> tuple[int, float]:
             run_checked(step)  # fails again, and says in which module
         raise
     step.model.zero_grad(set_to_none=True)
-    is_long = allocated.step_s >= _LONG_S
-    return allocated.peak_bytes, allocated.step_s if is_long else statistics.median(_step_times(bench, step, 1))
+    if allocated.step_s >= _LONG_S:
+        return allocated.peak_bytes, allocated.step_s
+    return allocated.peak_bytes, statistics.median(found.step_s for found in _timed_steps(bench, step, 1))
 
 
 @contextlib.contextmanager
@@ -195,25 +197,59 @@ def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     return elapsed, fingerprint(left_by(bench.model, output) | updates)
 
 
-def _timed(bench: Bench, step: Step) -> float:
+@dataclass(slots=True)
+class _Timed:
+    """A step by the clock on the wall."""
+
+    device: str
+    step_s: float = 0.0
+    update_s: float = 0.0
+    """Of it, in the phases of an update."""
+    _phase: Phase = "forward"
+    _since: float = field(default=0.0, init=False)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, the step is taken."""
+        self._since = self._now()
+        yield
+        self._note()
+
+    def enter(self, phase: Phase) -> None:
+        """Waits for the device where an update begins or ends."""
+        if (phase in UPDATE_PHASES) != (self._phase in UPDATE_PHASES):
+            self._note()
+        self._phase = phase
+
+    def _note(self) -> None:
+        now = self._now()
+        self.step_s += now - self._since
+        if self._phase in UPDATE_PHASES:
+            self.update_s += now - self._since
+        self._since = now
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter()
+
+
+def _timed(bench: Bench, step: Step) -> _Timed:
     bench.enter_start()
     reset_gradients(step)
     seed_everything(bench.settings.seed)
-    synchronize(bench.settings.device)
-    started = time.perf_counter()
-    take(step)
-    synchronize(bench.settings.device)
-    elapsed = time.perf_counter() - started
+    timed = _Timed(bench.settings.device)
+    with timed.running():
+        take(step, timed.enter)
     step.model.zero_grad(set_to_none=True)
-    return elapsed
+    return timed
 
 
-def _step_times(bench: Bench, step: Step, least: int) -> tuple[float, ...]:
-    """At least ``least`` steps; more of steps so short that three would tell little."""
-    times: list[float] = []
-    while _tells_little(times, least):
-        times.append(_timed(bench, step))
-    return tuple(times)
+def _timed_steps(bench: Bench, step: Step, least: int) -> list[_Timed]:
+    """At least ``least``; more where they are so short that three would tell little."""
+    steps: list[_Timed] = []
+    while _tells_little([timed.step_s for timed in steps], least):
+        steps.append(_timed(bench, step))
+    return steps
 
 
 def _tells_little(times: Sequence[float], least: int) -> bool:
