@@ -215,7 +215,7 @@ def _block() -> nn.Module:
     ("model", "expected"),
     [
         (flat(), ["0-3", "4-7", "8-12"]),
-        (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []),  # as short as a block
+        (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), ["0-1"]),
         (nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()), ["3-4"]),
         (nn.Sequential(_block(), _block(), nn.Tanh(), nn.Tanh(), nn.Linear(4, 4)), ["2-3"]),
         (nn.Sequential(_block(), nn.Linear(4, 4), nn.Tanh(), _block()), ["1-2"]),
