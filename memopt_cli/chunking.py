@@ -29,7 +29,7 @@ from memopt_cli.equality import (
     state_of,
 )
 from memopt_cli.errors import first_line
-from memopt_cli.records import ChunkRule, Refused, StepSettings
+from memopt_cli.records import MOST_NORMS, ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
 from memopt_cli.runtime.batch_statistics import batch_norms, statistics_refusal
 from memopt_cli.runtime.chunk_rows import rows_untried
@@ -37,8 +37,6 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.runtime.unsafe import runs_whole
 from memopt_cli.step import Step, seed_everything
 
-_MOST_NORMS = 1
-"""Batch norms in a module that is worth running in chunks: each costs one more pass, there and back."""
 _AXES = (0, 1)
 SHORT = 5
 """Length to which a sequence is cut for trials with gradients on drawn inputs; the captured ones stay whole, for what
@@ -97,7 +95,7 @@ def find_rule(
 
 def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
     norms = len(batch_norms(module))
-    if norms > _MOST_NORMS:
+    if norms > MOST_NORMS:
         return Refused(reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a part may do")
     if norms and (unfit := statistics_refusal(module, chunks=2)):
         return Refused(reason=unfit)

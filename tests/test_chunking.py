@@ -119,6 +119,7 @@ ACCEPTED: list[tuple[str, nn.Module, tuple[Any, ...], ChunkRule]] = [
     ("attention over the first axis", Attention(swapped=True), (x(5, 4, 6),), rule(1)),
     ("several", Two(), (x(4, 6), x(4, 6), x(6)), rule(0, 2, 2)),
     ("batch norm", nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(5)), (x(4, 5, 6),), STATISTICS),
+    ("two norms", nn.Sequential(nn.BatchNorm1d(5), nn.Tanh(), nn.BatchNorm1d(5)), (x(4, 5, 6),), STATISTICS),
     ("batch norm in eval mode", nn.BatchNorm1d(5).eval(), (x(4, 5, 6),), STATISTICS),
     ("batch norm, membrane kept", Normalized(), (x(5, 2, 6),), STATISTICS),
 ]
@@ -262,7 +263,7 @@ def test_gradients_that_end_further_back_than_a_short_sequence_is_long_are_refus
 
 
 NORMED = {
-    "two norms": nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6)),
+    "three norms": nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6)),
     "norms of all processes": nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6)),
 }
 
@@ -270,7 +271,7 @@ NORMED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NORMED)
 def test_chunks_with_statistics_of_their_own_must_be_asked_for(name: str) -> None:
-    named = {"two norms": "its 2 batch norms", "norms of all processes": "SyncBatchNorm"}[name]
+    named = {"three norms": "its 3 batch norms", "norms of all processes": "SyncBatchNorm"}[name]
     assert named in reason_against(NORMED[name], x(4, 6))
     found = find_rule(NORMED[name], (x(4, 6),), {}, allow_inexact=True)
     assert found == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, inexact=True)

@@ -17,7 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from memopt_cli.plan.cost_model import ends_of_recomputation, packed_inputs, packing_s, recomputed_until
+from memopt_cli.plan.cost_model import (
+    batch_norms,
+    ends_of_recomputation,
+    packed_inputs,
+    packing_s,
+    recomputed_until,
+    statistics_passes_s,
+)
 from memopt_cli.plan.keeping import Costly, costly_calls
 from memopt_cli.plan.operator_bytes import OperatorBytes
 from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace, StepTrace
@@ -45,6 +52,8 @@ class Block:
     """Of ``peak_bytes``, what stays whatever is done here: parameters, their gradients so far, inputs."""
     forward_s: float = 0.0
     """What running its forward again takes, which ends when autograd has what it saved."""
+    passes_s: float = 0.0
+    """Of this, what precedes each of its batch norms."""
     costly: tuple[Costly, ...] = ()
     """Its costly calls and those of what is below, in their order."""
     stop: int = 0
@@ -171,6 +180,7 @@ class _Builder:
         self._trace = trace
         self._modules = {module.path: module for module in trace.modules}
         self._elapsed = [0.0, *accumulate(seconds)]
+        self._norms = batch_norms(trace)
         self._costly = costly_calls(trace, seconds)
         self._ends = ends_of_recomputation(trace)
         self._bytes = OperatorBytes(trace)
@@ -205,6 +215,7 @@ class _Builder:
         own = self._span(call.path, forward, backward, recomputed_until(self._ends, call))
         own.forward_bytes = self._bytes.forward_alone(call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
+        own.passes_s = statistics_passes_s(self._elapsed, self._norms, call.start, own.stop)
         own.input_bytes = held
         own.packing_s = packing_s(self._trace, held, len(inputs))
         own.packed_input_bytes, own.compressor = self._packed(module, call)

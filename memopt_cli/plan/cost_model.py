@@ -46,9 +46,8 @@ KEEP_OP_S = 25e-6
 """What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
 REPEAT_S = 450e-6
 """What repeating a norm by what forward found adds to its kernels, in both runs together."""
-_STATISTICS_FORWARDS = 3
-"""What a first pass for batch statistics adds, about, in forwards: what precedes the norm runs once more in forward,
-in recomputation and in backward."""
+_PASSES_OF_ONE = 3
+"""A pass for batch statistics is run in forward, in recomputation and in backward."""
 _FLOPS_PER_S = 5e10
 """Where no operator was timed: only ratios of the times count then."""
 
@@ -58,16 +57,38 @@ def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
     return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S) + tensors * _PACKING_OPS * OP_S
 
 
-def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int) -> float:
+def overhead_s(segment: SegmentPlan, *, forward_s: float, passes_s: float, ops: int) -> float:
     """What one call of a segment takes beside running its forward again and packing its inputs, in seconds.
 
-    ``forward_s`` and ``ops``: of its forward.
+    ``forward_s`` and ``ops``: of its forward.  ``passes_s``: of what precedes each of its batch norms in that.
     """
     watched_s = segment.chunks * (SEGMENT_S + ops * (SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)))
     chunked_s = 3 * OP_S * ops * (segment.chunks - 1)
-    first_pass_s = _STATISTICS_FORWARDS * forward_s if segment.batch_statistics and segment.chunks > 1 else 0.0
+    statistics_s = _PASSES_OF_ONE * passes_s if segment.batch_statistics and segment.chunks > 1 else 0.0
     states_s = forward_s * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
-    return watched_s + chunked_s + first_pass_s + states_s
+    return watched_s + chunked_s + statistics_s + states_s
+
+
+def batch_norms(trace: StepTrace) -> list[int]:
+    """The operators of forward that normalize by the statistics of a batch, in their order.
+
+    One that normalizes by given statistics makes nothing but its output.
+    """
+
+    def finds(op: OpTrace) -> bool:
+        made = sum(trace.storages[index].nbytes > 0 for index in op.makes)
+        return op.phase == "forward" and "batch_norm" in op.name and made > 1
+
+    return [index for index, op in enumerate(trace.ops) if finds(op)]
+
+
+def statistics_passes_s(elapsed: Sequence[float], norms: Sequence[int], start: int, stop: int) -> float:
+    """What the passes over these operators take that each gather the statistics of one more norm, in seconds.
+
+    Each ends at its norm, of the operators in ``norms``.  ``elapsed``: before every operator.
+    """
+    within = norms[bisect.bisect_left(norms, start) : bisect.bisect_left(norms, stop)]
+    return sum(elapsed[norm + 1] - elapsed[start] for norm in within)
 
 
 _MOST_CHUNKS = 256
@@ -115,6 +136,7 @@ class CostModel:
         self.recompute_s = [again for _, again in measured] or seconds
         """Of every operator in a recomputation."""
         self._elapsed = [0.0, *accumulate(self.recompute_s)]
+        self._norms = batch_norms(trace)
         self._original = Original(trace)
         self._ends = ends_of_recomputation(trace)
         left = [s for s in trace.storages if s.kind == "activations" and s.died is None]
@@ -146,7 +168,9 @@ class CostModel:
         packed_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
         ops = block.call.end - block.call.start
-        return forward_s - saved_s + overhead_s(block.segment, forward_s=forward_s, ops=ops) + packing
+        passes_s = statistics_passes_s(self._elapsed, self._norms, block.call.start, block.stop)
+        overhead = overhead_s(block.segment, forward_s=forward_s, passes_s=passes_s, ops=ops)
+        return forward_s - saved_s + overhead + packing
 
     def _blocks(self, plan: Plan) -> list[ReplayedSegment]:
         """Outer ones first, in the order of their forward."""

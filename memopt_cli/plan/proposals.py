@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from memopt_cli.plan.block_tree import block_tree
-from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.plan.cost_model import CostModel, batch_norms
 from memopt_cli.plan.search import SolvedBlocks, Solver
 from memopt_cli.plan.segment_ways import Allowed
 from memopt_cli.plan.ways import Way
-from memopt_cli.records import ChunkRule, OpTrace, Plan, Prediction, SegmentPlan, StepTrace
+from memopt_cli.records import ChunkRule, Plan, Prediction, SegmentPlan, StepTrace
 
 _OVERSHOOT = 1.1
 """By how much more than it is too slow: else the last correction may be too small by a hair."""
@@ -138,13 +138,7 @@ class Proposals:
 
 
 def _norms_within(trace: StepTrace) -> Counter[str]:
-    """One that normalizes by given statistics makes nothing but its output."""
-
-    def finds(op: OpTrace) -> bool:
-        made = sum(trace.storages[index].nbytes > 0 for index in op.makes)
-        return op.phase == "forward" and "batch_norm" in op.name and made > 1
-
-    norms = {op.module for op in trace.ops if finds(op)}
+    norms = {trace.ops[index].module for index in batch_norms(trace)}
     return Counter(path for norm in norms for path in _around(norm.split(".")))
 
 

@@ -10,7 +10,17 @@ from memopt_cli.plan.block_tree import Block
 from memopt_cli.plan.interface import CountedPlan, NotTried, Probes, is_within
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.proposals import Proposals
-from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, SearchOptions, SegmentPlan
+from memopt_cli.records import (
+    MOST_NORMS,
+    ChunkRule,
+    Counted,
+    Failure,
+    ModuleTrace,
+    Plan,
+    Refused,
+    SearchOptions,
+    SegmentPlan,
+)
 
 _MOST_CLASSES = 12
 """Of which a module is asked for chunks, which takes a real step of it: no more are looked for beyond."""
@@ -165,11 +175,11 @@ class ChunkQuestions:
         for path, module in self._proposals.modules.items():
             lengths, norms = module.input_shape[:2], self._proposals.norms[path]
             length = max(lengths, default=0)
-            is_usable = length > 1 and (norms < 2 or self._allow_inexact) and self._may_save(module)
+            is_usable = length > 1 and self._may_save(module)
             if path not in self._asked and is_usable:
                 axis = lengths.index(length)
                 rule = ChunkRule(
-                    axis=axis, seq_inputs=1, seq_outputs=1, batch_statistics=norms == 1 and not self._allow_inexact
+                    axis=axis, seq_inputs=1, seq_outputs=1, batch_statistics=norms > 0 and not self._allow_inexact
                 )
                 hopeful.setdefault(path, (rule, length))
         return hopeful
@@ -181,7 +191,8 @@ class ChunkQuestions:
         return may_be and self._may_save(proposals.modules[path])
 
     def _may_save(self, module: ModuleTrace) -> bool:
-        return self._proposals.allowed.chunkable(module.path) and saves_by_chunks(module)
+        few_norms = self._allow_inexact or self._proposals.norms[module.path] <= MOST_NORMS
+        return few_norms and self._proposals.allowed.chunkable(module.path) and saves_by_chunks(module)
 
     def _allow(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
         self.known = chunks
@@ -203,8 +214,8 @@ class ChunkQuestions:
     def _around(self, path: str, plan: Plan) -> Iterator[Block]:
         """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
 
-        The model itself comes last: a trial of it takes longest.  If nothing of that saves by chunks, whether it may
-        run in them or not, or all is called several times, of which each holds its share: what it lies in, from within.
+        Then what it lies in, from within, which in chunks holds nothing between its parts.  The model itself comes
+        last, as a trial of it takes longest, and where what is in it is called once not at all.
         """
         segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
         usable = {b.path: b for b in self._proposals.root if not b.refusal and self.is_cuttable(b.path)}
@@ -212,7 +223,7 @@ class ChunkQuestions:
         largest = sorted(inside, key=lambda b: (not b.path, -b.kept_bytes))
         outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: -len(b.path))
         is_called_once = any(self._proposals.modules[b.path].calls == 1 for b in largest)
-        around = dict.fromkeys([*largest, *([] if is_called_once else outwards)])
+        around = dict.fromkeys([*largest, *(b for b in outwards if b.path or not is_called_once)])
         yield from [block for block in around if block.path not in self._asked]
 
 

@@ -103,6 +103,7 @@ from memopt_cli.records.measurement import (
 from memopt_cli.records.model import STEP, LoadedModel, ModelFacts, ModelSource, Trust, WantedGlobal
 from memopt_cli.records.optimization import ApplyRequest, ApplyResult, OptimizeRequest, OptimizeResult, RecordedSteps
 from memopt_cli.records.plan import (
+    MOST_NORMS,
     MOST_RANGES,
     ChunkRule,
     CompressorName,
@@ -164,6 +165,7 @@ __all__ = [
     "LONGEST_NAME",
     "LONGEST_STEP_S",
     "METRICS",
+    "MOST_NORMS",
     "MOST_RANGES",
     "NOT_FINITE",
     "ONLINE_RULES",

@@ -14,6 +14,10 @@ MOST_RANGES = 100
 CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "own"]
 
 
+MOST_NORMS = 2
+"""Batch norms in a module that is worth running in chunks: each costs one more pass over them, there and back."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRule:
     """How a module is cut into chunks that compute the same as the whole."""
@@ -25,7 +29,7 @@ class ChunkRule:
     seq_outputs: int = 1
     """How many leading outputs are concatenated; later ones are states that the next chunk receives."""
     batch_statistics: bool = False
-    """A first pass over the chunks gathers the statistics that batch norms inside normalize by."""
+    """For each batch norm inside, a pass over the chunks first gathers the statistics that it normalizes by."""
     inexact: bool = False
     """Batch norms inside normalize each by its chunk's own statistics.  Not what the whole computes: it must be asked
     for."""

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.plan.block_tree import Block, block_tree
-from memopt_cli.plan.cost_model import KEEP_OP_S, REPEAT_S, SEGMENT_OP_S, SEGMENT_S, CostModel, chunk_counts
+from memopt_cli.plan.cost_model import (
+    KEEP_OP_S,
+    REPEAT_S,
+    SEGMENT_OP_S,
+    SEGMENT_S,
+    CostModel,
+    chunk_counts,
+    statistics_passes_s,
+)
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.plan.search import Solver
@@ -264,6 +272,14 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None)
     for segment, added_s in priced.items():
         predicted = subject.model.predict(Plan(segments=(segment,)))
         assert predicted.step_s - subject.model.step_s == pytest.approx(added_s)
+
+
+def test_every_norm_costs_a_pass_over_what_precedes_it() -> None:
+    norm, relu, other_norm = range(1, 4)  # after a convolution
+    elapsed = [0.0, 5.0, 6.0, 7.0, 9.0]
+    assert statistics_passes_s(elapsed, [norm, other_norm], start=0, stop=4) == 6.0 + 9.0
+    assert statistics_passes_s(elapsed, [norm, other_norm], start=relu, stop=4) == 9.0 - 6.0
+    assert statistics_passes_s(elapsed, [norm, other_norm], start=relu, stop=3) == 0
 
 
 def test_a_recomputation_ends_where_autograd_has_what_it_saved() -> None:

@@ -25,6 +25,7 @@ from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.search import Solver
 from memopt_cli.plan.ways import Way, spent_by
 from memopt_cli.records import ChunkRule, Crashed, Outlook, Plan, Refused, SearchOptions, SegmentPlan
+from memopt_cli.runtime.runs import group_layers
 from sample_models import gpt
 from tests.plan.subjects import (
     SUBJECTS,
@@ -214,9 +215,9 @@ def test_the_least_peak_is_that_of_chunks_of_every_module_alike() -> None:
     subject = carriers()
 
     def chunking(path: str) -> ChunkRule | Refused:
-        if path != "blocks.3":
-            return ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
-        return Refused(reason="no")
+        if path in ("", "blocks.3"):
+            return Refused(reason="no")
+        return ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
 
     found = subject.planner(chunking).least(4)
     chunks = {s.path: s.chunks for s in found.plan.segments}
@@ -224,6 +225,29 @@ def test_the_least_peak_is_that_of_chunks_of_every_module_alike() -> None:
     by_hand = carrying(10, True)
     by_hand = replace(by_hand, segments=by_hand.segments[:3])
     assert found.peak_bytes <= subject.dry_run(by_hand)
+
+
+def conv_norm(inputs: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+
+
+@pytest.mark.parametrize(("layers", "whole"), [(2, True), (3, False)])
+def test_a_pair_of_normalized_layers_runs_in_chunks_together(layers: int, whole: bool) -> None:
+    """Nothing is held between them then; of more layers each norm would take another pass over the chunks."""
+    asked: list[str] = []
+
+    def chunking(path: str) -> ChunkRule:
+        asked.append(path)
+        return ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, batch_statistics=True)
+
+    block = nn.Sequential(*(part for i in range(layers) for part in conv_norm(8 if i else 3)))
+    model = nn.Sequential(block, nn.AvgPool2d(4), nn.Conv2d(8, 8, 3))
+    group_layers(model)
+    found = Subject(model, torch.randn(16, 3, 32, 32)).planner(chunking, level=3).least(3).plan
+    paths = {segment.path for segment in found.segments if segment.chunks > 1}
+    assert ("0" in asked) == whole
+    assert ("0" in paths) == whole
+    assert paths
 
 
 @pytest.mark.slow
