@@ -188,7 +188,7 @@ def frontier(
     """The plans between the fastest and the smallest, measured, as ``memopt optimize --frontier``.
 
     They are in ``summary.frontier``; ``memopt_cli.apply_plan(model, point.plan)`` takes one.  The model stays as it
-    is.  Arguments and errors are those of :func:`optimize`.
+    is.  ``max_slowdown``: ``None`` is 10 here.  Other arguments and errors are those of :func:`optimize`.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     search = search_of(level, max_slowdown, target, allow_inexact)

@@ -49,15 +49,24 @@ class GoalSearch:
     """The planner's peaks come from dry runs, so they are predictions."""
     in_backward: InBackwardPlans
     """Its plans again, with the optimizer in backward."""
+    confirm: Callable[[LevelRow, float], LevelRow]
+    """The row of a measured plan whose step may be too long, timed in turns with the original."""
+    notes: list[str]
     original_s: float = math.inf
     """Step time of the original, as measured."""
     most_slowdown: float | None = None
-    """No plan may be predicted to be slower; ``None``: within a budget any may, see :data:`FRONTIER_SLOWDOWN`."""
+    """No plan may be predicted to be slower, nor one of a frontier be measured so; ``None``: within a budget any may,
+    see :data:`FRONTIER_SLOWDOWN`."""
 
     @property
     def _most(self) -> float:
         """The limit within a budget."""
         return math.inf if self.most_slowdown is None else self.most_slowdown
+
+    @property
+    def _most_shown(self) -> float:
+        """The limit of a frontier."""
+        return FRONTIER_SLOWDOWN if self.most_slowdown is None else self.most_slowdown
 
     def within(self, budget_bytes: int) -> LevelRow:
         """The fastest plan found whose measured peak is within the budget.
@@ -167,29 +176,49 @@ class GoalSearch:
         return found
 
     def worth_showing(self) -> list[Priced]:
-        """As many plans of the frontier, from the original to the least peak, as may be run; none is too slow."""
-        limit = FRONTIER_SLOWDOWN if self.most_slowdown is None else self.most_slowdown
-        found = _apart(self.planner.frontier(self.level, limit))
+        """As many plans of the frontier, from the original to the least peak, as may be run; none seems too slow."""
+        found = _apart(self.planner.frontier(self.level, self._most_shown))
         lower = [priced for priced in map(self.in_backward.of, found) if priced is not None]
         both = nondominated([*found[1:], *lower]) if lower else found[1:]
         return _spread(_apart([*found[:1], *both]), _MEASURED + 1)
 
     def frontier(self, found: Sequence[Priced], original: LevelRow) -> list[ParetoPoint]:
-        """The plans, measured; numbered as they were predicted, whatever their measurements say."""
+        """The plans, measured; in the order of their predictions.  A note names those whose steps are too long."""
         assert original.outcome is not None
         points: list[ParetoPoint] = []
-        for priced in found:
-            self._measuring(priced, len(points), len(found))
-            points.append(
-                ParetoPoint(
-                    plan=priced.plan,
-                    predicted_allocated_peak_bytes=priced.peak_bytes,
-                    predicted_slowdown=priced.slowdown,
-                    outcome=original.outcome if priced.plan.is_empty else self.measure(priced.plan),
-                    original_step_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else None,
-                )
+        slow: list[str] = []
+        for done, priced in enumerate(found):
+            self._measuring(priced, done, len(found))
+            point = self._within_time(self._point(priced, original.outcome), original)
+            if point.slowdown is None or point.slowdown <= self._most_shown:
+                points.append(point)
+            else:
+                slow.append(f"{format_bytes(point.predicted_allocated_peak_bytes)} ({point.slowdown:.2f}×)")
+        if slow:
+            self.notes.append(
+                f"Not on the frontier, as their steps take more than {self._most_shown:g} times as long when measured: "
+                f"plans of {', '.join(slow)}. A higher --max-slowdown shows them."
             )
         return points
+
+    def _point(self, priced: Priced, original: Measurement | Failure) -> ParetoPoint:
+        return ParetoPoint(
+            plan=priced.plan,
+            predicted_allocated_peak_bytes=priced.peak_bytes,
+            predicted_slowdown=priced.slowdown,
+            outcome=original if priced.plan.is_empty else self.measure(priced.plan),
+            original_step_s=original.step_s if isinstance(original, Measurement) else None,
+        )
+
+    def _within_time(self, point: ParetoPoint, original: LevelRow) -> ParetoPoint:
+        """One whose step seems too long, as it is timed in turns with the original: a busy machine hides no plan."""
+        if point.slowdown is None or point.slowdown <= self._most_shown:
+            return point
+        outcome = self.confirm(self.row_of(point, time.monotonic()), self._most_shown).outcome
+        beside = self.measure(original.plan)
+        assert outcome is not None
+        assert isinstance(beside, Measurement)
+        return replace(point, outcome=outcome, original_step_s=beside.step_s)
 
     def _measuring(self, found: Priced, done: int = 0, total: int | None = None) -> None:
         self.progress.update(done, total, f"measuring a plan of {format_bytes(found.peak_bytes)}")

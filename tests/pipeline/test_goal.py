@@ -83,7 +83,14 @@ def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, l
 
     planner: Any = FakePlanner()
     search = GoalSearch(
-        planner=planner, measure=measure, progress=Progress(), level=3, dry_run=True, in_backward=not_in_backward()
+        planner=planner,
+        measure=measure,
+        progress=Progress(),
+        level=3,
+        dry_run=True,
+        in_backward=not_in_backward(),
+        confirm=lambda row, most: row,
+        notes=[],
     )
     return search, asked
 
@@ -291,6 +298,36 @@ def test_a_frontier_ends_where_steps_take_ten_times_as_long_if_nothing_is_said()
     assert shown(math.inf) == [1000, 900, 700, 400]
     assert shown(2.0) == [1000, 900]
     assert search.within(400).predicted_allocated_peak_bytes == 400
+
+
+@pytest.mark.parametrize(("most", "shown", "limit"), [(None, [1000, 800], "10"), (1.6, [1000], "1.6")])
+def test_a_frontier_has_no_plan_that_is_measured_to_take_longer_than_it_may(
+    most: float | None, shown: list[int], limit: str
+) -> None:
+    times = {1000: 1.0, 800: 2.0, 600: 18.0, 500: 12.0}
+    search, _ = goal(lambda peak: measured(peak, times[peak]))
+    search.planner.plans = tuple(priced(peak) for peak in times)
+    original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
+    points = replace(search, most_slowdown=most).frontier(search.planner.plans, original)
+    assert [point.predicted_allocated_peak_bytes for point in points] == shown
+    [note] = search.notes
+    assert f"more than {limit} times as long" in note
+    assert "600 B (18.00×), 500 B (12.00×)" in note
+
+
+def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier() -> None:
+    times = {1000: 1.0, 700: 18.0}
+    search, _ = goal(lambda peak: measured(peak, times[peak]))
+
+    def in_turns(row: LevelRow, most: float) -> LevelRow:
+        times[1000], times[700] = 2.0, 4.0
+        return replace(row, outcome=measured(700, 4.0))
+
+    original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
+    search.planner.plans = (priced(1000), priced(700))
+    first, second = replace(search, confirm=in_turns).frontier(search.planner.plans, original)
+    assert (first.slowdown, second.slowdown) == (1.0, 2.0)
+    assert search.notes == []
 
 
 @pytest.mark.parametrize(("number", "is_there"), [(0, False), (1, True), (7, True), (8, False)])
