@@ -41,6 +41,7 @@ from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
 from memopt_cli.plan.targets import left_out, outermost, refused, segments_plan, without_segment
 from memopt_cli.progress import Progress
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     Counted,
     MemOptSummary,
@@ -78,6 +79,7 @@ Inputs = tuple[Any, ...] | Mapping[str, Any]
 """Positional arguments of ``forward``, or keyword arguments; the only one may be given by itself."""
 
 
+@said_in_python()
 def memory_optimization(
     net: nn.Module,
     instance: type | tuple[type, ...],
@@ -194,6 +196,7 @@ def memory_optimization(
     return (given, summary) if return_summary else given
 
 
+@said_in_python()
 def apply_gc(
     net: nn.Module,
     instance: type | tuple[type, ...],

@@ -57,6 +57,7 @@ from memopt_cli.pipeline.regression import check_prepared, record_prepared, step
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Progress
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     LONGEST_STEP_S,
     BaselineRequest,
@@ -81,6 +82,7 @@ from memopt_cli.spec_text import parse_limit
 from memopt_cli.write import check_targets
 
 
+@said_in_python()
 def optimize(
     model: nn.Module,
     inputs: Inputs,
@@ -166,6 +168,7 @@ def optimize(
     return on_every_rank(checked_model(model), process_group, optimized, lambda found: found.plan)
 
 
+@said_in_python()
 def frontier(
     model: nn.Module,
     inputs: Inputs,
@@ -196,6 +199,7 @@ def frontier(
     return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, False, verbose)
 
 
+@said_in_python()
 def profile(
     model: nn.Module,
     inputs: Inputs,
@@ -236,6 +240,7 @@ def profile(
         return Profiled(found)
 
 
+@said_in_python()
 def recommend_batch(
     model: nn.Module,
     inputs: Inputs,
@@ -304,6 +309,7 @@ def recommend_batch(
         return Recommended(recommend_prepared(request, prepared, chosen, (), progress))
 
 
+@said_in_python()
 def baseline(
     model: nn.Module,
     inputs: Inputs,
@@ -339,6 +345,7 @@ def baseline(
         return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model), progress))
 
 
+@said_in_python()
 def check(
     model: nn.Module,
     inputs: Inputs,

@@ -15,10 +15,12 @@ from memopt_cli.pipeline.live_step import prepared_step
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.summary import summarize
 from memopt_cli.plan.policy import resolve
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
 from memopt_cli.user_step import Step, models_of
 
 
+@said_in_python()
 def optimize_step(
     make_step: Callable[[], Step],
     inputs: tuple[Any, ...] | Mapping[str, Any],

@@ -83,7 +83,7 @@ def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str
             shapes = ", ".join(map(format_tensor, tensors)) or "of fixed size"
             raise UsageError(
                 f"--dim {name}: no input has a dimension {name}; they are {shapes} ({where})",
-                hint=f"Write {name} into a shape, as in -i {name}x3x224x224, or omit the flag.",
+                hint=f"Write {name} into a shape, as in -i {name}x3x224x224, or give it no size.",
             )
 
 
