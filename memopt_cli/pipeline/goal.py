@@ -15,7 +15,7 @@ from memopt_cli.plan.planner import Planner, nondominated
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemory, ParetoPoint, Plan, describe
-from memopt_cli.units import format_bytes
+from memopt_cli.units import format_apart, format_bytes
 
 _MEASURED = 6
 """Plans that are run in profiling subprocesses for a budget, or for a frontier, at most."""
@@ -30,9 +30,8 @@ _APART = 0.02
 """Of two plans on the frontier the smaller one is shown if it saves that share of the other's peak, or more."""
 _TRIED = 8
 """Dry runs of plans with the optimizer in backward for a budget, at most."""
-NOTHING_FITS = "Raise --budget or --level, or take a smaller batch (--dim B=… where the shape says B)."
 TOO_SLOW = "Raise --max-slowdown or --budget."
-"""What helps where no plan is small enough, or the one that is takes too long."""
+"""What helps where the plan that is small enough takes too long."""
 _FAR = 2.0
 """A step that takes so many times what it was to says that the prediction is wrong, or the machine busy."""
 
@@ -113,7 +112,7 @@ class GoalSearch:
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
         least_bytes = min(measured) if measured else self._lower(least or self.planner.least(self.level)).peak_bytes
-        raise self._nothing_fits(budget_bytes, least_bytes)
+        raise nothing_fits(budget_bytes, least_bytes)
 
     def _fastest(self, target_bytes: int) -> Priced | None:
         """The fastest plan within so many bytes; one with the optimizer in backward where none without is as fast.
@@ -234,12 +233,14 @@ class GoalSearch:
         row = found_row(self.level, found, len(self.planner.dry_runs), started, dry_run=self.dry_run)
         return replace(row, outcome=outcome)
 
-    @staticmethod
-    def _nothing_fits(budget_bytes: int, least_bytes: int) -> NothingFitsError:
-        return NothingFitsError(
-            f"no plan found takes {format_bytes(budget_bytes)} or less; the least is about {format_bytes(least_bytes)}",
-            hint=NOTHING_FITS,
-        )
+
+def nothing_fits(budget_bytes: int, least_bytes: int, how: str = "") -> NothingFitsError:
+    """Of all plans, none; ``how`` that is known."""
+    budget, least = format_apart(budget_bytes, least_bytes)
+    return NothingFitsError(
+        f"no plan found takes {budget} or less{how}; the smallest that was found takes about {least}",
+        hint="Raise --budget or --level, or take a smaller batch (--dim B=… where the shape says B).",
+    )
 
 
 def budget_bytes(budget: Budget, original_bytes: int) -> int:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,9 +198,7 @@ def test_a_step_is_run_and_held_against_the_estimate(memopt: Callable[..., Any])
     assert "net.memopt.pt" in done.changed
 
 
-@pytest.mark.parametrize(
-    ("flags", "is_said"), [((), True), (("--optimizer", "adamw"), False), (("--optimizer", "none"), False)]
-)
+@pytest.mark.parametrize(("flags", "is_said"), [((), True), (("--optimizer", "adamw"), False)])
 @pytest.mark.usefixtures("in_process")
 def test_a_plan_that_names_no_optimizer_is_confirmed_without_one_and_says_so(
     flags: tuple[str, ...], is_said: bool, memopt: Callable[..., Any]
@@ -225,7 +224,7 @@ class Asked:
     """A prepared model whose step takes what it is told to."""
 
     def __init__(self, subject: Subject) -> None:
-        self.subject, self.facts = subject, None
+        self.subject, self.facts = subject, SimpleNamespace(trainable_bytes=0)
 
     @contextlib.contextmanager
     def session(self, timeout_s: float) -> Iterator[Any]:

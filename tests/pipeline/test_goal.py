@@ -146,7 +146,7 @@ def test_a_budget_takes_the_fastest_plan_with_the_optimizer_in_backward() -> Non
 def test_a_budget_below_the_least_plan_is_met_in_backward() -> None:
     search = in_backward(goal(lambda peak: measured(peak - HELD))[0])
     assert search.within(160).plan == replace(priced(300).plan, in_backward=True)
-    with pytest.raises(NothingFitsError, match="the least is about 150 B"):
+    with pytest.raises(NothingFitsError, match="takes about 150 B"):
         search.within(140)
 
 
@@ -217,11 +217,13 @@ def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
 
 def test_nothing_fits() -> None:
     search, _ = goal(measured)
-    with pytest.raises(NothingFitsError, match=r"no plan found takes 200 B or less; the least is about 300 B") as error:
+    with pytest.raises(
+        NothingFitsError, match=r"no plan found takes 200 B or less; the smallest that was found takes about 300 B"
+    ) as error:
         search.within(200)
     assert error.value.exit_code == 6
     search, asked = goal(lambda peak: measured(peak + 1000))
-    with pytest.raises(NothingFitsError, match="the least is about"):
+    with pytest.raises(NothingFitsError, match="the smallest that was found"):
         search.within(750)
     assert len(asked) <= 6
 
@@ -231,7 +233,7 @@ def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
     row = search.within(296)
     assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
     search, asked = goal(measured)
-    with pytest.raises(NothingFitsError, match="the least is about 300 B"):
+    with pytest.raises(NothingFitsError, match="the smallest that was found takes about 300 B"):
         search.within(296)
     assert asked == [300]
     search, asked = goal(lambda peak: measured(peak - 50))
