@@ -25,7 +25,7 @@ from memopt_cli.user_step import models_of
 from memopt_cli.verification import first_samples
 from memopt_cli.verification import verify as compared
 
-Applied = TypeVar("Applied", nn.Module, UserStep, Mapping[str, nn.Module])
+Applied = TypeVar("Applied", bound=nn.Module | UserStep | Mapping[str, nn.Module])
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One argument of ``forward``, its positional arguments, or its keyword arguments."""
