@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
-from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, OptionError, UsageError
+from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, OptionError, StepError, UsageError
+from memopt_cli.pytest_plugin import TrainMemory
 from memopt_cli.python_words import in_python, said_in_python
 
 SOURCES = Path(memopt_cli.__file__).parent
@@ -134,6 +135,12 @@ CALLS: tuple[tuple[str, Callable[[], Any], type[MemoptError], str], ...] = (
     ("an optimizer", lambda: memopt_cli.profile(net(), X, optimizer="adma"), UsageError, "Or give a function"),
     ("a rank", lambda: memopt_cli.predict_rank(net, X, ranks=1, parallelize="fsdq"), UsageError, "parallelize"),
     ("a loss", lambda: memopt_cli.apply_plan(net(), memopt_cli.Plan(), verify=X, loss=constant), MemoptError, "loss="),
+    (
+        "a test",
+        lambda: TrainMemory(None)(net(), X, loss=constant),
+        StepError,
+        "a differentiable loss with loss=function",
+    ),
     ("memory", lambda: memopt_cli.recommend_batch(net(), X, memory="lots"), UsageError, "not a memory size"),
 )
 
