@@ -139,7 +139,7 @@ CALLS: tuple[tuple[str, Callable[[], Any], type[MemoptError], str], ...] = (
         "a test",
         lambda: TrainMemory(None)(net(), X, loss=constant),
         StepError,
-        "a differentiable loss with loss=function",
+        "loss with loss=function",
     ),
     ("memory", lambda: memopt_cli.recommend_batch(net(), X, memory="lots"), UsageError, "not a memory size"),
 )
