@@ -284,6 +284,8 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
                 level=LEVEL,
                 dry_run=True,
                 in_backward=_no_optimizer(one.probes),
+                confirm=lambda row, _: row,
+                notes=[],
             )
             own = [search.within(limit).plan for limit in limits]
             found = LongSearch(one, own).run(options.seconds)

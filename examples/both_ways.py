@@ -40,7 +40,7 @@ def train_both_ways(
     Of level 2, whose steps are equal to the bit; level 3 may also run a segment in chunks, equal within rounding.
     """
     _, summary = memopt_cli.optimize_step(make_step, batches[0], level=2, budget=budget)
-    plain, planned = seeded(make_step), memopt_cli.apply_plan(seeded(make_step), summary.plan)
+    plain, planned = seeded(make_step), memopt_cli.apply_plan(seeded(make_step), summary.plan or memopt_cli.Plan())
     return BothWays(summary, _losses(plain, batches), _losses(planned, batches))
 
 

@@ -82,6 +82,8 @@ def show(summary: MemOptSummary) -> None:
             case Measurement() as found:
                 peaks = f"allocated peak {format_bytes(found.allocated_peak_bytes):>10}"
                 print(f"level {row.level}  {peaks}  step {format_seconds(found.step_s)}")
+            case None:
+                print(f"level {row.level}  not measured")
             case failure:
                 print(f"level {row.level}  {describe(failure)}")
     before, after = (next(r.outcome for r in summary.levels if r.level == n) for n in (0, summary.applied_level))

@@ -7,7 +7,132 @@ needs) and ``memopt --help`` stay light.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the names of _PUBLIC, for editors and type checkers
+    # isort: off
+    from memopt_cli.api import (
+        MEMOPT_CHECKPOINT_BUDGETS as MEMOPT_CHECKPOINT_BUDGETS,
+        MEMOPT_PREFERENCES as MEMOPT_PREFERENCES,
+        MEMOPT_PROFILES as MEMOPT_PROFILES,
+        apply_gc as apply_gc,
+        get_module_and_parent as get_module_and_parent,
+        memory_optimization as memory_optimization,
+        resolve_device as resolve_device,
+    )
+    from memopt_cli.apply import plan_of as plan_of, remove_plan as remove_plan
+    from memopt_cli.batch_size.config import read_batch_shaping as read_batch_shaping
+    from memopt_cli.batch_size.length_strategies import compare_length_strategies as compare_length_strategies
+    from memopt_cli.batch_size.samplers import (
+        LengthBucketSampler as LengthBucketSampler,
+        TokenBudgetSampler as TokenBudgetSampler,
+    )
+    from memopt_cli.batching.conventions import (
+        StatefulAdapter as StatefulAdapter,
+        flatten_sequences as flatten_sequences,
+        unflatten_sequences as unflatten_sequences,
+    )
+    from memopt_cli.batching.manager import BatchShapeManager as BatchShapeManager
+    from memopt_cli.batching.monitor import PerformanceMonitor as PerformanceMonitor
+    from memopt_cli.batching.sequences import (
+        collate_nested as collate_nested,
+        collate_packed as collate_packed,
+        collate_padded as collate_padded,
+    )
+    from memopt_cli.batching.shape_optimizer import BatchShapeOptimizer as BatchShapeOptimizer
+    from memopt_cli.batching.shaper import MemoryAwareShaper as MemoryAwareShaper
+    from memopt_cli.batching.sizer import AdaptiveBatchSizer as AdaptiveBatchSizer
+    from memopt_cli.batching.validator import BatchShapeValidator as BatchShapeValidator
+    from memopt_cli.contents import read_plan as read_plan
+    from memopt_cli.export import export_plan as export_plan
+    from memopt_cli.live import (
+        baseline as baseline,
+        check as check,
+        frontier as frontier,
+        optimize as optimize,
+        profile as profile,
+        recommend_batch as recommend_batch,
+    )
+    from memopt_cli.loading import load as load
+    from memopt_cli.model_batching import (
+        AbstractBatchModule as AbstractBatchModule,
+        BatchModule as BatchModule,
+        batch_accuracy as batch_accuracy,
+        batch_loss as batch_loss,
+        batch_topk as batch_topk,
+        clip_grad_norm_per_model as clip_grad_norm_per_model,
+        inner_batch_size as inner_batch_size,
+        merge_batch as merge_batch,
+        register_batch_module as register_batch_module,
+        split_batch as split_batch,
+        test_batched_model as test_batched_model,
+        test_model_batching as test_model_batching,
+    )
+    from memopt_cli.online import (
+        ALIF as ALIF,
+        Alpha as Alpha,
+        Batching as Batching,
+        CompiledStep as CompiledStep,
+        D_RTRL as D_RTRL,
+        DeltaProj as DeltaProj,
+        ES_D_RTRL as ES_D_RTRL,
+        ElementWise as ElementWise,
+        ExplicitState as ExplicitState,
+        Expon as Expon,
+        GRU as GRU,
+        GatedUnit as GatedUnit,
+        HybridTrace as HybridTrace,
+        IF as IF,
+        LIF as LIF,
+        LRU as LRU,
+        LSTM as LSTM,
+        LeakyRateReadout as LeakyRateReadout,
+        MGU as MGU,
+        MiniGRU as MiniGRU,
+        MinimalRNN as MinimalRNN,
+        Neuron as Neuron,
+        OverTime as OverTime,
+        STD as STD,
+        STP as STP,
+        VanillaRNN as VanillaRNN,
+        Vmap as Vmap,
+        accumulate_online as accumulate_online,
+        accumulate_through_time as accumulate_through_time,
+        declare_state as declare_state,
+        environ as environ,
+        init_all_states as init_all_states,
+        traced as traced,
+        untraced as untraced,
+        vmap_new_states as vmap_new_states,
+    )
+    from memopt_cli.oom import explain_oom as explain_oom
+    from memopt_cli.optimized_step import optimize_step as optimize_step
+    from memopt_cli.predicted import (
+        plan_rank as plan_rank,
+        predict_rank as predict_rank,
+        recommend_ranks as recommend_ranks,
+    )
+    from memopt_cli.proven import apply_plan as apply_plan
+    from memopt_cli.records import (
+        DeviceProfile as DeviceProfile,
+        InputDimension as InputDimension,
+        MemOptSummary as MemOptSummary,
+        Plan as Plan,
+        PlanRange as PlanRange,
+        RankPrediction as RankPrediction,
+        SegmentPlan as SegmentPlan,
+        Trust as Trust,
+    )
+    from memopt_cli.runtime import (
+        GCContainer as GCContainer,
+        TCGCContainer as TCGCContainer,
+        checkpoint as checkpoint,
+        is_recomputing as is_recomputing,
+        to_gc_function as to_gc_function,
+    )
+    from memopt_cli.user_step import Step as Step
+    from memopt_cli.verified import verify as verify
+    # isort: on
 
 _PUBLIC = {
     "apply_gc": "memopt_cli.api",
@@ -127,7 +252,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'memopt_cli' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to which any name would be one of Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
+        raise AttributeError(f"module 'memopt_cli' has no attribute {name!r}")

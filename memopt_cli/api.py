@@ -41,6 +41,7 @@ from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
 from memopt_cli.plan.targets import left_out, outermost, refused, segments_plan, without_segment
 from memopt_cli.progress import Progress
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     Counted,
     MemOptSummary,
@@ -78,6 +79,7 @@ Inputs = tuple[Any, ...] | Mapping[str, Any]
 """Positional arguments of ``forward``, or keyword arguments; the only one may be given by itself."""
 
 
+@said_in_python()
 def memory_optimization(
     net: nn.Module,
     instance: type | tuple[type, ...],
@@ -102,7 +104,7 @@ def memory_optimization(
     split_fn: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
     can_chunk: Callable[[nn.Module], bool] | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
-) -> nn.Module | tuple[nn.Module, MemOptSummary]:
+) -> Any:  # which of the two is asked for at run time
     """Make ``net`` train in less memory, in place, as ``memopt optimize`` does with a file; returns ``net``.
 
     Modules that are an ``instance`` may become segments, and from level 2 on what lies in them.  With ``dummy_input``
@@ -194,6 +196,7 @@ def memory_optimization(
     return (given, summary) if return_summary else given
 
 
+@said_in_python()
 def apply_gc(
     net: nn.Module,
     instance: type | tuple[type, ...],
@@ -204,7 +207,7 @@ def apply_gc(
     max_gc_wrapped_modules: int | None = None,
     gc_target_budget_ratio: float | None = None,
     return_summary: bool = False,
-) -> nn.Module | tuple[nn.Module, dict[str, Any]]:
+) -> Any:  # which of the two is asked for at run time
     """Make segments of the outermost modules of ``net`` that are an ``instance``, in place; nothing is measured.
 
     With ``dummy_input``, one forward in training mode (of a copy, on ``device``) shows which of them are called, what

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from memopt_cli.api import resolve_device
 from memopt_cli.cards import device_profile
-from memopt_cli.contents import read_plan
+from memopt_cli.contents import the_plan
 from memopt_cli.devices import resolve_device as device_named
-from memopt_cli.errors import OptionError, shortened
+from memopt_cli.errors import OptionError, told
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.records import (
@@ -61,7 +61,7 @@ def checked_model(model: nn.Module) -> nn.Module:
         raise OptionError("model is a Step", hint="memopt_cli.optimize_step takes the function that makes it.")
     if not isinstance(model, nn.Module):
         raise OptionError(
-            f"model is {_told(model)}, no torch.nn.Module", hint="Give the model itself; memopt optimize takes files."
+            f"model is {told(model)}, no torch.nn.Module", hint="Give the model itself; memopt optimize takes files."
         )
     refuse_batched(model)
     return model
@@ -102,7 +102,7 @@ def card_given(
     elif isinstance(for_device, str | os.PathLike):
         card = device_profile(os.fspath(for_device))
     else:
-        raise OptionError(f"for_device is {_told(for_device)}, no name of a card", hint='Give for example "a100-40gb".')
+        raise OptionError(f"for_device is {told(for_device)}, no name of a card", hint='Give for example "a100-40gb".')
     if card is not None and device is not None and str(device) not in ("cpu", "auto"):
         raise OptionError(f"device and for_device exclude each other: {device}, {card.name}", hint="Keep one of them.")
     return card
@@ -135,14 +135,14 @@ def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
     if isinstance(inputs, tuple | Mapping):
         return inputs
     raise OptionError(
-        f"inputs is {_told(inputs)}",
+        f"inputs is {told(inputs)}",
         hint='Give a tensor, a tuple or a dict of the arguments of forward, or text such as "16x3x64x64".',
     )
 
 
 def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
     if not isinstance(dims, Mapping | None):
-        raise OptionError(f"dims is {_told(dims)}", hint='Give the size of each symbol: {"B": 16}.')
+        raise OptionError(f"dims is {told(dims)}", hint='Give the size of each symbol: {"B": 16}.')
     return {name: _size(name, size) for name, size in (dims or {}).items()}
 
 
@@ -180,7 +180,7 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
     if given is None or isinstance(given, str | os.PathLike):
         return None if given is None else os.fspath(given)
     if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
-        raise OptionError(f"lengths is {_told(given)}", hint=_LENGTHS)
+        raise OptionError(f"lengths is {told(given)}", hint=_LENGTHS)
     if isinstance(given, Mapping):
         occurs = {length: whole(f"lengths[{length!r}]", count, 0) for length, count in given.items()}
         counts = {whole("a length", length, 1): count for length, count in occurs.items() if count}
@@ -215,7 +215,7 @@ def amount(name: str, given: str | float) -> int | float:
     found = parse_amount(given) if isinstance(given, str) else _bytes_or_share(given)
     if found is None or not found > 0 or (isinstance(found, float) and found > 1):
         raise OptionError(
-            f"{name} is {_told(given)}, neither bytes nor a share up to 1", hint='Write "24GiB", "60%" or 0.6.'
+            f"{name} is {told(given)}, neither bytes nor a share up to 1", hint='Write "24GiB", "60%" or 0.6.'
         )
     return found
 
@@ -234,15 +234,13 @@ def plan_given(given: Plan | str | os.PathLike[str] | None) -> Plan:
     """One, or that of a file; none is empty.  Raises :class:`OptionError`, and :class:`UsageError` for a bad file."""
     if given is None:
         return Plan()
-    if not isinstance(given, Plan | str | os.PathLike):
-        raise OptionError(f"plan is {_told(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
-    return given if isinstance(given, Plan) else read_plan(given)[1]
+    return the_plan(given)
 
 
 def path_given(name: str, given: str | os.PathLike[str]) -> Path:
     """Of a file.  Raises :class:`OptionError`."""
     if not isinstance(given, str | os.PathLike):
-        raise OptionError(f"{name} is {_told(given)}", hint="Give the path of a file.")
+        raise OptionError(f"{name} is {told(given)}", hint="Give the path of a file.")
     return Path(given)
 
 
@@ -256,7 +254,7 @@ def text(name: str, given: object) -> str:
     """Text; of a class its name.  Raises :class:`OptionError`."""
     found = given.__name__ if isinstance(given, type) else given
     if not isinstance(found, str):
-        raise OptionError(f"{name} is {_told(given)}", hint="Give text, or a list of it.")
+        raise OptionError(f"{name} is {told(given)}", hint="Give text, or a list of it.")
     return found
 
 
@@ -264,7 +262,7 @@ def whole(name: str, given: object, least: int) -> int:
     """A whole number.  Raises :class:`OptionError`."""
     found = _index(given)
     if found is None or not least <= found < 2**63:
-        raise OptionError(f"{name} is {_told(given)}", hint=f"Give a whole number from {least} on.")
+        raise OptionError(f"{name} is {told(given)}", hint=f"Give a whole number from {least} on.")
     return found
 
 
@@ -272,7 +270,7 @@ def number(name: str, given: object, *, least: float, most: float = sys.float_in
     """Raises :class:`OptionError` for what is none, or out of the range."""
     found = _real(given)
     if found is None or not least <= found <= most:
-        raise OptionError(f"{name} is {_told(given)}", hint=f"Give a number from {least:g} to {most:g}.")
+        raise OptionError(f"{name} is {told(given)}", hint=f"Give a number from {least:g} to {most:g}.")
     return found
 
 
@@ -284,7 +282,7 @@ def seconds(name: str, given: object, least: float) -> float:
 def one_of(name: str, given: _Known, known: Sequence[str]) -> _Known:
     """Raises :class:`OptionError` for another."""
     if not isinstance(given, str) or given not in known:
-        raise OptionError(f"{name} is {_told(given)}", hint=f"Choose among {', '.join(known)}.")
+        raise OptionError(f"{name} is {told(given)}", hint=f"Choose among {', '.join(known)}.")
     return given
 
 
@@ -293,7 +291,7 @@ def called(name: str, given: _Function) -> _Function:
     is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)
     if given is not None and not isinstance(given, str) and (is_class or not callable(given)):
         hint = _MAKE_OPTIMIZER if name == "optimizer" else "Give a function of the model's output."
-        raise OptionError(f"{name} is {_told(given)}", hint=hint)
+        raise OptionError(f"{name} is {told(given)}", hint=hint)
     return given
 
 
@@ -315,10 +313,3 @@ def _index(given: object) -> int | None:
 def _real(given: object) -> float | None:
     is_number = isinstance(given, numbers.Real) or (isinstance(given, Tensor) and given.numel() == 1)
     return float(given) if is_number and not isinstance(given, bool) else None  # type: ignore[arg-type]
-
-
-def _told(given: object) -> str:
-    """A value that people typed, or the kind of another."""
-    if isinstance(given, type):
-        return f"the class {given.__name__}"
-    return shortened(given) if isinstance(given, str | bytes | int | float | None) else f"a {type(given).__name__}"

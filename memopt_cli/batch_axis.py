@@ -38,7 +38,7 @@ def with_batch(spec: InputSpec, batch: int) -> InputSpec:
     """
     if spec.data_file is not None:
         raise UsageError(
-            f"the inputs in {spec.data_file} cannot be resized", hint="Describe them with -i or --input-script."
+            f"the inputs in {spec.data_file} cannot be resized", hint="Describe them: -i Bx3x224x224 --dim B=8."
         )
     if BATCH in spec.dims:
         return replace(spec, dims={**spec.dims, BATCH: batch})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt_cli.documents import MOST_BYTES, json_text, printable_data, read_bytes, read_json, read_mapping, yaml_text
-from memopt_cli.errors import BaselineError, UsageError, shortened
+from memopt_cli.errors import BaselineError, OptionError, UsageError, shortened, told
 from memopt_cli.records import (
     MOST_RANGES,
     SCHEMA_VERSION,
@@ -75,6 +75,13 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     of_plan = [f.name for f in fields(Plan)]
     header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, str(path))
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
+
+
+def the_plan(given: Plan | str | os.PathLike[str]) -> Plan:
+    """One, or that of a file.  Raises :class:`OptionError`, and :class:`UsageError` for a file as :func:`read_plan`."""
+    if not isinstance(given, Plan | str | os.PathLike):
+        raise OptionError(f"plan is {told(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
+    return given if isinstance(given, Plan) else read_plan(given)[1]
 
 
 def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:

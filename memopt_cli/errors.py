@@ -27,8 +27,8 @@ A message says what failed and the values seen; ``hint`` says what to do next.  
 
 from __future__ import annotations
 
-import re
 import reprlib
+from collections.abc import Callable
 from typing import Final
 
 
@@ -48,17 +48,10 @@ class MemoptError(Exception):
     def __str__(self) -> str:
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
-    def say_in_python(self) -> None:
-        """Name arguments of functions where it names flags: ``search_time`` for ``--search-time``."""
-        self.message, self.hint = (_FLAG.sub(_argument, text) for text in (self.message, self.hint))
+    def reword(self, words: Callable[[str], str]) -> None:
+        """Say it in other words."""
+        self.message, self.hint = words(self.message), words(self.hint)
         self.args = (self.message,)
-
-
-_FLAG: Final = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
-
-
-def _argument(flag: re.Match[str]) -> str:
-    return "dims" if flag[1] == "dim" else flag[1].replace("-", "_")
 
 
 class UsageError(MemoptError):
@@ -191,6 +184,13 @@ def shortened(value: object, most: int = 60) -> str:
     """A value of a file as a message quotes it: its ``repr``, or no more than how that begins."""
     text = repr(value[: most + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def told(given: object) -> str:
+    """A value that people typed, or the kind of another."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    return shortened(given) if isinstance(given, str | bytes | int | float | None) else f"a {type(given).__name__}"
 
 
 _REPR = reprlib.Repr()

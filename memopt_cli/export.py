@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from memopt_cli import plain
-from memopt_cli.contents import read_plan
+from memopt_cli.contents import the_plan
 from memopt_cli.documents import printable
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.units import counted
@@ -18,9 +18,9 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     """A Python file that does what the plan does by ``torch.utils.checkpoint`` and selective policies alone.
 
     ``plan``: one, or the path of its file.  What has no plain form (chunks, packing, an optimizer in backward) is left
-    out, and named at the head of the file.  Raises :class:`UsageError` for a file that is no plan.
+    out, and named at the head of the file.  Raises :class:`UsageError` for what is no plan.
     """
-    whole = plan if isinstance(plan, Plan) else read_plan(plan)[1]
+    whole = the_plan(plan)
     plan = replace(whole.longest, in_backward=whole.in_backward)
     # Comments, not the docstring: names may hold what would end that, but no line break once all of it is printable.
     left_out = [f"# - {printable(reason)}" for reason in (*_by_length(whole), *_left_out(plan))]

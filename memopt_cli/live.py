@@ -57,6 +57,7 @@ from memopt_cli.pipeline.regression import check_prepared, record_prepared, step
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Progress
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     LONGEST_STEP_S,
     BaselineRequest,
@@ -81,6 +82,7 @@ from memopt_cli.spec_text import parse_limit
 from memopt_cli.write import check_targets
 
 
+@said_in_python()
 def optimize(
     model: nn.Module,
     inputs: Inputs,
@@ -103,6 +105,7 @@ def optimize(
     device: str | torch.device | None = None,
     seed: int = 0,
     process_group: torch.distributed.ProcessGroup | None = None,
+    timeout: float = 600.0,
     verbose: bool = False,
 ) -> Optimized:
     """Make ``model`` train in less memory, in place, as ``memopt optimize`` does with a file.
@@ -144,6 +147,8 @@ def optimize(
     process_group:
         Called on every rank of this group, each with its copy of the model: the first rank searches, and all have its
         plan, which they make sure of.  What fails on one rank is raised on all.  ``None``: this process searches.
+    timeout:
+        Seconds that each answer of a profiling subprocess may take.
     verbose:
         Log the course of the search, by the logger ``memopt_cli``.
 
@@ -156,16 +161,19 @@ def optimize(
         card = card_given(for_device, device)
         step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
         search = search_of(level, max_slowdown, target, allow_inexact)
-        goal = SearchGoal(budget=budget_of(budget))
+        goal, limit_s = SearchGoal(budget=budget_of(budget)), seconds("timeout", timeout, 1)
         sizes, varied = split_dims(dims)
         given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
         counts = lengths_given(lengths)
         check_range(varied, counts is not None, goal.budget is not None)
-        return _searched(model, given, step, search, goal, search_time, wants_batch, verbose, card, varied, counts)
+        return _searched(
+            model, given, step, search, goal, search_time, limit_s, wants_batch, verbose, card, varied, counts
+        )
 
     return on_every_rank(checked_model(model), process_group, optimized, lambda found: found.plan)
 
 
+@said_in_python()
 def frontier(
     model: nn.Module,
     inputs: Inputs,
@@ -183,19 +191,21 @@ def frontier(
     precision: Precision = "stored",
     device: str | torch.device | None = None,
     seed: int = 0,
+    timeout: float = 600.0,
     verbose: bool = False,
 ) -> Optimized:
     """The plans between the fastest and the smallest, measured, as ``memopt optimize --frontier``.
 
     They are in ``summary.frontier``; ``memopt_cli.apply_plan(model, point.plan)`` takes one.  The model stays as it
-    is.  Arguments and errors are those of :func:`optimize`.
+    is.  ``max_slowdown``: ``None`` is 10 here.  Other arguments and errors are those of :func:`optimize`.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     search = search_of(level, max_slowdown, target, allow_inexact)
-    goal = SearchGoal(frontier=True)
-    return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, False, verbose)
+    goal, limit_s = SearchGoal(frontier=True), seconds("timeout", timeout, 1)
+    return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, limit_s, False, verbose)
 
 
+@said_in_python()
 def profile(
     model: nn.Module,
     inputs: Inputs,
@@ -212,6 +222,7 @@ def profile(
     precision: Precision = "stored",
     device: str | torch.device | None = None,
     seed: int = 0,
+    timeout: float = 600.0,
     verbose: bool = False,
 ) -> Profiled:
     """Where the memory of a training step goes, as ``memopt profile``; the model stays as it is.
@@ -223,7 +234,7 @@ def profile(
 
     Other arguments and errors are those of :func:`optimize`.
     """
-    card = card_given(for_device, device)
+    card, limit_s = card_given(for_device, device), seconds("timeout", timeout, 1)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     data: Data = "small batch" if fake or card else "full size"
     backend = None if compile is None else text("compile", compile)
@@ -231,11 +242,12 @@ def profile(
     chosen = plan_given(plan)
     with _prepared(model, given_inputs(inputs, dims), step, verbose) as (prepared, progress):
         found = profile_prepared(
-            prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress, card=card, backend=backend
+            prepared, chosen, data=data, timeout_s=limit_s, progress=progress, card=card, backend=backend
         )
         return Profiled(found)
 
 
+@said_in_python()
 def recommend_batch(
     model: nn.Module,
     inputs: Inputs,
@@ -260,6 +272,7 @@ def recommend_batch(
     precision: Precision = "stored",
     device: str | torch.device | None = None,
     seed: int = 0,
+    timeout: float = 600.0,
     verbose: bool = False,
 ) -> Recommended:
     """How large a batch fits, as ``memopt recommend-batch``; the model stays as it is.
@@ -291,7 +304,7 @@ def recommend_batch(
         multiple_of=whole("multiple_of", multiple_of, 1),
         search=plans if search else None,
         search_limit_s=None if search_time is None else seconds("search_time", search_time, 0),
-        timeout_s=_TIMEOUT_S,
+        timeout_s=seconds("timeout", timeout, 1),
         longest_step_s=seconds("longest_step", longest_step, 0.001),
         card=card,
     )
@@ -304,6 +317,7 @@ def recommend_batch(
         return Recommended(recommend_prepared(request, prepared, chosen, (), progress))
 
 
+@said_in_python()
 def baseline(
     model: nn.Module,
     inputs: Inputs,
@@ -318,6 +332,7 @@ def baseline(
     precision: Precision = "stored",
     device: str | torch.device | None = None,
     seed: int = 0,
+    timeout: float = 600.0,
     verbose: bool = False,
 ) -> Recorded:
     """Write down what a step needs, as ``memopt baseline``, under the plan that the model carries.
@@ -325,7 +340,7 @@ def baseline(
     Tensors among the inputs are described, as for :func:`recommend_batch`.  ``force``: an existing file is replaced.
     Other arguments and errors are those of :func:`optimize`.
     """
-    path = path_given("output", output)
+    path, limit_s = path_given("output", output), seconds("timeout", timeout, 1)
     check_targets([path], force=force)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     with _prepared(model, _description(inputs, dims), step, verbose) as (prepared, progress):
@@ -335,10 +350,12 @@ def baseline(
             settings=step.settings,
             output=str(path),
             force=force,
+            timeout_s=limit_s,
         )
         return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model), progress))
 
 
+@said_in_python()
 def check(
     model: nn.Module,
     inputs: Inputs,
@@ -348,6 +365,7 @@ def check(
     fail_on: str | Sequence[str] = ("peak:0",),
     loss: Loss | None = None,
     optimizer: Optimizer = None,
+    timeout: float = 600.0,
     verbose: bool = False,
 ) -> Checked:
     """Hold a step against its baseline, as ``memopt check``, under the plan that the model carries.
@@ -368,6 +386,7 @@ def check(
         spec=spec,
         loss=functions[0].reference or None,
         optimizer=functions[1].reference or None,
+        timeout_s=seconds("timeout", timeout, 1),
     )
     before, settings = step_of_baseline(request)
     step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
@@ -377,8 +396,6 @@ def check(
 
 
 _SEARCH = "Add search=True."
-_TIMEOUT_S = 600.0
-"""Of each answer of a profiling subprocess, as for ``--timeout``."""
 
 
 # ---------------------------------------------------------------------------------------------- how
@@ -412,6 +429,7 @@ def _searched(
     search: SearchOverrides,
     goal: SearchGoal,
     search_time: float | None,
+    timeout_s: float,
     recommend_batch: bool,
     verbose: bool,
     card: DeviceProfile | None = None,
@@ -431,6 +449,7 @@ def _searched(
             dim_range=varied,
             lengths=lengths,
             search_limit_s=limit_s,
+            timeout_s=timeout_s,
             recommend_batch=recommend_batch,
             card=card,
         )

@@ -8,17 +8,19 @@ from typing import Any
 
 from memopt_cli.api import resolve_device
 from memopt_cli.apply import apply_plan
-from memopt_cli.arguments import budget_of
+from memopt_cli.arguments import budget_of, seconds
 from memopt_cli.measure import processes
 from memopt_cli.pipeline.live_model import found_and_proven, logged
 from memopt_cli.pipeline.live_step import prepared_step
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.summary import summarize
 from memopt_cli.plan.policy import resolve
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
 from memopt_cli.user_step import Step, models_of
 
 
+@said_in_python()
 def optimize_step(
     make_step: Callable[[], Step],
     inputs: tuple[Any, ...] | Mapping[str, Any],
@@ -26,6 +28,7 @@ def optimize_step(
     level: int = 3,
     budget: str | float | None = None,
     max_slowdown: float | None = None,
+    timeout: float = 600.0,
     verbose: bool = False,
 ) -> tuple[Step, MemOptSummary]:
     """Make a step, and make it train in less memory: the step with the plan on its models, and what was found.
@@ -35,7 +38,8 @@ def optimize_step(
     ``inputs``: of one step, positional or by name; dimension 0 of the first tensor is the batch.
     ``budget``: the most that the step may take, ``"8GiB"``, bytes, or ``0.6`` or ``"60%"`` of what it takes now: the
     fastest plan within it.  Without one, that of the least peak whose step takes at most ``max_slowdown`` times as long
-    (``None``: 1.33; ``math.inf``: no limit).  ``verbose``: log the course of the search.
+    (``None``: 1.33; ``math.inf``: no limit).  ``timeout``: seconds that each answer of a profiling subprocess may take.
+    ``verbose``: log the course of the search.
 
     A step that exists already is given the same plan by ``memopt_cli.apply_plan(step, summary.plan)``.
     Raises :class:`OptionError` (a :class:`ValueError`) for a value out of its range, :class:`VerificationError` if the
@@ -44,7 +48,7 @@ def optimize_step(
     started = time.monotonic()
     search = SearchOverrides(level=level, max_slowdown=max_slowdown)
     resolved = resolve(search)
-    goal = SearchGoal(budget=budget_of(budget))
+    goal, limit_s = SearchGoal(budget=budget_of(budget)), seconds("timeout", timeout, 1)
     check_goal(goal, resolved)
     settings = StepSettings(device=resolve_device())
     with processes.kept(), logged(verbose) as progress, prepared_step(make_step, inputs, settings) as prepared:
@@ -56,6 +60,7 @@ def optimize_step(
             settings=settings,
             search=search,
             goal=goal,
+            timeout_s=limit_s,
             recommend_batch=False,
         )
         found = found_and_proven(request, resolved, prepared, progress)

@@ -43,6 +43,7 @@ from memopt_cli.pipeline.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.pipeline.summary import summarize
 from memopt_cli.plan.policy import resolve
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     BatchRequest,
     DeviceProfile,
@@ -65,6 +66,7 @@ Parallelize = str | Callable[[nn.Module, Any], nn.Module]
 """A function of a model and a ``DeviceMesh``; or text as for ``--parallel``: ``"fsdp"``, ``"train.py:shard"``."""
 
 
+@said_in_python()
 def predict_rank(
     build: Build,
     inputs: Inputs,
@@ -116,6 +118,7 @@ def predict_rank(
         return predict(session, layout, rank, chosen)
 
 
+@said_in_python()
 def recommend_ranks(
     build: Build,
     inputs: Inputs,
@@ -163,6 +166,7 @@ def recommend_ranks(
         return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen, progress))
 
 
+@said_in_python()
 def plan_rank(
     build: Build,
     inputs: Inputs,

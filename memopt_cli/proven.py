@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memopt_cli import apply
-from memopt_cli.contents import read_plan
+from memopt_cli.contents import the_plan
 from memopt_cli.equality import generators_kept, gradients_kept
 from memopt_cli.errors import OptionError, VerificationError
 from memopt_cli.module_calls import unwrapped
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.tree import tensors_of
@@ -24,12 +25,13 @@ from memopt_cli.user_step import models_of
 from memopt_cli.verification import first_samples
 from memopt_cli.verification import verify as compared
 
-Applied = TypeVar("Applied", nn.Module, UserStep, Mapping[str, nn.Module])
+Applied = TypeVar("Applied", bound=nn.Module | UserStep | Mapping[str, nn.Module])
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One argument of ``forward``, its positional arguments, or its keyword arguments."""
 
 
+@said_in_python()
 def apply_plan(
     model: Applied,
     plan: Plan | str | os.PathLike[str],
@@ -51,8 +53,7 @@ def apply_plan(
     Raises :class:`PlanError` for a plan that does not suit the model or its optimizer, :class:`VerificationError` if a
     step differs, and what the model itself raises; then it is as it was.  Gradients that it has stay as they are.
     """
-    if not isinstance(plan, Plan):
-        plan = read_plan(plan)[1]
+    plan = the_plan(plan)
     if not isinstance(model, nn.Module):
         _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
         return model

@@ -19,6 +19,7 @@ import pytest
 
 from memopt_cli.errors import UsageError
 from memopt_cli.optimizer_text import parse_optimizer
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import Counted, StepSettings, to_data
 from memopt_cli.units import format_bytes, parse_bytes
 
@@ -38,6 +39,7 @@ class TrainMemory:
         self.steps = 0
         """How many were counted."""
 
+    @said_in_python()
     def __call__(
         self,
         model: nn.Module,

@@ -83,7 +83,7 @@ def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str
             shapes = ", ".join(map(format_tensor, tensors)) or "of fixed size"
             raise UsageError(
                 f"--dim {name}: no input has a dimension {name}; they are {shapes} ({where})",
-                hint=f"Write {name} into a shape, as in -i {name}x3x224x224, or omit the flag.",
+                hint=f"Write {name} into a shape, as in -i {name}x3x224x224, or give it no size.",
             )
 
 
@@ -118,6 +118,8 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
     dims: dict[str, int] = {}
     for text in texts:
         name, _, size = text.replace(" ", "").partition("=")
+        if name.isidentifier() and size and not size.strip("0"):
+            raise UsageError(f"dimension {name} has size 0", hint="Give it a size of at least 1.")
         if not name.isidentifier() or not _SIZE.fullmatch(size):
             raise UsageError(f"dimension {shortened(text)} is not NAME=SIZE", hint="Write for example --dim B=8.")
         if dims.setdefault(name, int(size)) != int(size):

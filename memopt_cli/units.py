@@ -50,12 +50,24 @@ def exact_bytes(size: int) -> str:
     return f"{size // 1024**power}{_BINARY[power]}"
 
 
-def format_bytes(size: float) -> str:
+def format_bytes(size: float, decimals: int = 1) -> str:
     """Bytes -> text for people, one decimal in the largest fitting binary unit, e.g. ``"617.9 MiB"``."""
     power = 0
     while abs(size) >= 1024 and power < len(_BINARY) - 1:
         size, power = size / 1024, power + 1
-    return f"{size:.0f} B" if power == 0 else f"{size:.1f} {_BINARY[power]}"
+    return f"{size:.0f} B" if power == 0 else f"{size:.{decimals}f} {_BINARY[power]}"
+
+
+def format_apart(limit: int, size: int) -> tuple[str, str]:
+    """A limit and a size that is over it, as :func:`format_bytes`, with what decimals it takes to show that.
+
+    And to show the limit as it was given: ``1.75MiB`` is not 1.8.
+    """
+    for decimals in (1, 2, 3):
+        one, other = format_bytes(limit, decimals), format_bytes(size, decimals)
+        if one != other and abs(parse_bytes(one) - limit) <= limit / 200:
+            return one, other
+    return f"{limit} B", f"{size} B"
 
 
 def format_seconds(seconds: float) -> str:

@@ -31,6 +31,7 @@ from memopt_cli.pipeline.live_model import also_prepared_model, logged, once
 from memopt_cli.pipeline.live_step import also_prepared_step
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import UserFunction
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
 from memopt_cli.report.text import TextJudgement
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
@@ -56,6 +57,7 @@ class Verified(Shown):
         TextJudgement().verified(self.result, stream)
 
 
+@said_in_python()
 def verify(
     reference: Trained,
     candidate: Trained,

@@ -36,9 +36,3 @@ def test_the_key_of_a_file_is_quoted_in_one_line() -> None:
 )
 def test_a_line_that_announces_the_next_is_followed_by_it(said: str, line: str) -> None:
     assert first_line(ValueError(said)) == line
-
-
-def test_in_python_a_flag_is_an_argument() -> None:
-    error = UsageError("--search-time is 0 (a--b, --dim B=1)", hint="Give more --memory.")
-    error.say_in_python()
-    assert str(error) == "search_time is 0 (a--b, dims B=1)\nGive more memory."

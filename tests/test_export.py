@@ -16,9 +16,18 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt_cli
+from memopt_cli.errors import OptionError
 from memopt_cli.records import StepSettings
 from memopt_cli.step import Step
 from memopt_cli.trace import count
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, "None"), (3, "3"), ({}, "a dict"), (nn.Linear, "the class Linear")])
+def test_what_is_no_plan_is_said(given: Any, told: str) -> None:
+    for call in (memopt_cli.export_plan, lambda plan: memopt_cli.apply_plan(nn.Linear(2, 2), plan)):
+        with pytest.raises(OptionError) as caught:
+            call(given)
+        assert str(caught.value) == f"plan is {told}\nGive a memopt_cli.Plan, or the path of its file."
 
 
 class Block(nn.Module):

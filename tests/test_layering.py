@@ -17,7 +17,7 @@ BASE = {"errors", "units", "records", "documents", "spec_text", "batch_axis", "o
 BELOW_STAGES = (
     BASE
     | {"progress", "runtime", "optimizers", "module_calls", "step", "user_step", "own_step"}
-    | {"equality", "workspace"}
+    | {"equality", "workspace", "python_words"}
 )
 STAGES = {
     *("loading", "trace", "chunking", "measure", "plan", "apply", "verification", "write", "contents"),
@@ -26,6 +26,7 @@ STAGES = {
 PARTS: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
+    "python_words": {"errors"},
     "optimizer_text": {"errors"},
     "optimizers": {"errors", "optimizer_text"},
     "records": {"errors", "units", "optimizer_text"},

@@ -20,8 +20,10 @@ import memopt_cli
 from memopt_cli import live
 from memopt_cli.apply import apply_plan
 from memopt_cli.cli.app import main
-from memopt_cli.errors import BaselineError, UnsafeFileError, UsageError
-from memopt_cli.records import Measurement, from_data
+from memopt_cli.errors import BaselineError, MeasurementError, UnsafeFileError, UsageError
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import Measurement, TimedOut, from_data
 from tests.live_model import Block, mean_square
 
 pytestmark = pytest.mark.process
@@ -318,6 +320,32 @@ def test_a_batch_module_is_refused(x: Tensor) -> None:
             call(batched, x.expand(2, *x.shape))
     with pytest.raises(UsageError, match="is a BatchModule"):
         memopt_cli.recommend_batch(batched, x.expand(2, *x.shape))
+
+
+@pytest.mark.parametrize(
+    "name", ["optimize", "optimize_step", "frontier", "profile", "recommend_batch", "baseline", "check"]
+)
+def test_a_subprocess_has_the_time_that_is_given(
+    name: str, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name == "check":
+        memopt_cli.baseline(made(), x)
+
+    def late(prepared: Prepared, timeout_s: float, data: str = "") -> Any:
+        raise_failure(TimedOut(limit_s=timeout_s))
+
+    monkeypatch.setattr(Prepared, "session", late)
+    call = getattr(memopt_cli, name)
+    with pytest.raises(MeasurementError) as error:
+        call(made_step if name == "optimize_step" else made(), (x,), timeout=7)
+    assert error.value.message.endswith("the step ran past its time limit of 7 s")
+    assert error.value.hint == "Raise timeout, or give smaller inputs."
+
+
+def made_step() -> memopt_cli.Step:
+    model = made()
+    return memopt_cli.Step(models={"model": model}, run=lambda x: mean_square(model(x)).backward())
 
 
 @pytest.mark.usefixtures("in_process")

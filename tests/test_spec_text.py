@@ -136,9 +136,15 @@ def test_dims() -> None:
     assert parse_dims(["B=8", "S = 128", "batch=2", "B=8"]) == {"B": 8, "S": 128, "batch": 2}
 
 
-@pytest.mark.parametrize("text", ["B", "=8", "B=", "B=0", "B=-1", "B=x", "2=3", "B=1:2", "B=1.5", "B=٣"])
+@pytest.mark.parametrize("text", ["B", "=8", "B=", "B=-1", "B=x", "2=3", "B=1:2", "B=1.5", "B=٣"])
 def test_bad_dim(text: str) -> None:
     with pytest.raises(UsageError, match="NAME=SIZE"):
+        parse_dims([text])
+
+
+@pytest.mark.parametrize("text", ["B=0", "B=00"])
+def test_a_dimension_without_size(text: str) -> None:
+    with pytest.raises(UsageError, match="dimension B has size 0"):
         parse_dims([text])
 
 

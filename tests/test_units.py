@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_cli.errors import UsageError
-from memopt_cli.units import exact_bytes, format_bytes, format_seconds, parse_bytes, parse_percent
+from memopt_cli.units import exact_bytes, format_apart, format_bytes, format_seconds, parse_bytes, parse_percent
 
 sizes = st.integers(min_value=0, max_value=2**63 - 1)
 
@@ -98,3 +98,18 @@ def test_parse_percent(text: str, expected: float | None) -> None:
 def test_parse_percent_refuses_shares_outside_its_range(text: str) -> None:
     with pytest.raises(UsageError, match="not a percentage"):
         parse_percent(text)
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "expected"),
+    [
+        (1024, 1_966_080, ("1.0 KiB", "1.9 MiB")),
+        (1_835_008, 1_966_080, ("1.75 MiB", "1.88 MiB")),  # 1.8 MiB would be another limit
+        (1_986_560, 1_990_656, ("1.89 MiB", "1.90 MiB")),
+        (1_986_560, 1_986_561, ("1986560 B", "1986561 B")),
+        (150, 300, ("150 B", "300 B")),
+        (4_521_984, 8_000_000, ("4.3 MiB", "7.6 MiB")),
+    ],
+)
+def test_a_limit_and_what_is_over_it_do_not_look_the_same(limit: int, size: int, expected: tuple[str, str]) -> None:
+    assert format_apart(limit, size) == expected

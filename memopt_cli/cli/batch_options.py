@@ -33,6 +33,8 @@ def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min)
     if match is None:
         raise UsageError(f"dimension '{ranges[0]}' is not NAME=LOW:HIGH", hint="Write for example --dim S=128:4096.")
     symbol, low, high = match.groups()
+    if not int(low):
+        raise UsageError(f"the range {ranges[0]} begins below 1", hint=f"Write {symbol}=LOW:HIGH with a LOW from 1 on.")
     for size in (low, high):
         parse_dims([f"{symbol}={size}"])
     if int(low) > int(high):

@@ -23,6 +23,7 @@ from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.loading.trust import Unvouched, as_python, together
 from memopt_cli.loading.user_code import UserCode, make_importable
+from memopt_cli.python_words import said_in_python
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.spec_text import is_factory, is_pretrained
 from memopt_cli.user_step import StepModels
@@ -67,6 +68,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     )
 
 
+@said_in_python()
 def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust = Trust()) -> nn.Module:
     """Load a model that memopt wrote, any saved module or a folder of ``save_pretrained``, onto the CPU.
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import Measured, MeasureJob, Subject
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.pipeline.batch_probes import memory_left_out
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
@@ -73,7 +74,9 @@ def confirmed(
     if not isinstance(found, Measured):
         raise_failure(found, "the step could not be run with the plan: ")
     measured, device = found.measurement, prepared.subject.settings.device
-    confirmation = Confirmation(device=device, measurement=measured, predicted=None, unlike=differs)
+    confirmation = Confirmation(
+        device=device, measurement=measured, predicted=None, notes=memory_left_out(prepared), unlike=differs
+    )
     if predicted is None:
         return confirmation
     estimate = predicted.estimate
@@ -81,6 +84,7 @@ def confirmed(
     return replace(
         confirmation,
         predicted=estimate,
+        confirms=device != "cpu" and not differs,
         allocated_off=off(estimate.allocated_peak_bytes, measured.allocated_peak_bytes),
         reserved_off=None if device == "cpu" else reserved,
         step_off=off(estimate.step_s, measured.step_s),

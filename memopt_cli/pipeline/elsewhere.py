@@ -15,7 +15,7 @@ from memopt_cli.estimation import estimate
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced, TraceJob
 from memopt_cli.pipeline.climb import found_row, is_worth_it, not_worth_it
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.goal import NOTHING_FITS, TOO_SLOW, budget_bytes
+from memopt_cli.pipeline.goal import TOO_SLOW, budget_bytes, nothing_fits
 from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.prediction import predict, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of
@@ -216,11 +216,7 @@ def _within(planner: Planner, level: int, budget: int, most_slowdown: float) -> 
     found = planner.within(level, budget)
     if found is None:
         least = planner.least(level).peak_bytes
-        raise NothingFitsError(
-            f"no plan found takes {format_bytes(budget)} or less, as estimated; the least is about "
-            f"{format_bytes(least)}",
-            hint=NOTHING_FITS,
-        )
+        raise nothing_fits(budget, least, ", as estimated")
     if found.slowdown > most_slowdown:
         raise NothingFitsError(
             f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, is estimated to make the step "

@@ -15,7 +15,7 @@ from memopt_cli.plan.planner import Planner, nondominated
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemory, ParetoPoint, Plan, describe
-from memopt_cli.units import format_bytes
+from memopt_cli.units import format_apart, format_bytes
 
 _MEASURED = 6
 """Plans that are run in profiling subprocesses for a budget, or for a frontier, at most."""
@@ -30,9 +30,8 @@ _APART = 0.02
 """Of two plans on the frontier the smaller one is shown if it saves that share of the other's peak, or more."""
 _TRIED = 8
 """Dry runs of plans with the optimizer in backward for a budget, at most."""
-NOTHING_FITS = "Raise --budget or --level, or take a smaller batch (--dim B=… where the shape says B)."
 TOO_SLOW = "Raise --max-slowdown or --budget."
-"""What helps where no plan is small enough, or the one that is takes too long."""
+"""What helps where the plan that is small enough takes too long."""
 _FAR = 2.0
 """A step that takes so many times what it was to says that the prediction is wrong, or the machine busy."""
 
@@ -49,15 +48,24 @@ class GoalSearch:
     """The planner's peaks come from dry runs, so they are predictions."""
     in_backward: InBackwardPlans
     """Its plans again, with the optimizer in backward."""
+    confirm: Callable[[LevelRow, float], LevelRow]
+    """The row of a measured plan whose step may be too long, timed in turns with the original."""
+    notes: list[str]
     original_s: float = math.inf
     """Step time of the original, as measured."""
     most_slowdown: float | None = None
-    """No plan may be predicted to be slower; ``None``: within a budget any may, see :data:`FRONTIER_SLOWDOWN`."""
+    """No plan may be predicted to be slower, nor one of a frontier be measured so; ``None``: within a budget any may,
+    see :data:`FRONTIER_SLOWDOWN`."""
 
     @property
     def _most(self) -> float:
         """The limit within a budget."""
         return math.inf if self.most_slowdown is None else self.most_slowdown
+
+    @property
+    def _most_shown(self) -> float:
+        """The limit of a frontier."""
+        return FRONTIER_SLOWDOWN if self.most_slowdown is None else self.most_slowdown
 
     def within(self, budget_bytes: int) -> LevelRow:
         """The fastest plan found whose measured peak is within the budget.
@@ -104,7 +112,7 @@ class GoalSearch:
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
         least_bytes = min(measured) if measured else self._lower(least or self.planner.least(self.level)).peak_bytes
-        raise self._nothing_fits(budget_bytes, least_bytes)
+        raise nothing_fits(budget_bytes, least_bytes)
 
     def _fastest(self, target_bytes: int) -> Priced | None:
         """The fastest plan within so many bytes; one with the optimizer in backward where none without is as fast.
@@ -167,29 +175,49 @@ class GoalSearch:
         return found
 
     def worth_showing(self) -> list[Priced]:
-        """As many plans of the frontier, from the original to the least peak, as may be run; none is too slow."""
-        limit = FRONTIER_SLOWDOWN if self.most_slowdown is None else self.most_slowdown
-        found = _apart(self.planner.frontier(self.level, limit))
+        """As many plans of the frontier, from the original to the least peak, as may be run; none seems too slow."""
+        found = _apart(self.planner.frontier(self.level, self._most_shown))
         lower = [priced for priced in map(self.in_backward.of, found) if priced is not None]
         both = nondominated([*found[1:], *lower]) if lower else found[1:]
         return _spread(_apart([*found[:1], *both]), _MEASURED + 1)
 
     def frontier(self, found: Sequence[Priced], original: LevelRow) -> list[ParetoPoint]:
-        """The plans, measured; numbered as they were predicted, whatever their measurements say."""
+        """The plans, measured; in the order of their predictions.  A note names those whose steps are too long."""
         assert original.outcome is not None
         points: list[ParetoPoint] = []
-        for priced in found:
-            self._measuring(priced, len(points), len(found))
-            points.append(
-                ParetoPoint(
-                    plan=priced.plan,
-                    predicted_allocated_peak_bytes=priced.peak_bytes,
-                    predicted_slowdown=priced.slowdown,
-                    outcome=original.outcome if priced.plan.is_empty else self.measure(priced.plan),
-                    original_step_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else None,
-                )
+        slow: list[str] = []
+        for done, priced in enumerate(found):
+            self._measuring(priced, done, len(found))
+            point = self._within_time(self._point(priced, original.outcome), original)
+            if point.slowdown is None or point.slowdown <= self._most_shown:
+                points.append(point)
+            else:
+                slow.append(f"{format_bytes(point.predicted_allocated_peak_bytes)} ({point.slowdown:.2f}×)")
+        if slow:
+            self.notes.append(
+                f"Not on the frontier, as their steps take more than {self._most_shown:g} times as long when measured: "
+                f"plans of {', '.join(slow)}. A higher --max-slowdown shows them."
             )
         return points
+
+    def _point(self, priced: Priced, original: Measurement | Failure) -> ParetoPoint:
+        return ParetoPoint(
+            plan=priced.plan,
+            predicted_allocated_peak_bytes=priced.peak_bytes,
+            predicted_slowdown=priced.slowdown,
+            outcome=original if priced.plan.is_empty else self.measure(priced.plan),
+            original_step_s=original.step_s if isinstance(original, Measurement) else None,
+        )
+
+    def _within_time(self, point: ParetoPoint, original: LevelRow) -> ParetoPoint:
+        """One whose step seems too long, as it is timed in turns with the original: a busy machine hides no plan."""
+        if point.slowdown is None or point.slowdown <= self._most_shown:
+            return point
+        outcome = self.confirm(self.row_of(point, time.monotonic()), self._most_shown).outcome
+        beside = self.measure(original.plan)
+        assert outcome is not None
+        assert isinstance(beside, Measurement)
+        return replace(point, outcome=outcome, original_step_s=beside.step_s)
 
     def _measuring(self, found: Priced, done: int = 0, total: int | None = None) -> None:
         self.progress.update(done, total, f"measuring a plan of {format_bytes(found.peak_bytes)}")
@@ -205,12 +233,14 @@ class GoalSearch:
         row = found_row(self.level, found, len(self.planner.dry_runs), started, dry_run=self.dry_run)
         return replace(row, outcome=outcome)
 
-    @staticmethod
-    def _nothing_fits(budget_bytes: int, least_bytes: int) -> NothingFitsError:
-        return NothingFitsError(
-            f"no plan found takes {format_bytes(budget_bytes)} or less; the least is about {format_bytes(least_bytes)}",
-            hint=NOTHING_FITS,
-        )
+
+def nothing_fits(budget_bytes: int, least_bytes: int, how: str = "") -> NothingFitsError:
+    """Of all plans, none; ``how`` that is known."""
+    budget, least = format_apart(budget_bytes, least_bytes)
+    return NothingFitsError(
+        f"no plan found takes {budget} or less{how}; the smallest that was found takes about {least}",
+        hint="Raise --budget or --level, or take a smaller batch (--dim B=… where the shape says B).",
+    )
 
 
 def budget_bytes(budget: Budget, original_bytes: int) -> int:

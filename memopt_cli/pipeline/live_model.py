@@ -243,7 +243,7 @@ def _described(name: str | None, value: Any) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise OptionError(
             f"an input is a {type(value).__name__}, and batches of another size cannot be made of it",
-            hint='Describe the inputs by text, as for -i: "Bx3x64x64", with dims={"B": 8}.',
+            hint='Describe the inputs by text: "Bx3x64x64", with dims={"B": 8}.',
         )
     values = "normal"
     if not value.is_floating_point() and not value.is_complex():
@@ -396,17 +396,7 @@ class _Logged(Progress):
 
 @contextlib.contextmanager
 def logged(verbose: bool) -> Iterator[Progress]:
-    """Progress that is seen if asked for, with or without logging set up; errors that name arguments, not flags."""
-    try:
-        with _progress(verbose) as progress:
-            yield progress
-    except MemoptError as err:
-        err.say_in_python()
-        raise
-
-
-@contextlib.contextmanager
-def _progress(verbose: bool) -> Iterator[Progress]:
+    """Progress that is seen if asked for, with or without logging set up."""
     if not verbose:
         yield Progress()
         return

@@ -236,6 +236,8 @@ class _Job:
             level=level,
             dry_run=search.traced.has_dry_runs,
             in_backward=self._plans_in_backward(search, original),
+            confirm=self.measurements.confirm,
+            notes=self.notes,
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
             most_slowdown=self.request.search.get("max_slowdown"),
         )
@@ -252,6 +254,7 @@ class _Job:
         if goal.frontier:
             self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
+            check_pick(goal.pick, len(self.frontier))
             rows.append(planned.row_of(self.frontier[goal.pick - 1], started))
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self.frontier = [self._as_timed(point, *rows[-1:]) for point in self.frontier]

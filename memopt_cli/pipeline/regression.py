@@ -150,7 +150,7 @@ def _refuse_reach(request: CheckRequest, before: Baseline) -> None:
 def _unsafe(request: CheckRequest, what: str, missing: dict[str, str]) -> UnsafeFileError:
     flags = " ".join(quoted_flag(flag, value) for flag, value in missing.items())
     return UnsafeFileError(
-        f"{request.baseline_path} names {what}, which only the command line may: "
+        f"{request.baseline_path} names {what}, which must be given by you: "
         f"{', '.join(value[:200] for value in missing.values())}",
         hint=f"If it is yours, add: {flags}" if len(flags) <= _LONGEST_FLAGS else "Record one of your own.",
     )
@@ -233,7 +233,7 @@ def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> No
 def _record_anew(request: CheckRequest) -> str:
     output = f"-o {quoted_path(request.baseline_path)} --force"
     location = quoted_path(request.source.location)
-    return f"Record one, with the flags of this check: memopt baseline {location} … {output}"
+    return f"Record one of the step that is checked here: memopt baseline {location} … {output}"
 
 
 # ---------------------------------------------------------------------------------------------- measuring

@@ -148,6 +148,10 @@ class Confirmation:
     measurement: Measurement
     predicted: DeviceEstimate | None
     """``None``: the plan's file predicts nothing."""
+    confirms: bool = False
+    """Whether the estimate is held against what it is of: that step, on a GPU."""
+    notes: tuple[str, ...] = ()
+    """What of training is not in the measurement."""
     unlike: tuple[str, ...] = ()
     """What of the step is not as it was when that was predicted."""
     allocated_off: float | None = None

@@ -9,7 +9,12 @@ from memopt_cli.units import format_bytes, format_seconds, format_some
 
 
 def lines(found: Confirmation) -> Iterator[str]:
-    """One for each number; then what keeps them from being compared."""
+    """One for each number; then what keeps them from being compared, and what is in none of them."""
+    yield from _compared(found)
+    yield from found.notes
+
+
+def _compared(found: Confirmation) -> Iterator[str]:
     measured, estimate = found.measurement, found.predicted
     allocated, reserved = format_bytes(measured.allocated_peak_bytes), format_bytes(measured.reserved_peak_bytes)
     step = format_seconds(measured.step_s)

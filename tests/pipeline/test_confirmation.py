@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from torch import nn
 
 from memopt_cli.contents import plan_yaml, read_plan, read_prediction
 from memopt_cli.errors import UsageError
-from memopt_cli.measure.jobs import Subject
-from memopt_cli.pipeline.confirmation import as_predicted, off, unlike
+from memopt_cli.measure.jobs import Measured, Subject
+from memopt_cli.pipeline.confirmation import as_predicted, confirmed, off, unlike
+from memopt_cli.progress import Progress
 from memopt_cli.records import (
     SCHEMA_VERSION,
     ApplyResult,
@@ -25,6 +28,7 @@ from memopt_cli.records import (
     Confirmation,
     DeviceEstimate,
     FileHeader,
+    Fingerprint,
     InputSpec,
     Measurement,
     ModelSource,
@@ -167,6 +171,11 @@ def test_the_report_of_a_cpu_confirms_nothing() -> None:
     assert "this is no a100-40gb: its estimate is not confirmed; run this there, with --device cuda:0" in lines
 
 
+def test_the_report_says_what_is_not_in_it() -> None:
+    for predicted in (None, ESTIMATE):
+        assert "No optimizer." in shown(predicted=predicted, allocated_off=0.0, step_off=0.0, notes=("No optimizer.",))
+
+
 def test_the_report_without_a_prediction() -> None:
     (line, _) = shown(predicted=None)
     assert line.startswith("measured on cuda:0: allocated peak 100.0 MiB, step 4.0 ms; the plan predicts nothing")
@@ -183,8 +192,46 @@ def test_a_step_is_run_and_held_against_the_estimate(memopt: Callable[..., Any])
     assert found["allocated_off"] == (90 * MIB - peak) / peak
     assert found["reserved_off"] is None
     assert found["unlike"] == []
+    assert not found["confirms"]  # on a CPU
+    assert found["notes"] == []
     assert found["measurement"]["breakdown"]["optimizer_bytes"] > 0  # adamw, as predicted
     assert "net.memopt.pt" in done.changed
+
+
+@pytest.mark.parametrize(("flags", "is_said"), [((), True), (("--optimizer", "adamw"), False)])
+@pytest.mark.usefixtures("in_process")
+def test_a_plan_that_names_no_optimizer_is_confirmed_without_one_and_says_so(
+    flags: tuple[str, ...], is_said: bool, memopt: Callable[..., Any]
+) -> None:
+    torch.save(nn.Sequential(nn.Sequential(nn.Linear(32, 64), nn.Tanh()), nn.Linear(64, 4)), "net.pt")
+    written(Path(), None)
+    done = memopt("apply", "net.pt", "net.plan.yaml", "--confirm", *flags)
+    assert done.code == 0, done.err
+    assert ("No optimizer is counted; AdamW's state would add" in done.out) == is_said
+
+
+def test_what_a_gpu_measures_of_that_step_confirms_the_estimate() -> None:
+    subject = Subject(source=ModelSource(location="net.pt"), spec=HEADER.spec, settings=STEP.settings)
+    asked: Any = Asked(replace(subject, settings=replace(STEP.settings, device="cuda:0")))
+    assert confirmed(asked, PLAN, STEP, (), 60.0, Progress()).confirms
+    assert not confirmed(asked, PLAN, STEP, ("inputs",), 60.0, Progress()).confirms
+    assert not confirmed(asked, PLAN, None, (), 60.0, Progress()).confirms
+    on_cpu: Any = Asked(subject)
+    assert not confirmed(on_cpu, PLAN, STEP, (), 60.0, Progress()).confirms
+
+
+class Asked:
+    """A prepared model whose step takes what it is told to."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.facts = subject, SimpleNamespace(trainable_bytes=0)
+
+    @contextlib.contextmanager
+    def session(self, timeout_s: float) -> Iterator[Any]:
+        yield self
+
+    def ask(self, job: object) -> Measured:
+        return Measured(measurement=measured(), left=Fingerprint(tensors=(), put_off=(), repeats=True))
 
 
 @pytest.mark.usefixtures("in_process")

@@ -83,7 +83,14 @@ def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, l
 
     planner: Any = FakePlanner()
     search = GoalSearch(
-        planner=planner, measure=measure, progress=Progress(), level=3, dry_run=True, in_backward=not_in_backward()
+        planner=planner,
+        measure=measure,
+        progress=Progress(),
+        level=3,
+        dry_run=True,
+        in_backward=not_in_backward(),
+        confirm=lambda row, most: row,
+        notes=[],
     )
     return search, asked
 
@@ -139,7 +146,7 @@ def test_a_budget_takes_the_fastest_plan_with_the_optimizer_in_backward() -> Non
 def test_a_budget_below_the_least_plan_is_met_in_backward() -> None:
     search = in_backward(goal(lambda peak: measured(peak - HELD))[0])
     assert search.within(160).plan == replace(priced(300).plan, in_backward=True)
-    with pytest.raises(NothingFitsError, match="the least is about 150 B"):
+    with pytest.raises(NothingFitsError, match="takes about 150 B"):
         search.within(140)
 
 
@@ -210,11 +217,13 @@ def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
 
 def test_nothing_fits() -> None:
     search, _ = goal(measured)
-    with pytest.raises(NothingFitsError, match=r"no plan found takes 200 B or less; the least is about 300 B") as error:
+    with pytest.raises(
+        NothingFitsError, match=r"no plan found takes 200 B or less; the smallest that was found takes about 300 B"
+    ) as error:
         search.within(200)
     assert error.value.exit_code == 6
     search, asked = goal(lambda peak: measured(peak + 1000))
-    with pytest.raises(NothingFitsError, match="the least is about"):
+    with pytest.raises(NothingFitsError, match="the smallest that was found"):
         search.within(750)
     assert len(asked) <= 6
 
@@ -224,7 +233,7 @@ def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
     row = search.within(296)
     assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
     search, asked = goal(measured)
-    with pytest.raises(NothingFitsError, match="the least is about 300 B"):
+    with pytest.raises(NothingFitsError, match="the smallest that was found takes about 300 B"):
         search.within(296)
     assert asked == [300]
     search, asked = goal(lambda peak: measured(peak - 50))
@@ -291,6 +300,36 @@ def test_a_frontier_ends_where_steps_take_ten_times_as_long_if_nothing_is_said()
     assert shown(math.inf) == [1000, 900, 700, 400]
     assert shown(2.0) == [1000, 900]
     assert search.within(400).predicted_allocated_peak_bytes == 400
+
+
+@pytest.mark.parametrize(("most", "shown", "limit"), [(None, [1000, 800], "10"), (1.6, [1000], "1.6")])
+def test_a_frontier_has_no_plan_that_is_measured_to_take_longer_than_it_may(
+    most: float | None, shown: list[int], limit: str
+) -> None:
+    times = {1000: 1.0, 800: 2.0, 600: 18.0, 500: 12.0}
+    search, _ = goal(lambda peak: measured(peak, times[peak]))
+    search.planner.plans = tuple(priced(peak) for peak in times)
+    original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
+    points = replace(search, most_slowdown=most).frontier(search.planner.plans, original)
+    assert [point.predicted_allocated_peak_bytes for point in points] == shown
+    [note] = search.notes
+    assert f"more than {limit} times as long" in note
+    assert "600 B (18.00×), 500 B (12.00×)" in note
+
+
+def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier() -> None:
+    times = {1000: 1.0, 700: 18.0}
+    search, _ = goal(lambda peak: measured(peak, times[peak]))
+
+    def in_turns(row: LevelRow, most: float) -> LevelRow:
+        times[1000], times[700] = 2.0, 4.0
+        return replace(row, outcome=measured(700, 4.0))
+
+    original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
+    search.planner.plans = (priced(1000), priced(700))
+    first, second = replace(search, confirm=in_turns).frontier(search.planner.plans, original)
+    assert (first.slowdown, second.slowdown) == (1.0, 2.0)
+    assert search.notes == []
 
 
 @pytest.mark.parametrize(("number", "is_there"), [(0, False), (1, True), (7, True), (8, False)])

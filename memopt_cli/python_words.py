@@ -1,0 +1,140 @@
+"""What the commands say, as functions of Python say it: ``search_time`` for ``--search-time``."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from memopt_cli.errors import MemoptError
+
+
+@contextlib.contextmanager
+def said_in_python() -> Iterator[None]:
+    """Above a function: errors name arguments where those of the commands name flags.
+
+    So do the errors that they come from: a traceback shows them, too.
+    """
+    try:
+        yield
+    except BaseException as err:
+        for each in _chain(err):
+            if isinstance(each, MemoptError):
+                each.reword(in_python)
+        raise
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """It, and all that it comes from."""
+    pending, seen = [error], set[int]()
+    while pending:
+        err = pending.pop()
+        if id(err) not in seen:
+            seen.add(id(err))
+            yield err
+            pending += [cause for cause in (err.__cause__, err.__context__) if cause is not None]
+
+
+def in_python(text: str) -> str:
+    """``dims={"B": 8}`` for ``--dim B=8``, ``memopt_cli.profile(fake=True)`` for ``memopt profile --fake``.
+
+    What names a function of a file becomes a function, and what is said of the command line alone is left out.  Flags
+    that no function has as an argument stay.
+    """
+    text = _FOR_COMMANDS.sub("", text)
+    text = _COMMAND.sub(_call, text)
+    text = _FLAGS.sub(lambda found: ", ".join(_arguments(found[0])), text)
+    text = _WRITE_FUNCTION.sub(lambda found: f"{'G' if found[1] == 'W' else 'g'}ive a function", text)
+    return _ANY_FUNCTION.sub("a function", text)
+
+
+_FOR_COMMANDS: Final = re.compile(r"; on the command line: \S+(?: \S+)*?(?=[.;](?:\s|$))")
+_OF_FILE: Final = r"(?:file|train|FILE)\.py:(?:function|NAME)\b"
+"""Stands for any function."""
+_VALUE: Final = "|".join(
+    [
+        r"'[^']*'",
+        r"[^\W\d]\w*=[\w:…]+",  # --dim B=8
+        r"[^\s']+\.py:[^\W\d]\w*",  # --loss train.py:loss
+        r"\d+(?:\.\d+)?[A-Za-z%]*",  # --memory 24GiB
+        r"none\b",
+        r"(?:cpu|cuda)(?::\d+)?\b",
+        r"[a-z]\w*-\d+gb\b",  # --for a100-40gb
+        r"[\w./~-]*[\w-]\.[a-z]{2,5}\b",  # -o memopt-baseline.json
+        r"[A-Z]\w*",  # --baseline FILE, --target Bottleneck
+    ]
+)
+_SHAPE: Final = r"(?=\S*[\dA-Z…\[])[^\s,;)]*[^\s,;).]"
+_FLAG: Final = re.compile(
+    rf"(?<![\w-])(?:--(?P<long>[a-z]+(?:-[a-z]+)*)(?:[ =](?P<value>{_VALUE}))?"
+    rf"|-i\b(?: (?P<inputs>{_SHAPE}))?|-(?P<short>o)\b(?: (?P<output>{_VALUE}))?)"
+)
+_ONE: Final = re.sub(r"\?P<\w+>", "?:", _FLAG.pattern)
+_FLAGS: Final = re.compile(f"{_ONE}(?: {_ONE})*")
+_COMMAND: Final = re.compile(
+    rf"\bmemopt (optimize|profile|recommend-batch|baseline|check|verify|apply)( MODEL| \S+ …)?((?: {_ONE})+)"
+)
+_WRITE_FUNCTION: Final = re.compile(rf"\b([Ww])rite {_OF_FILE}")
+_ANY_FUNCTION: Final = re.compile(rf"\b{_OF_FILE}")
+
+_NAMES: Final[Mapping[str, str]] = {
+    "dim": "dims",
+    "for": "for_device",
+    "input": "inputs",
+    "parallel": "parallelize",
+    "trust-pickle": "trust=memopt_cli.Trust(pickle=True)",
+}
+"""Flags whose arguments have other names."""
+_SWITCHES: Final = frozenset({"fake", "force", "search", "unverified"})
+_COMMANDS_ALONE: Final = frozenset(
+    {
+        *("code-path", "weights", "allow-package", "allow-global", "no-sandbox"),  # functions are given the model
+        *("input-script", "input-data"),  # and the inputs
+        *("html", "snapshot", "log", "plan-only"),  # and write no files
+        *("frontier", "pick", "measure-levels", "replicas", "strategy", "confirm"),
+    }
+)
+"""Of no function."""
+
+
+def _call(command: re.Match[str]) -> str:
+    given = ["model", "inputs"] if command[2] else []
+    name = "apply_plan" if command[1] == "apply" else command[1].replace("-", "_")
+    return f"memopt_cli.{name}({', '.join([*given, *_arguments(command[3])])})"
+
+
+def _arguments(flags: str) -> list[str]:
+    """``["level=3", 'dims={"B": 8}']`` for ``--level 3 --dim B=8``."""
+    said: list[str] = []
+    sizes: list[str] = []
+    for found in _FLAG.finditer(flags):
+        if found["long"] == "dim" and "=" in (found["value"] or ""):
+            sizes.append(_size(found["value"]))
+        elif found["long"] != "plan-only" or found[0] == flags:  # beside others: a function writes no model anyway
+            said.append(_argument(found))
+    return [*said, *([f"dims={{{', '.join(sizes)}}}"] if sizes else [])]
+
+
+def _size(text: str) -> str:
+    name, _, size = text.partition("=")
+    return f'"{name}": ({size.replace(":", ", ")})' if ":" in size else f'"{name}": {size}'
+
+
+def _argument(flag: re.Match[str]) -> str:
+    long, value = flag["long"], flag["value"] or flag["inputs"] or flag["output"]
+    if long in _COMMANDS_ALONE:
+        return flag[0]
+    name = _NAMES.get(long, long.replace("-", "_")) if long else "output" if flag["short"] else "inputs"
+    if value is None:
+        return f"{name}=True" if long in _SWITCHES else name
+    if value == "none":
+        return f"{name}={'math.inf' if long == 'max-slowdown' else 'None'}"
+    if re.fullmatch(_OF_FILE, value):
+        return f"{name}=function"
+    return f"{name}={value}" if re.fullmatch(r"[\d.]+", value) else f'{name}="{_unquoted(value)}"'
+
+
+def _unquoted(value: str) -> str:
+    return "".join(shlex.split(value)) if value.startswith("'") else value

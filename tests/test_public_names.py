@@ -1,0 +1,57 @@
+"""What is public has types: the names that are loaded when they are used are those that type checkers import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memopt_cli
+
+PACKAGE = Path(memopt_cli.__file__).parent
+
+
+def imported_for_type_checkers() -> dict[str, str]:
+    """Name -> module, of the block that no run executes."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    # An alias of the same name says that the name is public.
+    return {alias.asname or "": node.module or "" for node in imports for alias in node.names}
+
+
+def test_type_checkers_import_what_is_loaded() -> None:
+    assert imported_for_type_checkers() == memopt_cli._PUBLIC
+    assert set(memopt_cli.__all__) <= set(dir(memopt_cli))
+    assert (PACKAGE / "py.typed").is_file()
+
+
+USED = """
+import memopt_cli
+from memopt_cli import Plan
+
+reveal_type(memopt_cli.optimize)
+reveal_type(Plan())
+memopt_cli.optimze
+"""
+
+
+@pytest.mark.slow
+def test_mypy_sees_signatures_and_finds_misspelled_names(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USED)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path)]
+    done = subprocess.run([*command, str(tmp_path / "user.py")], cwd=PACKAGE.parent, capture_output=True, text=True)
+    signature, plan, missing, *_ = done.stdout.splitlines()
+    assert "allow_inexact: bool" in signature
+    assert signature.endswith('-> memopt_cli.shown.Optimized"')
+    assert plan.endswith('"memopt_cli.records.plan.Plan"')
+    assert 'Module has no attribute "optimze"' in missing
+
+
+def test_nothing_is_loaded_with_the_package() -> None:
+    code = "import memopt_cli, sys; print([name for name in sys.modules if name.startswith(('memopt_cli.', 'torch'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
