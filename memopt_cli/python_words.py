@@ -50,7 +50,7 @@ def in_python(text: str) -> str:
     return _ANY_FUNCTION.sub("a function", text)
 
 
-_FOR_COMMANDS: Final = re.compile(r"; on the command line: \S+(?: \S+)*?(?=[.;](?:\s|$))")
+_FOR_COMMANDS: Final = re.compile(r"; on the command line: \S+(?: \S+)*?(?=[.;](?:\s|$))|; --measure-levels\b[^.;\n]*")
 _OF_FILE: Final = r"(?:file|train|FILE)\.py:(?:function|NAME)\b"
 """Stands for any function."""
 _VALUE: Final = "|".join(
@@ -82,8 +82,10 @@ _ANY_FUNCTION: Final = re.compile(rf"\b{_OF_FILE}")
 _NAMES: Final[Mapping[str, str]] = {
     "dim": "dims",
     "for": "for_device",
+    "frontier": "memopt_cli.frontier",
     "input": "inputs",
     "parallel": "parallelize",
+    "pick": "memopt_cli.apply_plan",
     "trust-pickle": "trust=memopt_cli.Trust(pickle=True)",
 }
 """Flags whose arguments have other names."""
@@ -93,7 +95,7 @@ _COMMANDS_ALONE: Final = frozenset(
         *("code-path", "weights", "allow-package", "allow-global", "no-sandbox"),  # functions are given the model
         *("input-script", "input-data"),  # and the inputs
         *("html", "snapshot", "log", "plan-only"),  # and write no files
-        *("frontier", "pick", "measure-levels", "replicas", "strategy", "confirm"),
+        *("measure-levels", "replicas", "strategy", "confirm"),
     }
 )
 """Of no function."""
@@ -127,7 +129,7 @@ def _argument(flag: re.Match[str]) -> str:
     if long in _COMMANDS_ALONE:
         return flag[0]
     name = _NAMES.get(long, long.replace("-", "_")) if long else "output" if flag["short"] else "inputs"
-    if value is None:
+    if value is None or name.startswith("memopt_cli."):  # a function of its own
         return f"{name}=True" if long in _SWITCHES else name
     if value == "none":
         return f"{name}={'math.inf' if long == 'max-slowdown' else 'None'}"

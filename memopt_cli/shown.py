@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 import io
-from dataclasses import dataclass
-from typing import TextIO
+from dataclasses import dataclass, replace
+from typing import Any, TextIO
 
+from memopt_cli.python_words import in_python
 from memopt_cli.records import (
     BaselineResult,
     BatchRecommendation,
@@ -21,8 +22,20 @@ from memopt_cli.records import (
 from memopt_cli.report.text import TextJudgement, TextReport
 
 
+def _said_in_python(result: Any) -> Any:
+    """With its notes, or those of its summary, as functions of Python say them."""
+    if hasattr(result, "summary"):
+        return replace(result, summary=_said_in_python(result.summary))
+    return replace(result, notes=tuple(map(in_python, result.notes))) if hasattr(result, "notes") else result
+
+
 class Shown:
     """Looks like the command's report where it is printed, and in a notebook."""
+
+    result: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "result", _said_in_python(self.result))
 
     def _write(self, stream: TextIO) -> None:
         raise NotImplementedError
@@ -30,7 +43,7 @@ class Shown:
     def __repr__(self) -> str:
         text = io.StringIO()
         self._write(text)
-        return text.getvalue().rstrip()
+        return in_python(text.getvalue().rstrip())
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"

@@ -69,7 +69,7 @@ PARTS: dict[str, set[str]] = {
     "selftest": set(),
     "plain": set(),
     "export": BASE | {"contents", "plain"},
-    "shown": BASE | {"report"},
+    "shown": BASE | {"python_words", "report"},
     "live": BELOW_STAGES
     | {"cards"}
     | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "shown", "write"},

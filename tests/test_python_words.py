@@ -38,6 +38,9 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*|(?<![\w-])-[io]\b")
         ("--loss a/train.py:f: there is no file", 'loss="a/train.py:f": there is no file'),
         ("Write file.py:function.", "Give a function."),
         ("Or write train.py:function, which", "Or give a function, which"),
+        ("choose a plan with --pick N or --budget", "choose a plan with memopt_cli.apply_plan or budget"),
+        ("~ dry; --measure-levels measures every level\n1", "~ dry\n1"),
+        ("(predicted; --frontier, --max-slowdown none)", "(predicted; memopt_cli.frontier, max_slowdown=math.inf)"),
         ("memopt profile --fake may need none", "memopt_cli.profile(fake=True) may need none"),
         ("memopt baseline 'my Net' … -o b.json --force", "memopt baseline 'my Net' … output=\"b.json\", force=True"),
         ("memopt baseline Net … -o b.json --force", 'memopt_cli.baseline(model, inputs, output="b.json", force=True)'),
@@ -89,7 +92,8 @@ def test_every_flag_that_is_named_below_the_commands_is_an_argument_or_stays_as_
     for flag, where in named.items():
         said = in_python(flag)
         name = flag[2:].replace("-", "_") if said == flag else said.partition("=")[0]
-        assert (name in known) == (said != flag), f"{where}: {flag} becomes {said}"
+        is_known = name in known or name.removeprefix("memopt_cli.") in memopt_cli.__all__
+        assert is_known == (said != flag), f"{where}: {flag} becomes {said}"
 
 
 def test_no_text_names_arguments_as_flags_or_functions_by_files_once_it_is_said_in_python() -> None:
@@ -170,3 +174,11 @@ def test_what_fits_nowhere_says_what_to_change_in_python() -> None:
     with pytest.raises(NothingFitsError) as caught:
         memopt_cli.optimize(net(), X, budget=1024)
     assert caught.value.hint == 'Raise budget or level, or take a smaller batch (dims={"B": …} where the shape says B).'
+
+
+@pytest.mark.usefixtures("in_process")
+def test_what_is_found_is_said_in_python_too() -> None:
+    found = memopt_cli.frontier(net(), torch.randn(64, 8), search_time=0.01)
+    assert "memopt_cli.apply_plan" in repr(found)
+    assert not FLAG.search(repr(found))
+    assert not FLAG.search("\n".join(found.summary.notes))
