@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
-from memopt_cli.batch_size.peak_model import Predict
+from memopt_cli.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import batch_yaml, fastest_data, plan_yaml
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, VerificationError
@@ -215,7 +215,7 @@ class _Job:
             fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
             predict=lambda plan: self._predict(plan, pricing, session),
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
-            room=self._room(case),
+            room=_room(case.search.model, self.limits.budget_bytes),
             step_s=pricing.step_s,
             update_s=pricing.update_s,
             samples_per_s=self.runs.samples_per_s,
@@ -232,13 +232,6 @@ class _Job:
             unit = self.limits.multiple_of
             plan = pricing.least(unit)
             search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
-
-    def _room(self, case: Case) -> float:
-        """Of what a step may take, what its tensors may: less than all where the original ran out of memory within."""
-        model, within = case.search.model, self.limits.budget_bytes
-        lost = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
-        most = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
-        return most / within if most and any(peak <= within for peak in lost) else 1.0
 
     def _predict(self, plan: Plan, pricing: Pricing, session: Callable[[], Session]) -> Predict:
         """By dry runs where they are possible."""
@@ -357,3 +350,10 @@ def _write(found: FastestTraining, request: BatchRequest) -> tuple[str, ...]:
         plan: content(plan_yaml(found.header, found.answer.plan, found.level)),
     }
     return write_all(files, force=request.force)
+
+
+def _room(model: PeakModel, within_bytes: int) -> float:
+    """Of what a step may take, what its tensors may: less than all where the original ran out of memory within."""
+    lost = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
+    most = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
+    return most / within_bytes if most and any(peak <= within_bytes for peak in lost) else 1.0
