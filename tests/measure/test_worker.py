@@ -475,13 +475,15 @@ def test_what_another_step_does_not_tell_is_said(model: type[nn.Module], data: D
     assert any(told in reason for reason in traced(model, data).unknown)
 
 
-def two_norms() -> nn.Module:
-    return nn.Sequential(nn.Sequential(nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 40), nn.BatchNorm1d(40)))
+def three_norms() -> nn.Module:
+    return nn.Sequential(
+        nn.Sequential(nn.BatchNorm1d(40), nn.Tanh(), nn.BatchNorm1d(40), nn.Linear(40, 40), nn.BatchNorm1d(40))
+    )
 
 
 def test_a_rule_for_inexact_chunks_is_no_answer_where_they_are_not_allowed() -> None:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 40)),), dims={"B": 8}, source="here")
-    worker = Worker(Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings()), build=two_norms)
+    worker = Worker(Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings()), build=three_norms)
     for _ in range(2):
         assert isinstance(worker.do(ChunkingJob(path="0")).rule, Refused)
         found = worker.do(ChunkingJob(path="0", allow_inexact=True)).rule

@@ -463,7 +463,7 @@ def test_a_model_whose_steps_all_fail_raises_its_own_error() -> None:
 def test_of_large_models_the_second_step_is_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_MANY_WEIGHTS", 0)
     found = BatchModule(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), G, example_inputs=(images(),), route="fused")
-    assert found.trials[0].difference < 1e-12
+    assert found.trials[0].difference < 1e-10
     monkeypatch.setattr(linear, "product_with", lambda rows, weight, bias: torch.bmm(rows, weight.mT) * 1.001)
     with pytest.raises(UsageError, match="of step 1 differs from the loop's"):
         BatchModule(nn.Sequential(nn.Linear(5, 4)), G, example_inputs=(images(),), route="fused")
