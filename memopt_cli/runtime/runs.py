@@ -19,7 +19,7 @@ from memopt_cli.runtime.private_torch import children_of
 
 _LEAST_LAYERS = 2
 """Layers with weights in a Sequential that is worth dividing: a U-Net's pairs of convolutions, as whole blocks, gave no
-plan at half of its activation peak, divided one at 1.05 times the step (benchmarks/storage.py --case unet)."""
+plan at half of its activation peak, divided one at 1.40 times the step (benchmarks/storage.py --case unet)."""
 
 
 class Run(nn.Sequential):
