@@ -147,11 +147,12 @@ class Step:
 
     def find_gradients(self) -> None:
         """See :func:`reset_gradients`."""
-        self.model.zero_grad(set_to_none=True)
-        if self.settings.micro_batches > 1:
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    give_zero_gradient(parameter)
+        if self.settings.micro_batches == 1:
+            self.model.zero_grad(set_to_none=True)
+            return
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                give_zero_gradient(parameter)
 
     def checked(self) -> Any:
         """See :func:`run_checked`."""
@@ -182,9 +183,16 @@ def take(step: Step, entered: Callable[[Phase], object] = lambda phase: None) ->
 
 
 def give_zero_gradient(parameter: Tensor) -> None:
-    """Whoever times the operators of the step does not see it."""
+    """Whoever times the operators of the step does not see it.
+
+    Its memory is kept, or else written to, as that of a gradient which earlier passes left: pages of memory are handed
+    out at the first write.
+    """
     with contextlib.nullcontext() if is_fake(parameter) else unseen():
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is None or is_fake(parameter):
+            parameter.grad = torch.zeros_like(parameter)
+        if not is_fake(parameter):
+            parameter.grad.zero_()
 
 
 def _unscale_without_data(parameters: Iterable[Tensor]) -> None:

@@ -7,6 +7,7 @@ how large a batch each of the most promising plans takes, and runs decide.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -98,6 +99,10 @@ def fastest_prepared(
     return replace(job.answer(), spent_s=time.monotonic() - started)
 
 
+class _TimeIsUp(Exception):
+    """The search goes on no longer."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Job:
     """One run of :func:`fastest_prepared`."""
@@ -143,7 +148,8 @@ class _Job:
 
     def search(self, session: Callable[[], Session]) -> None:
         """Run the original at its best batches, then the plans that may train faster."""
-        case = self._original(session)
+        with contextlib.suppress(_TimeIsUp):
+            case = self._original(session)
         if not self._is_over():
             first = max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of)
             step = self.trials.step(first)
@@ -190,7 +196,7 @@ class _Job:
             limits=self.limits,
             why_fixed=functools.partial(why_fixed, prepared=self.prepared),
             most_runs=_OF_ORIGINAL,
-            run=self.trials.run_original,
+            run=self._run_original,
         )
         search.find([case], session)
         self.dry_runs.append(case.probes)
@@ -198,9 +204,17 @@ class _Job:
         if largest:
             self.progress.stage("finding the fastest batch")
             best, *smaller = dict.fromkeys(filter(None, map(self.runs.of_use, (largest, largest // 2, largest // 4))))
+            if best not in case.search.runs:  # which none of the runs so far was to find
+                search.most_runs = max(search.most_runs, search.runs + 1)
             search.run_more(case, lambda found: found.also_run([best]))
             search.run_more(case, lambda found: found.seek_faster(smaller, most_runs=search.left))
         return case
+
+    def _run_original(self, batch: int) -> BatchProbe | Failure:
+        """Raises :class:`_TimeIsUp` where there is an answer already."""
+        if self._is_over() and self.runs.usable():
+            raise _TimeIsUp
+        return self.trials.run_original(batch)
 
     def _record(self, plan: Plan, batch: int) -> Traced | Failure:
         is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)

@@ -13,6 +13,7 @@ import pytest
 
 from memopt_cli.cli.app import main
 from memopt_cli.errors import StepError
+from memopt_cli.pipeline import fastest
 from memopt_cli.records import (
     BatchRequest,
     DimRange,
@@ -350,6 +351,30 @@ def test_a_search_that_finds_nothing_says_why(
     assert done.code == 6
     assert said in done.err
     assert not done.changed
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_search_runs_a_batch_of_use_though_its_share_of_runs_is_spent(
+    memopt: Callable[..., Any], six_blocks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the runs was of a batch that makes up the global one, and nothing was said to fit."""
+    monkeypatch.setattr(fastest, "_OF_ORIGINAL", 1)
+    flags = ("-i", "3x1024x16", "--memory", "8MiB", "--search", "--global-batch", "16", "--level", "1", "--json")
+    found = json.loads(memopt("recommend-batch", six_blocks, *flags).out)
+    answer = found["runs"][found["chosen"]]
+    assert [run["batch"] for run in found["runs"]][:2] == [3, 2]
+    assert answer["usable"]
+    assert answer["batch"] * answer["steps"] == 16
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_search_that_has_no_time_left_runs_the_original_until_it_fits(
+    memopt: Callable[..., Any], six_blocks: str
+) -> None:
+    flags = ("-i", "2x64x16", "--memory", "1GiB", "--search", "--search-time", "0", "--json")
+    found = json.loads(memopt("recommend-batch", six_blocks, *flags).out)
+    assert len(found["runs"]) == found["times_run"] == 1
+    assert "The search was ended after 0 s (--search-time)." in found["notes"]
 
 
 @pytest.mark.slow

@@ -240,7 +240,8 @@ def _timed(bench: Bench, step: Step) -> _Timed:
     timed = _Timed(bench.settings.device)
     with timed.running():
         take(step, timed.enter)
-    step.model.zero_grad(set_to_none=True)
+    if bench.settings.micro_batches == 1:  # else what passes leave is what the next ones find
+        step.model.zero_grad(set_to_none=True)
     return timed
 
 
