@@ -41,11 +41,11 @@ def in_python(text: str) -> str:
     """``dims={"B": 8}`` for ``--dim B=8``, ``memopt_cli.profile(fake=True)`` for ``memopt profile --fake``.
 
     What names a function of a file becomes a function, and what is said of the command line alone is left out.  Flags
-    that no function has as an argument stay.
+    that no function has as an argument stay, and so do those of others, what is quoted, and paths.
     """
     text = _FOR_COMMANDS.sub("", text)
     text = _COMMAND.sub(_call, text)
-    text = _FLAGS.sub(lambda found: ", ".join(_arguments(found[0])), text)
+    text = _FLAGS.sub(_said, text)
     text = _WRITE_FUNCTION.sub(lambda found: f"{'G' if found[1] == 'W' else 'g'}ive a function", text)
     return _ANY_FUNCTION.sub("a function", text)
 
@@ -68,11 +68,11 @@ _VALUE: Final = "|".join(
 )
 _SHAPE: Final = r"(?=\S*[\dA-Z…\[])[^\s,;)]*[^\s,;).]"
 _FLAG: Final = re.compile(
-    rf"(?<![\w-])(?:--(?P<long>[a-z]+(?:-[a-z]+)*)(?:[ =](?P<value>{_VALUE}))?"
+    rf"(?<![\w./-])(?:--(?P<long>[a-z]+(?:-[a-z]+)*)(?:[ =](?P<value>{_VALUE}))?"
     rf"|-i\b(?: (?P<inputs>{_SHAPE}))?|-(?P<short>o)\b(?: (?P<output>{_VALUE}))?)"
 )
 _ONE: Final = re.sub(r"\?P<\w+>", "?:", _FLAG.pattern)
-_FLAGS: Final = re.compile(f"{_ONE}(?: {_ONE})*")
+_FLAGS: Final = re.compile(rf"(?P<quoted>(?<!\w)'[^'\n]*'(?!\w))|{_ONE}(?: {_ONE})*")
 _COMMAND: Final = re.compile(
     rf"\bmemopt (optimize|profile|recommend-batch|baseline|check|verify|apply)( MODEL| \S+ …)?((?: {_ONE})+)"
 )
@@ -99,6 +99,23 @@ _COMMANDS_ALONE: Final = frozenset(
     }
 )
 """Of no function."""
+
+
+_ARGUMENTS: Final = frozenset(
+    {
+        *("accumulate", "baseline", "budget", "chunks", "clip-norm", "compile", "device", "fail-on", "global-batch"),
+        *("key", "lengths", "level", "longest-step", "loss", "max-slowdown", "memory", "mesh", "multiple-of"),
+        *("optimizer", "plan", "precision", "ranks", "search-time", "seed", "steps", "target", "timeout", "verify"),
+    }
+)
+_KNOWN: Final = _ARGUMENTS | _NAMES.keys() | _SWITCHES | _COMMANDS_ALONE
+"""Of memopt, not of others whose errors are told."""
+
+
+def _said(found: re.Match[str]) -> str:
+    flags = found[0]
+    own = not found["quoted"] and all(flag["long"] in _KNOWN for flag in _FLAG.finditer(flags) if flag["long"])
+    return ", ".join(_arguments(flags)) if own else flags
 
 
 def _call(command: re.Match[str]) -> str:

@@ -45,6 +45,12 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*|(?<![\w-])-[io]\b")
         ("memopt baseline 'my Net' … -o b.json --force", "memopt baseline 'my Net' … output=\"b.json\", force=True"),
         ("memopt baseline Net … -o b.json --force", 'memopt_cli.baseline(model, inputs, output="b.json", force=True)'),
         ("with memopt optimize", "with memopt optimize"),
+        ("run train.py --fast-mode 3 -o out.json", "run train.py --fast-mode 3 -o out.json"),
+        ("cannot read '--level 3/plan.yaml'", "cannot read '--level 3/plan.yaml'"),
+        (
+            "wrote lr=3,--depth=4/base.json and h.-o, h.--level 3",
+            "wrote lr=3,--depth=4/base.json and h.-o, h.--level 3",
+        ),
         ("of forward; on the command line: -i SHAPE[@dtype][=values].", "of forward."),
         ("If you trust it: --no-sandbox.", "If you trust it: --no-sandbox."),
         ("With --plan-only no model; add --unverified --plan-only", "With --plan-only no model; add unverified=True"),
