@@ -32,7 +32,9 @@ def gain(found: FastestTraining) -> str:
     if found.original == found.chosen:
         others = any(not run.plan.is_empty for run in found.runs)
         verdict = "no plan that was run is faster" if others else "by the sums no plan is faster"
-        return f"{rate(speed)} samples/s; {verdict if found.priced else 'no plan was tried'}"
+        whole = found.accumulation is not None and found.accumulation.steps == 1
+        untried = f"no plan was tried{', as no batch may be larger than the global one' if whole else ''}"
+        return f"{rate(speed)} samples/s; {verdict if found.priced else untried}"
     ratio = speed / (original.samples_per_s or speed)
     return f"{rate(speed)} samples/s, {ratio:.2f} times those of the original's best (batch {original.batch})"
 

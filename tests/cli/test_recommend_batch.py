@@ -368,6 +368,14 @@ def test_a_search_runs_a_batch_of_use_though_its_share_of_runs_is_spent(
 
 
 @pytest.mark.usefixtures("in_process")
+def test_a_search_whose_answer_is_the_global_batch_says_why_it_tried_no_plan(
+    memopt: Callable[..., Any], six_blocks: str
+) -> None:
+    done = memopt("recommend-batch", six_blocks, "-i", "2x64x16", "--memory", "1GiB", "--search", "--global-batch", "2")
+    assert "samples/s; no plan was tried, as no batch may be larger than the global one" in done.out
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_search_that_has_no_time_left_runs_the_original_until_it_fits(
     memopt: Callable[..., Any], six_blocks: str
 ) -> None:
