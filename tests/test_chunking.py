@@ -293,6 +293,15 @@ def test_keyword_arguments_are_not_cut() -> None:
     assert find_rule(Keyword(), (), {"x": x(4, 6)}) == Refused(reason="no tensor argument has an axis to cut")
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_is_given_half_precision_under_autocast_is_accepted(precision: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()))
+    step = Step(model=model, args=(x(4, 6),), kwargs={}, settings=StepSettings(precision=precision))
+    module, args, kwargs = capture_call(step, "1")
+    assert args[0].dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert find_rule(module, args, kwargs) == rule(0)
+
+
 @pytest.mark.parametrize("length", [0, 1])
 def test_nothing_to_cut(length: int) -> None:
     assert isinstance(find_rule(nn.Linear(6, 6), (x(length, 6)[:, :6].view(length, 1, 6),), {}), Refused)
