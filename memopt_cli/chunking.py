@@ -115,8 +115,9 @@ def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if length < 2:
         return
     inputs = _leading(lengths, length)
-    with torch.no_grad():
-        output = copy.deepcopy(module)(*args, **kwargs)
+    args, kwargs = in_double((args, kwargs))  # under autocast they may be of another precision than its parameters
+    with torch.no_grad(), DoubleThroughout():  # type: ignore[no-untyped-call]
+        output = copy.deepcopy(module).double()(*args, **kwargs)
     parts = output if isinstance(output, tuple) else (output,)
     outputs = _leading([t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in parts], length)
     for seq_inputs in _counts(module, "n_seq_inputs", {inputs, 1}):

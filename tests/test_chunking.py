@@ -293,6 +293,27 @@ def test_keyword_arguments_are_not_cut() -> None:
     assert find_rule(Keyword(), (), {"x": x(4, 6)}) == Refused(reason="no tensor argument has an axis to cut")
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_is_given_half_precision_under_autocast_is_accepted(precision: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()))
+    step = Step(model=model, args=(x(4, 6),), kwargs={}, settings=StepSettings(precision=precision))
+    module, args, kwargs = capture_call(step, "1")
+    assert args[0].dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert find_rule(module, args, kwargs) == rule(0)
+
+
+@pytest.mark.parametrize("allow_inexact", [False, True])
+def test_hooks_on_gradients_leave_no_chunks_that_gather_statistics(allow_inexact: bool) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+    module[1].register_full_backward_hook(lambda m, inputs, outputs: (inputs[0] * 0.5,))
+    found = find_rule(module, (x(5, 6),), {}, allow_inexact=allow_inexact)
+    if allow_inexact:
+        assert found == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, inexact=True)
+    else:
+        assert isinstance(found, Refused)
+        assert "a hook gets the gradients of its 1" in found.reason
+
+
 @pytest.mark.parametrize("length", [0, 1])
 def test_nothing_to_cut(length: int) -> None:
     assert isinstance(find_rule(nn.Linear(6, 6), (x(length, 6)[:, :6].view(length, 1, 6),), {}), Refused)

@@ -25,7 +25,13 @@ from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.lengths import segment_of
 from memopt_cli.runtime.lifted.module import operators_of
 from memopt_cli.runtime.module_state import ModuleState, name_of
-from memopt_cli.runtime.private_torch import BatchNorm, buffers_of, suggest_memory_format, version_counter
+from memopt_cli.runtime.private_torch import (
+    BatchNorm,
+    buffers_of,
+    has_gradient_hooks,
+    suggest_memory_format,
+    version_counter,
+)
 from memopt_cli.runtime.runs import named_parts
 
 
@@ -50,7 +56,19 @@ def statistics_refusal(module: nn.Module, chunks: int) -> str:
             return f"its {name or 'norm'} is a SyncBatchNorm, whose statistics are those of all processes"
         if isinstance(inner, torch.jit.ScriptModule):
             return f"its {name} is a ScriptModule, whose batch norms cannot be reached"
+    if hooked := hooked_within(module):
+        return f"a hook gets the gradients of its {hooked}, of which the passes over the chunks would give it parts"
     return ""
+
+
+def hooked_within(module: nn.Module) -> str:
+    """The first module in it whose gradients a hook gets; empty if there is none.
+
+    What is before a norm gets a gradient in parts: one through the normalized values, one through the statistics, which
+    leaves the norm by its input alone, past its hooks.  Those of ``module`` itself get the gradients of the whole.
+    """
+    within = ((name, inner) for name, inner in module.named_modules() if inner is not module)
+    return next((name for name, inner in within if has_gradient_hooks(inner)), "")
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime import chunk_rows
-from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics
+from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics, hooked_within
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import (
@@ -117,7 +117,13 @@ def _run_passes(
     states: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """One pass over the chunks for the statistics of every norm, and one for the output."""
+    """One pass over the chunks for the statistics of every norm, and one for the output.
+
+    Raises :class:`_NotInChunks` where a hook within would get gradients in parts.
+    """
+    if hooked := hooked_within(module):  # since it became a segment
+        reason = f"gathers batch statistics in passes, and a hook would get the gradients of its {hooked} in parts"
+        raise _NotInChunks(reason, _nothing_ran, is_certain=True)
     config = config_of(module)
     gathering = BatchStatistics(module, forward)
     while True:
@@ -186,6 +192,10 @@ def _one_by_one(
     if starts is not None:
         starts.settle()
     return list(zip(*collected, strict=True)), output
+
+
+def _nothing_ran() -> None:
+    """Nothing is to be undone."""
 
 
 def _resumes(module: nn.Module) -> bool:

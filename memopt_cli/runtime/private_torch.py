@@ -359,6 +359,13 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks)
 
 
+def has_gradient_hooks(module: nn.Module) -> bool:
+    """Whether anything is called with gradients as they pass it: hooks of its own, or those of all modules."""
+    everywhere = nn.modules.module
+    of_all = (everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks)
+    return any((module._backward_hooks, module._backward_pre_hooks, *of_all))
+
+
 def hook_tables(module: nn.Module) -> Iterator[dict[Any, Any]]:
     """The dictionaries of a module's hooks on its forward and backward, to be read and written in place."""
     attributes = vars(module)

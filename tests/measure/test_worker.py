@@ -505,6 +505,19 @@ def test_a_rule_for_inexact_chunks_is_no_answer_where_they_are_not_allowed() -> 
         assert found.inexact
 
 
+def second_hooked() -> nn.Module:
+    first, second = (nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Tanh()) for _ in range(2))
+    second[1].register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 0.5,))
+    return nn.Sequential(first, second)
+
+
+def test_modules_with_other_hooks_are_not_alike() -> None:
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 40)),), dims={"B": 8}, source="here")
+    worker = Worker(Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings()), build=second_hooked)
+    assert isinstance(worker.do(ChunkingJob(path="0")).rule, ChunkRule)
+    assert isinstance(worker.do(ChunkingJob(path="1")).rule, Refused)
+
+
 def wide_and_narrow() -> nn.Module:
     heavy, light = (nn.Sequential(nn.Linear(400, 400), nn.Tanh()) for _ in range(2))
     heavy.append(nn.Linear(400, 40))

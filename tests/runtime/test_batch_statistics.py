@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 
 import memopt_cli
 from memopt_cli.apply import apply_plan
@@ -428,6 +430,72 @@ def test_refused_when_it_runs(block: nn.Module, reason: str) -> None:
     install_segment(block, EXACT)
     with pytest.raises((ValueError, RuntimeError), match=reason):
         block(torch.randn(6, 4))
+
+
+def _halved(module: nn.Module, inputs: Any, outputs: Any = None) -> Any:
+    return tuple(g * 0.5 for g in inputs)
+
+
+def _clamped(module: nn.Module, inputs: Any, outputs: Any = None) -> Any:
+    return tuple(g.clamp(-0.01, 0.01) for g in inputs)
+
+
+def _nested() -> nn.Module:
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    layers = nn.Sequential(first, nn.BatchNorm1d(4), nn.Tanh(), second, nn.BatchNorm1d(4))
+    return Resetting(nn.Sequential(layers, nn.Tanh()))
+
+
+GRADIENT_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "norm": lambda block: block[0][1].register_full_backward_hook(_halved),
+    "around a norm": lambda block: block[0].register_full_backward_hook(_halved),
+    "before a norm": lambda block: block[0][0].register_full_backward_hook(_clamped),
+    "into a module before a norm": lambda block: block[0][3].register_full_backward_pre_hook(_clamped),
+    "everywhere": lambda block: register_module_full_backward_hook(_halved),
+    "into everything": lambda block: register_module_full_backward_pre_hook(_clamped),
+}
+
+
+@pytest.mark.parametrize("hook", GRADIENT_HOOKS.values(), ids=GRADIENT_HOOKS.keys())
+def test_with_hooks_on_gradients_it_runs_whole(exactly: Any, hook: Callable[[nn.Module], Any]) -> None:
+    net = _nested()
+    optimized = copy.deepcopy(net)
+    install_segment(optimized.blocks[0], EXACT)
+    handles = [hook(model.blocks[0]) for model in (net, optimized)]
+    try:
+        with pytest.warns(UserWarning, match=r"gathers .* a hook would get .* of its 0.* runs whole from now on"):
+            exactly.compare(net, optimized, leaf(7, 4))
+        with pytest.raises(ValueError, match="a hook gets the gradients of its 0"):
+            install_segment(net.blocks[0], EXACT)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert exactly.recomputations == 2
+
+
+def test_hooks_on_gradients_may_be_made_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memopt_cli, "on_unsafe", "raise")
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    install_segment(block, EXACT)
+    block[1].register_full_backward_hook(_halved)
+    with pytest.raises(RuntimeError, match="a hook would get the gradients of its 1 in parts; take this module out"):
+        block(leaf(6, 4))
+
+
+HARMLESS_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "the segment's own": lambda block: block.register_full_backward_hook(_clamped),
+    "into the segment": lambda block: block.register_full_backward_pre_hook(_clamped),
+    "after a norm": lambda block: block[0][1].register_forward_hook(lambda module, args, output: output * 1.5),
+    "ahead of a norm": lambda block: block[0][1].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,)),
+}
+
+
+@pytest.mark.parametrize("hook", HARMLESS_HOOKS.values(), ids=HARMLESS_HOOKS.keys())
+def test_other_hooks_leave_it_in_chunks(exactly: Any, hook: Callable[[nn.Module], Any]) -> None:
+    net = _nested()
+    hook(net.blocks[0])
+    exactly(net, {"blocks.0": EXACT}, leaf(7, 4))
+    assert exactly.recomputations == 2 * 3 * 3
 
 
 class Reading(Accumulating):

@@ -882,6 +882,21 @@ def test_cached_parametrizations_are_read_and_put_back() -> None:
         assert linear.weight is weight
 
 
+@pytest.mark.parametrize("register", ["full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_on_gradients_of_modules(register: str, everywhere: bool) -> None:
+    module = nn.Linear(1, 1)
+    forward = module.register_forward_hook(lambda *_: None)
+    assert not p.has_gradient_hooks(module)
+    owner, name = (nn.modules.module, f"register_module_{register}") if everywhere else (module, f"register_{register}")
+    handle = getattr(owner, name)(lambda *_: None)
+    assert p.has_gradient_hooks(module)
+    assert p.has_gradient_hooks(nn.Tanh()) == everywhere
+    handle.remove()
+    forward.remove()
+    assert not p.has_gradient_hooks(module)
+
+
 def test_tables_of_hooks() -> None:
     module = nn.Linear(1, 1)
     assert len(list(p.hook_tables(module))) == 7

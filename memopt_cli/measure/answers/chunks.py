@@ -14,6 +14,7 @@ from memopt_cli.measure.answers.small_step import small_step
 from memopt_cli.measure.jobs import ChunkingFound, ChunkingJob
 from memopt_cli.records import ChunkRule, ModuleTrace, Refused, ancestry
 from memopt_cli.runtime import find_part
+from memopt_cli.runtime.private_torch import hook_tables
 
 _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_features", "input_size", "hidden_size"}
 """Attributes that do not tell along which axis a module is independent."""
@@ -29,7 +30,7 @@ class _Kind:
     """What modules have in common of which one is tried: all but their widths.  The whole plan is verified later."""
 
     description: str
-    """Classes, and every plain value but widths."""
+    """Classes, every plain value but widths, and hooks."""
     lengths: tuple[int, ...]
     """Of the input along each axis, as far as trials in chunks can tell them apart."""
 
@@ -89,7 +90,13 @@ def _description(module: nn.Module) -> str:
                 path,
                 type(m).__qualname__,
                 {k: v for k, v in vars(m).items() if isinstance(v, plain) and k not in _WIDTHS},
+                [[_name(hook) for hook in table.values()] for table in hook_tables(m)],
             )
             for path, m in module.named_modules()
         ]
     )
+
+
+def _name(hook: object) -> str:
+    """A function's, or its class's: those that differ in what they hold are alike, as modules are."""
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
