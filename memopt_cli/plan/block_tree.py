@@ -18,12 +18,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from memopt_cli.plan.cost_model import (
+    Passes,
     batch_norms,
     ends_of_recomputation,
     packed_inputs,
     packing_s,
     recomputed_until,
-    statistics_passes_s,
+    statistics_passes,
 )
 from memopt_cli.plan.keeping import Costly, costly_calls
 from memopt_cli.plan.operator_bytes import OperatorBytes
@@ -52,8 +53,8 @@ class Block:
     """Of ``peak_bytes``, what stays whatever is done here: parameters, their gradients so far, inputs."""
     forward_s: float = 0.0
     """What running its forward again takes, which ends when autograd has what it saved."""
-    passes_s: float = 0.0
-    """Of this, what precedes each of its batch norms."""
+    passes: Passes = field(default_factory=Passes)
+    """What gathers the statistics of its batch norms, if it does so."""
     costly: tuple[Costly, ...] = ()
     """Its costly calls and those of what is below, in their order."""
     stop: int = 0
@@ -215,7 +216,7 @@ class _Builder:
         own = self._span(call.path, forward, backward, recomputed_until(self._ends, call))
         own.forward_bytes = self._bytes.forward_alone(call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
-        own.passes_s = statistics_passes_s(self._elapsed, self._norms, call.start, own.stop)
+        own.passes = statistics_passes(self._elapsed, self._norms, call.start, own.stop)
         own.input_bytes = held
         own.packing_s = packing_s(self._trace, held, len(inputs))
         own.packed_input_bytes, own.compressor = self._packed(module, call)

@@ -16,6 +16,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from memopt_cli.plan.keeping import kept_calls
@@ -39,15 +40,18 @@ _PACKING_OPS = 10
 """Of such operators, what packing a small tensor takes and unpacking it again: 0.15 ms on a CPU."""
 SEGMENT_S = 1.1e-3
 """What a run of a segment takes beside its operators, forward and recomputation together: state, hooks, generators.
-Measured on layers of a few numbers (``benchmarks/overhead.py``), as are the three that follow."""
+Measured on layers of a few numbers (``benchmarks/overhead.py``), as are the four that follow."""
 SEGMENT_OP_S = 60e-6
 """What it adds to every operator in it."""
 KEEP_OP_S = 25e-6
 """What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
 REPEAT_S = 450e-6
 """What repeating a norm by what forward found adds to its kernels, in both runs together."""
-_PASSES_OF_ONE = 3
-"""A pass for batch statistics is run in forward, in recomputation and in backward."""
+NORM_S = 1.1e-3
+"""What it adds to a chunk to come to a norm whose batch statistics are gathered: it is a dozen small operators then,
+in forward, in recomputation and in backward, whether it is measured or normalizes."""
+_PASSES_OF_ONE = 4
+"""A pass for batch statistics is run in forward, in recomputation and in backward, which takes as long as both."""
 _FLOPS_PER_S = 5e10
 """Where no operator was timed: only ratios of the times count then."""
 
@@ -57,14 +61,31 @@ def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
     return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S) + tensors * _PACKING_OPS * OP_S
 
 
-def overhead_s(segment: SegmentPlan, *, forward_s: float, passes_s: float, ops: int) -> float:
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Those over the chunks of a segment that each gather the statistics of one more of its batch norms, together."""
+
+    norms: int = 0
+    """A pass ends at each."""
+    ops: int = 0
+    """Operators of forward that they run, as many times as there are passes over each."""
+    seconds: float = 0.0
+    """What these take."""
+
+
+def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, passes: Passes) -> float:
     """What one call of a segment takes beside running its forward again and packing its inputs, in seconds.
 
-    ``forward_s`` and ``ops``: of its forward.  ``passes_s``: of what precedes each of its batch norms in that.
+    ``forward_s`` and ``ops``: of its forward.  ``passes``: what precede it if the segment gathers batch statistics.
     """
-    watched_s = segment.chunks * (SEGMENT_S + ops * (SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)))
-    chunked_s = 3 * OP_S * ops * (segment.chunks - 1)
-    statistics_s = _PASSES_OF_ONE * passes_s if segment.batch_statistics and segment.chunks > 1 else 0.0
+    if not segment.batch_statistics or segment.chunks == 1:
+        passes = Passes()
+    run_ops = ops + passes.ops
+    per_op_s = SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)
+    watched_s = segment.chunks * (SEGMENT_S * (1 + passes.norms) + run_ops * per_op_s)
+    chunked_s = 3 * OP_S * (run_ops * segment.chunks - ops)
+    met = passes.norms * (passes.norms + 3) // 2  # one norm in the first pass, two in the second, ... all in the last
+    statistics_s = segment.chunks * met * NORM_S + _PASSES_OF_ONE * passes.seconds
     states_s = forward_s * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
     return watched_s + chunked_s + statistics_s + states_s
 
@@ -82,13 +103,14 @@ def batch_norms(trace: StepTrace) -> list[int]:
     return [index for index, op in enumerate(trace.ops) if finds(op)]
 
 
-def statistics_passes_s(elapsed: Sequence[float], norms: Sequence[int], start: int, stop: int) -> float:
-    """What the passes over these operators take that each gather the statistics of one more norm, in seconds.
-
-    Each ends at its norm, of the operators in ``norms``.  ``elapsed``: before every operator.
-    """
+def statistics_passes(elapsed: Sequence[float], norms: Sequence[int], start: int, stop: int) -> Passes:
+    """Over these operators; ``norms`` are those of the step, ``elapsed`` the seconds before every operator."""
     within = norms[bisect.bisect_left(norms, start) : bisect.bisect_left(norms, stop)]
-    return sum(elapsed[norm + 1] - elapsed[start] for norm in within)
+    return Passes(
+        norms=len(within),
+        ops=sum(norm + 1 - start for norm in within),
+        seconds=sum(elapsed[norm + 1] - elapsed[start] for norm in within),
+    )
 
 
 _MOST_CHUNKS = 256
@@ -168,8 +190,8 @@ class CostModel:
         packed_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
         ops = block.call.end - block.call.start
-        passes_s = statistics_passes_s(self._elapsed, self._norms, block.call.start, block.stop)
-        overhead = overhead_s(block.segment, forward_s=forward_s, passes_s=passes_s, ops=ops)
+        passes = statistics_passes(self._elapsed, self._norms, block.call.start, block.stop)
+        overhead = overhead_s(block.segment, forward_s=forward_s, ops=ops, passes=passes)
         return forward_s - saved_s + overhead + packing
 
     def _blocks(self, plan: Plan) -> list[ReplayedSegment]:

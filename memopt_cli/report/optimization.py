@@ -299,7 +299,7 @@ def verification(found: Verification) -> str:
     """Whether the plan was exact, at what sizes, and what not."""
     where = found.sizes
     if not found.full_size and found.measured is None:
-        where += ", which is less than was asked for"
+        where += ", not the size that was asked for"
     if not found.passed:
         return f"verification failed: {found.difference}, allowed {_allowed(found)}, at {where}"
     return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{_further(found)}{_inexact(found)}"

@@ -363,7 +363,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt, monkeyp
     assert summary.verification.batch < 16
     assert "does not run → " in done.out
     assert "The original does not fit here" in done.out
-    assert f"at batch {summary.verification.batch}, which is less than was asked for" in done.out
+    assert f"at batch {summary.verification.batch}, not the size that was asked for" in done.out
     assert summary.advice is not None
     assert summary.advice.recommended_batch < 16 * 100
 

@@ -18,12 +18,16 @@ from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import (
     KEEP_OP_S,
+    NORM_S,
+    OP_S,
     REPEAT_S,
     SEGMENT_OP_S,
     SEGMENT_S,
     CostModel,
+    Passes,
     chunk_counts,
-    statistics_passes_s,
+    overhead_s,
+    statistics_passes,
 )
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import choices, keep_names
@@ -277,9 +281,33 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None)
 def test_every_norm_costs_a_pass_over_what_precedes_it() -> None:
     norm, relu, other_norm = range(1, 4)  # after a convolution
     elapsed = [0.0, 5.0, 6.0, 7.0, 9.0]
-    assert statistics_passes_s(elapsed, [norm, other_norm], start=0, stop=4) == 6.0 + 9.0
-    assert statistics_passes_s(elapsed, [norm, other_norm], start=relu, stop=4) == 9.0 - 6.0
-    assert statistics_passes_s(elapsed, [norm, other_norm], start=relu, stop=3) == 0
+    both = functools.partial(statistics_passes, elapsed, [norm, other_norm])
+    assert both(start=0, stop=4) == Passes(norms=2, ops=2 + 4, seconds=6.0 + 9.0)
+    assert both(start=relu, stop=4) == Passes(norms=1, ops=2, seconds=9.0 - 6.0)
+    assert both(start=relu, stop=3) == Passes()
+
+
+@pytest.mark.parametrize("norms", [1, 2, 3])
+def test_the_runs_that_are_priced_are_those_that_chunks_take(norms: int) -> None:
+    """Of chunks in every pass, of operators in them, and of norms among these."""
+    layers = nn.Sequential(*(layer for _ in range(norms) for layer in (nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))))
+    runs: list[nn.Module] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, _: runs.append(module))
+    model, segment = nn.Sequential(layers), SegmentPlan(path="0", chunks=3, batch_statistics=True)
+    apply_plan(model, Plan(segments=(segment,)))
+    model(torch.randn(3, 2, 4, 4, requires_grad=True))
+    ops, segments_run = 2 * norms, runs.count(layers[0])
+    norms_met = sum(isinstance(module, nn.BatchNorm2d) for module in runs)
+    passes = statistics_passes([0.0] * (ops + 1), range(1, ops, 2), 0, ops)
+    assert overhead_s(segment, forward_s=0.0, ops=ops, passes=passes) == pytest.approx(
+        SEGMENT_S * segments_run + SEGMENT_OP_S * len(runs) + 3 * OP_S * (len(runs) - ops) + NORM_S * norms_met
+    )
+
+
+def test_passes_cost_nothing_where_no_statistics_are_gathered() -> None:
+    price = functools.partial(overhead_s, SegmentPlan(path="", chunks=4), forward_s=1.0, ops=9)
+    assert price(passes=Passes(norms=2, ops=7, seconds=5.0)) == price(passes=Passes())
 
 
 def test_a_recomputation_ends_where_autograd_has_what_it_saved() -> None:

@@ -236,7 +236,7 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
         (None, "not verified"),
         (
             replace(VERIFIED, exact=False, precision="fp64", tolerance=1e-9, batch=1, full_size=False),
-            "verified: 83 tensors equal within 1e-09 in float64, at batch 1, which is less than was asked for",
+            "verified: 83 tensors equal within 1e-09 in float64, at batch 1, not the size that was asked for",
         ),
         (
             replace(VERIFIED, batch=1, full_size=False, dims={"T": 5}, measured=MEASURED),
