@@ -223,7 +223,7 @@ class _Job:
             return session.ask(TraceJob(plan=plan, fake=True))
 
     def _plans(self, case: Case, pricing: Pricing, session: Callable[[], Session]) -> None:
-        priced_ratio = self._priced_ratio(pricing)
+        priced_ratio = _priced_ratio(self.trials, pricing)
         search = PairSearch(
             limits=self.limits,
             fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
@@ -254,11 +254,6 @@ class _Job:
         if math.isfinite(self.dry_runs[0].predict(self.prepared.batch)):
             return probes.predict
         return functools.partial(pricing.peak_bytes, plan)
-
-    def _priced_ratio(self, pricing: Pricing) -> float:
-        """Measured over priced, of the original's largest batch."""
-        largest = max(self.trials.of(ORIGINAL), key=lambda run: run.batch, default=None)
-        return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)
 
     def _left_s(self) -> float | None:
         """Of the time of the search; ``None``: it takes as long as it takes."""
@@ -333,7 +328,7 @@ class _Job:
         run = self.trials.found.get((plan, unit))
         if run is not None and not isinstance(run, BatchProbe):
             return NothingFitsError(f"{text} with any plan that was found; at the least {describe(run)}", hint=hint)
-        by_sums = self.pricing.peak_bytes(plan, unit) * self._priced_ratio(self.pricing)
+        by_sums = self.pricing.peak_bytes(plan, unit) * _priced_ratio(self.trials, self.pricing)
         least = f"is about {format_bytes(by_sums)}" if run is None else f"took {format_bytes(run.allocated_peak_bytes)}"
         return NothingFitsError(f"{text} with any plan that was found; the least {least}", hint=hint)
 
@@ -371,3 +366,9 @@ def _room(model: PeakModel, within_bytes: int) -> float:
     lost = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
     most = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
     return most / within_bytes if most and any(peak <= within_bytes for peak in lost) else 1.0
+
+
+def _priced_ratio(trials: Trials, pricing: Pricing) -> float:
+    """Measured over priced, of the original's largest batch."""
+    largest = max(trials.of(ORIGINAL), key=lambda run: run.batch, default=None)
+    return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)
