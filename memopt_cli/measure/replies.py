@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, TypeVar
 
+from memopt_cli import errors
 from memopt_cli.measure.jobs import DescribeJob, FileChanged, Job, Measured, TimedInTurns, Traced, answer_of
 from memopt_cli.measure.wire import reply_in
 from memopt_cli.records import (
@@ -26,8 +27,10 @@ Answer = TypeVar("Answer")
 _FAILURES: dict[str, type[Failure | FileChanged]] = {
     kind.__name__: kind for kind in (OutOfMemory, TimedOut, Crashed, StepFailed, FileChanged)
 }
-_EXIT_CODES = range(1, 7)
-"""Of what fails in a subprocess, as ``errors.py`` has them."""
+_EXIT_CODES = frozenset(
+    kind.exit_code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MemoptError)
+)
+"""Of what fails in a subprocess."""
 
 
 def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:

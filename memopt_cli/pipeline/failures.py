@@ -11,7 +11,7 @@ from memopt_cli.records import Crashed, Failure, OutOfMemory, StepFailed, TimedO
 def raise_failure(failure: Failure, context: str = "") -> NoReturn:
     """Raise the error that a failed measurement means to the user, ``context`` in front of its message."""
     if isinstance(failure, StepFailed):
-        kinds: dict[int, type[MemoptError]] = {2: UsageError, 4: UnsafeFileError}
+        kinds: dict[int, type[MemoptError]] = {kind.exit_code: kind for kind in (UsageError, UnsafeFileError)}
         raise kinds.get(failure.exit_code, StepError)(context + failure.message, hint=failure.hint)
     hints: dict[type[Failure], str] = {
         TimedOut: "Raise --timeout, or give smaller inputs.",
