@@ -25,6 +25,9 @@ PROFILING = {"Session", "memory_optimization", "memopt", "recommend_batch"}
 HERE = {"in_process", "pipeline", "requests"}
 """Profiling in this process, or none at all."""
 
+_OF_ALL_TESTS = ("/tests/conftest.py", "/tests/starting.py")
+"""Where fixtures are that start nothing by themselves."""
+
 _SERVER = "memopt_cli.measure.server"
 """Every command starts it, early; it starts nothing unless it is asked."""
 
@@ -92,7 +95,7 @@ def _used(item: pytest.Item) -> set[str]:
 @functools.cache
 def _refers_to(wrapped: Callable[..., Any] | None) -> frozenset[str]:
     function = unwrap(wrapped) if wrapped is not None else None
-    if not isfunction(function) or "/tests/conftest.py" in function.__code__.co_filename:
+    if not isfunction(function) or function.__code__.co_filename.endswith(_OF_ALL_TESTS):
         return frozenset()
     return frozenset(_names(function, set()))
 

@@ -159,6 +159,7 @@ def constant(output: Tensor) -> Tensor:
     return torch.zeros(())
 
 
+@pytest.mark.process  # one of them asks a subprocess
 @pytest.mark.parametrize(("call", "kind", "said"), [row[1:] for row in CALLS], ids=[row[0] for row in CALLS])
 def test_python_functions_name_no_flags(call: Callable[[], Any], kind: type[MemoptError], said: str) -> None:
     with pytest.raises(kind) as caught:
