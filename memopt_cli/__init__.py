@@ -252,7 +252,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
 
 
-if not TYPE_CHECKING:  # to which any name would be one of Any
+if not TYPE_CHECKING:  # a type checker would take any name for Any
 
     def __getattr__(name: str) -> Any:
         if name in _PUBLIC:

@@ -41,7 +41,7 @@ from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
 from memopt_cli.plan.targets import left_out, outermost, refused, segments_plan, without_segment
 from memopt_cli.progress import Progress
-from memopt_cli.python_words import said_in_python
+from memopt_cli.python_words import notes_in_python, said_in_python
 from memopt_cli.records import (
     Counted,
     MemOptSummary,
@@ -104,7 +104,7 @@ def memory_optimization(
     split_fn: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
     can_chunk: Callable[[nn.Module], bool] | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
-) -> Any:  # which of the two is asked for at run time
+) -> Any:  # a tuple with return_summary
     """Make ``net`` train in less memory, in place, as ``memopt optimize`` does with a file; returns ``net``.
 
     Modules that are an ``instance`` may become segments, and from level 2 on what lies in them.  With ``dummy_input``
@@ -193,7 +193,7 @@ def memory_optimization(
         return summarize(found, spent_s=time.monotonic() - started)
 
     summary = on_every_rank(net, process_group, optimized, lambda found: found.plan)
-    return (given, summary) if return_summary else given
+    return (given, notes_in_python(summary)) if return_summary else given
 
 
 @said_in_python()
@@ -207,7 +207,7 @@ def apply_gc(
     max_gc_wrapped_modules: int | None = None,
     gc_target_budget_ratio: float | None = None,
     return_summary: bool = False,
-) -> Any:  # which of the two is asked for at run time
+) -> Any:  # a tuple with return_summary
     """Make segments of the outermost modules of ``net`` that are an ``instance``, in place; nothing is measured.
 
     With ``dummy_input``, one forward in training mode (of a copy, on ``device``) shows which of them are called, what

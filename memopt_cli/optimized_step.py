@@ -15,7 +15,7 @@ from memopt_cli.pipeline.live_step import prepared_step
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.summary import summarize
 from memopt_cli.plan.policy import resolve
-from memopt_cli.python_words import said_in_python
+from memopt_cli.python_words import notes_in_python, said_in_python
 from memopt_cli.records import MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
 from memopt_cli.user_step import Step, models_of
 
@@ -66,4 +66,4 @@ def optimize_step(
         found = found_and_proven(request, resolved, prepared, progress)
     step = make_step()
     apply_plan(models_of(step), found.plan)
-    return step, summarize(found, spent_s=time.monotonic() - started)
+    return step, notes_in_python(summarize(found, spent_s=time.monotonic() - started))

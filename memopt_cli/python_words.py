@@ -6,7 +6,8 @@ import contextlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final
 
 from memopt_cli.errors import MemoptError
 
@@ -35,6 +36,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             seen.add(id(err))
             yield err
             pending += [cause for cause in (err.__cause__, err.__context__) if cause is not None]
+
+
+def notes_in_python(result: Any) -> Any:
+    """What a command found, with its notes, or those of its summary, as functions of Python say them."""
+    if hasattr(result, "summary"):
+        return replace(result, summary=notes_in_python(result.summary))
+    if not hasattr(result, "notes"):
+        return result
+    return replace(result, notes=type(result.notes)(map(in_python, result.notes)))
 
 
 def in_python(text: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import io
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TextIO
 
-from memopt_cli.python_words import in_python
+from memopt_cli.python_words import in_python, notes_in_python
 from memopt_cli.records import (
     BaselineResult,
     BatchRecommendation,
@@ -22,20 +22,13 @@ from memopt_cli.records import (
 from memopt_cli.report.text import TextJudgement, TextReport
 
 
-def _said_in_python(result: Any) -> Any:
-    """With its notes, or those of its summary, as functions of Python say them."""
-    if hasattr(result, "summary"):
-        return replace(result, summary=_said_in_python(result.summary))
-    return replace(result, notes=tuple(map(in_python, result.notes))) if hasattr(result, "notes") else result
-
-
 class Shown:
     """Looks like the command's report where it is printed, and in a notebook."""
 
     result: Any
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "result", _said_in_python(self.result))
+        object.__setattr__(self, "result", notes_in_python(self.result))
 
     def _write(self, stream: TextIO) -> None:
         raise NotImplementedError

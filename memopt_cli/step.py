@@ -185,11 +185,11 @@ def take(step: Step, entered: Callable[[Phase], object] = lambda phase: None) ->
 def give_zero_gradient(parameter: Tensor) -> None:
     """Whoever times the operators of the step does not see it.
 
-    Its memory is kept, or else written to, as that of a gradient which earlier passes left: pages of memory are handed
-    out at the first write.
+    A gradient that is there, and no part of a graph, is zeroed in place.  A new one is written to at once: the system hands out memory at the
+    first write, and a pass that accumulates finds it there.
     """
     with contextlib.nullcontext() if is_fake(parameter) else unseen():
-        if parameter.grad is None or is_fake(parameter):
+        if parameter.grad is None or parameter.grad.grad_fn is not None or is_fake(parameter):
             parameter.grad = torch.zeros_like(parameter)
         if not is_fake(parameter):
             parameter.grad.zero_()

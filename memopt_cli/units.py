@@ -59,7 +59,7 @@ def format_bytes(size: float, decimals: int = 1) -> str:
 
 
 def format_apart(limit: int, size: int) -> tuple[str, str]:
-    """A limit and a size that is over it, as :func:`format_bytes`, with what decimals it takes to show that.
+    """A limit and a size that is over it, as :func:`format_bytes`, with as many decimals as it takes to show that.
 
     And to show the limit as it was given: ``1.75MiB`` is not 1.8.
     """

@@ -30,7 +30,7 @@ _FAILURES: dict[str, type[Failure | FileChanged]] = {
 _EXIT_CODES = frozenset(
     kind.exit_code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MemoptError)
 )
-"""Of what fails in a subprocess."""
+"""Those that an error can have."""
 
 
 def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:

@@ -7,7 +7,6 @@ how large a batch each of the most promising plans takes, and runs decide.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import time
@@ -100,7 +99,7 @@ def fastest_prepared(
 
 
 class _TimeIsUp(Exception):
-    """The search goes on no longer."""
+    """The time of the search is up, and there is an answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,8 +147,11 @@ class _Job:
 
     def search(self, session: Callable[[], Session]) -> None:
         """Run the original at its best batches, then the plans that may train faster."""
-        with contextlib.suppress(_TimeIsUp):
+        try:
             case = self._original(session)
+        except _TimeIsUp:
+            self.notes.append(_ended(self.request))
+            return
         if not self._is_over():
             first = max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of)
             step = self.trials.step(first)
@@ -162,7 +164,7 @@ class _Job:
         if not self._is_over():
             self._run_finalists()
         if self._is_over():
-            self.notes.append(f"The search was ended after {self.request.search_limit_s:.3g} s (--search-time).")
+            self.notes.append(_ended(self.request))
 
     def _price_and_run(self, step: ScaledStep, case: Case, session: Callable[[], Session]) -> None:
         """The plans that may train faster."""
@@ -198,8 +200,10 @@ class _Job:
             most_runs=_OF_ORIGINAL,
             run=self._run_original,
         )
-        search.find([case], session)
-        self.dry_runs.append(case.probes)
+        try:
+            search.find([case], session)
+        finally:
+            self.dry_runs += [found.probes for found in search.searched]
         largest = case.search.runs.best
         if largest:
             self.progress.stage("finding the fastest batch")
@@ -372,3 +376,7 @@ def _priced_ratio(trials: Trials, pricing: Pricing) -> float:
     """Measured over priced, of the original's largest batch."""
     largest = max(trials.of(ORIGINAL), key=lambda run: run.batch, default=None)
     return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)
+
+
+def _ended(request: BatchRequest) -> str:
+    return f"The search was ended after {request.search_limit_s:.3g} s (--search-time)."

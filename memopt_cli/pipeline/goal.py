@@ -214,6 +214,8 @@ class GoalSearch:
         if point.slowdown is None or point.slowdown <= self._most_shown:
             return point
         outcome = self.confirm(self.row_of(point, time.monotonic()), self._most_shown).outcome
+        if outcome == point.outcome:  # they could not be timed in turns
+            return point
         beside = self.measure(original.plan)
         assert outcome is not None
         assert isinstance(beside, Measurement)
@@ -235,7 +237,7 @@ class GoalSearch:
 
 
 def nothing_fits(budget_bytes: int, least_bytes: int, how: str = "") -> NothingFitsError:
-    """Of all plans, none; ``how`` that is known."""
+    """The error where no plan fits; ``how``: how that is known, in words."""
     budget, least = format_apart(budget_bytes, least_bytes)
     return NothingFitsError(
         f"no plan found takes {budget} or less{how}; the smallest that was found takes about {least}",

@@ -50,7 +50,7 @@ class PairSearch:
     step_s: Callable[[Plan, int], float]
     """Of a plan at a batch, by sums."""
     update_s: float
-    """Of any of these, the update."""
+    """Of a step, what its update takes."""
     samples_per_s: Callable[[int, float, float], float]
     """Of a batch, the time of a step, and of its update."""
     growth_known: Callable[[], bool]

@@ -11,9 +11,11 @@ from memopt_cli.measure.jobs import ORIGINAL, Traced
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.grounds import heads_of
 from memopt_cli.plan.interface import NotTried
-from memopt_cli.plan.scaled import ScaledStep, is_timed, scaled
+from memopt_cli.plan.scaled import ScaledStep, scaled
 from memopt_cli.records import UPDATE_PHASES, BatchProbe, Failure, Plan, SegmentPlan, StepTrace
 
+_MOST_OF_A_STEP = 0.9
+"""Share of a step that its update may take by the sums: one is of runs, the other of a line through them."""
 Heads = tuple[SegmentPlan, ...]
 """Of a plan, those that run through their losses: with them another step is recorded."""
 
@@ -59,16 +61,13 @@ class ScaledModels:
     def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
         """Its operators take together what the step takes: what Python does between them counts as theirs."""
         runs, timed = self.runs(), self.step.timed
-        if not runs or not is_timed(timed):
-            return step.at(batch, pace=batch / timed.batch, update_pace=1.0)
-        update_s = self.update_s
         passes = sum(op.seconds for op in timed.ops if op.phase not in UPDATE_PHASES)
         updates = sum(op.seconds for op in timed.ops if op.phase in UPDATE_PHASES)
-        return step.at(
-            batch,
-            pace=max(seconds_at(batch, runs) - update_s, 0.0) / passes,
-            update_pace=update_s / updates if updates else 1.0,
-        )
+        if not runs or not passes:
+            return step.at(batch, pace=batch / timed.batch, update_pace=1.0)
+        step_s = seconds_at(batch, runs)
+        update_s = min(self.update_s, _MOST_OF_A_STEP * step_s) if updates else 0.0
+        return step.at(batch, pace=(step_s - update_s) / passes, update_pace=update_s / updates if updates else 1.0)
 
     def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:
         """The step with these heads through their losses."""

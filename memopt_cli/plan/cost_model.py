@@ -48,10 +48,11 @@ KEEP_OP_S = 25e-6
 REPEAT_S = 450e-6
 """What repeating a norm by what forward found adds to its kernels, in both runs together."""
 NORM_S = 1.1e-3
-"""What it adds to a chunk to come to a norm whose batch statistics are gathered: it is a dozen small operators then,
+"""What each norm adds to a chunk where batch statistics are gathered: it is a dozen small operators then,
 in forward, in recomputation and in backward, whether it is measured or normalizes."""
 _PASSES_OF_ONE = 4
-"""A pass for batch statistics is run in forward, in recomputation and in backward, which takes as long as both."""
+"""A pass for batch statistics is run in forward, in recomputation, and in backward, which alone takes as long as those
+two."""
 _FLOPS_PER_S = 5e10
 """Where no operator was timed: only ratios of the times count then."""
 
@@ -68,7 +69,7 @@ class Passes:
     norms: int = 0
     """A pass ends at each."""
     ops: int = 0
-    """Operators of forward that they run, as many times as there are passes over each."""
+    """Operators of forward that they run, each counted once for every pass that runs it."""
     seconds: float = 0.0
     """What these take."""
 
@@ -76,7 +77,8 @@ class Passes:
 def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, passes: Passes) -> float:
     """What one call of a segment takes beside running its forward again and packing its inputs, in seconds.
 
-    ``forward_s`` and ``ops``: of its forward.  ``passes``: what precede it if the segment gathers batch statistics.
+    ``forward_s`` and ``ops``: of its forward.  ``passes``: those that precede it if the segment gathers
+    batch statistics.
     """
     if not segment.batch_statistics or segment.chunks == 1:
         passes = Passes()

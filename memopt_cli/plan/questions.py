@@ -215,7 +215,7 @@ class ChunkQuestions:
         """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
 
         Then what it lies in, from within, which in chunks holds nothing between its parts.  The model itself comes
-        last, as a trial of it takes longest, and where what is in it is called once not at all.
+        last, as a trial of it takes longest, and is left out where a module around the peak is called only once.
         """
         segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
         usable = {b.path: b for b in self._proposals.root if not b.refusal and self.is_cuttable(b.path)}

@@ -123,7 +123,7 @@ class Measurement:
     spent_s: float
     """Wall time of all its steps, those among them that are not timed."""
     update_s: float = 0.0
-    """Of a step, what clipping and the optimizers took, median; 0 in files from before it was measured."""
+    """Of a step, what clipping and the optimizers took, median; 0 where it was not timed."""
     phases: tuple[PhasePeak, ...] = ()
     """In turn, those that the step has; empty in files from before they were recorded."""
 

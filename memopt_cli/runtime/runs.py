@@ -18,8 +18,8 @@ from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import children_of
 
 _LEAST_LAYERS = 2
-"""Layers with weights in a Sequential that is worth dividing: a U-Net's pairs of convolutions, as whole blocks, gave no
-plan at half of its activation peak, divided one at 1.40 times the step (benchmarks/storage.py --case unet)."""
+"""Layers with weights in a Sequential that is worth dividing: as whole blocks, a U-Net's pairs of convolutions gave no
+plan at half of its activation peak; divided, they gave one at 1.40 times the step (``benchmarks/storage.py``)."""
 
 
 class Run(nn.Sequential):

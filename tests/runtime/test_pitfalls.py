@@ -512,9 +512,9 @@ def test_pitfall_30_warm_up_is_not_timed(tmp_path: Path, monkeypatch: pytest.Mon
     worker.bench.model.register_forward_pre_hook(lambda *_: calls.append("step"))
     take_time = timed._timed
 
-    def timing(bench: Bench, step: Step) -> Any:
+    def timing(bench: Bench, step: Step, **asked: Any) -> Any:
         calls.append("timed")
-        return take_time(bench, step)
+        return take_time(bench, step, **asked)
 
     monkeypatch.setattr(timed, "_timed", timing)
     worker.do(MeasureJob(plan=Plan(), steps=3))

@@ -56,7 +56,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     first_s, first = _install(bench, job.plan, step)
     is_long = job.warm_up and first_s >= _LONG_S
     cold = () if job.warm_up else (first_s,)
-    timed = _timed_steps(bench, step, 1 if is_long else job.steps - len(cold))
+    timed = _timed_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
     bench.enter_start()
     clock, meter = trace.Clock(bench.settings.device), trace.meter_on(bench.settings.device)
     with contextlib.ExitStack() as watched:
@@ -233,23 +233,24 @@ class _Timed:
         return time.perf_counter()
 
 
-def _timed(bench: Bench, step: Step) -> _Timed:
+def _timed(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
+    """``phases``: its update by itself, too, before and after which the device is waited for."""
     bench.enter_start()
     reset_gradients(step)
     seed_everything(bench.settings.seed)
     timed = _Timed(bench.settings.device)
     with timed.running():
-        take(step, timed.enter)
+        take(step, timed.enter if phases else lambda phase: None)
     if bench.settings.micro_batches == 1:  # else what passes leave is what the next ones find
         step.model.zero_grad(set_to_none=True)
     return timed
 
 
-def _timed_steps(bench: Bench, step: Step, least: int) -> list[_Timed]:
+def _timed_steps(bench: Bench, step: Step, least: int, *, phases: bool = False) -> list[_Timed]:
     """At least ``least``; more where they are so short that three would tell little."""
     steps: list[_Timed] = []
     while _tells_little([timed.step_s for timed in steps], least):
-        steps.append(_timed(bench, step))
+        steps.append(_timed(bench, step, phases=phases))
     return steps
 
 
