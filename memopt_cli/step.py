@@ -185,8 +185,8 @@ def take(step: Step, entered: Callable[[Phase], object] = lambda phase: None) ->
 def give_zero_gradient(parameter: Tensor) -> None:
     """Whoever times the operators of the step does not see it.
 
-    A gradient that is there, and no part of a graph, is zeroed in place.  A new one is written to at once: the system hands out memory at the
-    first write, and a pass that accumulates finds it there.
+    A gradient that is there, and no part of a graph, is zeroed in place.  A new one is written to at once: the system
+    hands out memory at the first write, and a pass that accumulates finds it there.
     """
     with contextlib.nullcontext() if is_fake(parameter) else unseen():
         if parameter.grad is None or parameter.grad.grad_fn is not None or is_fake(parameter):
