@@ -109,8 +109,6 @@ _COMMANDS_ALONE: Final = frozenset(
     }
 )
 """Of no function."""
-
-
 _ARGUMENTS: Final = frozenset(
     {
         *("accumulate", "baseline", "budget", "chunks", "clip-norm", "compile", "device", "fail-on", "global-batch"),
@@ -118,6 +116,7 @@ _ARGUMENTS: Final = frozenset(
         *("optimizer", "plan", "precision", "ranks", "search-time", "seed", "steps", "target", "timeout", "verify"),
     }
 )
+"""Flags whose arguments have the same names."""
 _KNOWN: Final = _ARGUMENTS | _NAMES.keys() | _SWITCHES | _COMMANDS_ALONE
 """Of memopt, not of others whose errors are told."""
 

@@ -16,6 +16,7 @@ from memopt_cli.records import UPDATE_PHASES, BatchProbe, Failure, Plan, Segment
 
 _MOST_OF_A_STEP = 0.9
 """Share of a step that its update may take by the sums: one is of runs, the other of a line through them."""
+
 Heads = tuple[SegmentPlan, ...]
 """Of a plan, those that run through their losses: with them another step is recorded."""
 

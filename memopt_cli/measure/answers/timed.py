@@ -205,7 +205,7 @@ class _Timed:
     step_s: float = 0.0
     update_s: float = 0.0
     """Of it, in the phases of an update."""
-    _phase: Phase = "forward"
+    _phase: Phase = field(default="forward", init=False)
     _since: float = field(default=0.0, init=False)
 
     @contextlib.contextmanager
