@@ -31,8 +31,9 @@ from memopt_cli.equality import (
 from memopt_cli.errors import first_line
 from memopt_cli.records import MOST_NORMS, ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
-from memopt_cli.runtime.batch_statistics import batch_norms, statistics_refusal
+from memopt_cli.runtime.batch_statistics import statistics_refusal
 from memopt_cli.runtime.chunk_rows import rows_untried
+from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.runtime.unsafe import runs_whole
 from memopt_cli.step import Step, seed_everything

@@ -138,7 +138,7 @@ class Proposals:
 
 
 def _norms_within(trace: StepTrace) -> Counter[str]:
-    norms = {trace.ops[index].module for index in batch_norms(trace)}
+    norms = {trace.ops[norm.op].module for norm in batch_norms(trace)}
     return Counter(path for norm in norms for path in _around(norm.split(".")))
 
 

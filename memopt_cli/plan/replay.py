@@ -406,7 +406,8 @@ class Replay:
         longest = block.length % segment.chunks or segment.chunks
         # The longest are the first: when backward comes to them, those before them are there, and a gradient of one.
         between, in_backward = between + (segment.chunks - 1) * handed_on, in_backward + longest * handed_on
-        pieces = gradients - gradients // segment.chunks
+        pieces = max(gradients, self._linked_bytes(block))
+        pieces -= pieces // segment.chunks
         self._ledger.live(self._order.at(block.parent, block.call.start), block.offset, between // share)
         self._ledger.live(block.offset, block.joined, max(in_backward, pieces) // share)
 
@@ -416,16 +417,26 @@ class Replay:
         made = (storages[index] for index in call.outputs[block.segment.seq_outputs :])
         return sum(storage.nbytes for storage in made if storage.born >= call.start)
 
-    def _statistics_bytes(self, block: ReplayedSegment) -> int:
-        """What the first pass over its chunks, which comes last in backward, holds beside the gradients of the other.
+    def _linked_bytes(self, block: ReplayedSegment) -> int:
+        """Of what goes back from one pass over all chunks to the one before: the gradient of what a norm is given."""
+        return max(
+            (sum(self._trace.storages[s].nbytes for s in norm.makes[:1]) for norm in self._norms(block)), default=0
+        )
 
-        Of the longest chunk of what is normalized: its gradient by the variance, that by the mean, and their sum.
+    def _statistics_bytes(self, block: ReplayedSegment) -> int:
+        """What the first pass over its chunks, which comes last in backward, holds beside the gradients of all.
+
+        Of the longest chunk of what is normalized: its gradient by the statistics.
         """
+        norms = self._norms(block)
+        return max((_share_of(self._trace.storages[index], block) for op in norms for index in op.makes), default=0)
+
+    def _norms(self, block: ReplayedSegment) -> list[OpTrace]:
+        """What differentiates those that get the statistics of all chunks."""
         if not block.segment.batch_statistics:
-            return 0
-        call, storages = block.call, self._trace.storages
-        norms = (op for op in self._trace.ops[call.backward_start : call.backward_end] if op.name == _NORM_BACKWARD)
-        return max((3 * _share_of(storages[index], block) for op in norms for index in op.makes), default=0)
+            return []
+        ops = self._trace.ops[block.call.backward_start : block.call.backward_end]
+        return [op for op in ops if op.name == _NORM_BACKWARD]
 
     def _product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
         """Of the derivative of a norm in chunks, which get the statistics of all: its kernel holds none of this.

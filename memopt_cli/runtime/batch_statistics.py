@@ -2,8 +2,20 @@
 
 The chunks run several times.  In the first pass each one breaks off at the first batch norm and gives the mean and
 variance of its input there; merged, inside autograd, they are the statistics of the whole (parallel variance, Chan et
-al. 1979).  With these as ordinary tensors the next pass gets by that norm, to the second or to the end.  Autograd does
-the rest: the gradient reaches the inputs through the normalized values and through the statistics.
+al. 1979).  With these as ordinary tensors the next pass gets by that norm, to the second or to the end.
+
+What one pass has computed up to a norm the next computes again, but not its gradients: at the norm its graph is joined
+to that of the pass before, which alone goes back from there.
+
+    pass 1:  x --> h --> mean, variance of h
+                   |          |
+                  link   statistics of all chunks
+                   |          |
+    pass 2:  x --> h = link --> normalized --> y
+
+Backward of pass 2 ends at the link of every chunk and at the statistics; backward of pass 1 begins with the sum of what
+has reached ``h`` by both.  So every operator of forward is differentiated once, and where the operator before the norm
+is a costly one pass 2 takes its output from pass 1 and runs it in its recomputation alone.
 
 Norms are met where every class of them ends up, in calls of ``batch_norm``; what they do to their running statistics
 and counters happens in the first chunk of the last pass, once.
@@ -11,6 +23,7 @@ and counters happens in the first chunk of the last pass, once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,17 +35,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memopt_cli.runtime.generators import Generators
-from memopt_cli.runtime.lengths import segment_of
-from memopt_cli.runtime.lifted.module import operators_of
+from memopt_cli.runtime.held import saving_aside
+from memopt_cli.runtime.lengths import config_of, segment_of
 from memopt_cli.runtime.module_state import ModuleState, name_of
+from memopt_cli.runtime.norms import BATCH_NORMS, batch_norms
+from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
-    BatchNorm,
     buffers_of,
     has_gradient_hooks,
     suggest_memory_format,
     version_counter,
 )
 from memopt_cli.runtime.runs import named_parts
+from memopt_cli.runtime.segment_run import Unrepeatable
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,33 @@ class Statistics:
     """Shape (C,); the mean square of the deviations, not Bessel-corrected."""
     count: int
     """Values in each channel."""
+
+
+@dataclass(slots=True)
+class Met:
+    """A batch norm that one chunk has come to."""
+
+    statistics: Statistics
+    """Of what the chunk gives it."""
+    link: Tensor
+    """Like what the chunk gives it, but without memory of its own: a gradient that reaches it goes there."""
+    source: int | None
+    """Which of the costly operators before it, in their order, made that; ``None``: another did."""
+    values: Tensor | None
+    """What the chunk gives it, until the next pass has taken it; ``None`` too if the next pass is not to take it."""
+
+    def take(self) -> Tensor | None:
+        """The values, which nothing but the caller holds then."""
+        values, self.values = self.values, None
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """What a pass has found of one of them."""
+
+    statistics: Statistics
+    chunks: Sequence[Met]
 
 
 def statistics_refusal(module: nn.Module, chunks: int) -> str:
@@ -71,11 +113,6 @@ def hooked_within(module: nn.Module) -> str:
     return next((name for name, inner in within if has_gradient_hooks(inner)), "")
 
 
-def batch_norms(module: nn.Module) -> list[nn.Module]:
-    """The modules in it that normalize by statistics of the batch while they train, lifted ones among them."""
-    return [m for m in module.modules() if isinstance(m, BatchNorm) or "aten::batch_norm" in operators_of(m)]
-
-
 class BatchStatistics:
     """The statistics of the norms in a module, gathered pass by pass."""
 
@@ -84,34 +121,37 @@ class BatchStatistics:
         _check_inner_segments(module)
         self._module = module
         self._forward = forward
-        self._found: tuple[Statistics, ...] = ()
+        self._found: tuple[_Norm, ...] = ()
+        self._hands_on = not config_of(module).keep  # of an output that it keeps it counts the runs
         self._start = _Start(module)
 
     def forwards(self, chunks: int) -> list[Callable[..., Any]]:
         """What runs in place of forward on each chunk of the next pass.
 
-        It returns the :class:`Statistics` of the first norm that none are known of; after the last, the output.
+        It returns the first norm that no statistics are known of, as :class:`Met`; after the last, the output.
         """
-        return [self._chunk(is_first=i == 0) for i in range(chunks)]
+        return [self._chunk(index) for index in range(chunks)]
 
-    def merge(self, parts: Sequence[Statistics]) -> None:
-        """A pass has given ``parts``, one of each chunk; the module is put where it started from.
+    def merge(self, met: Sequence[Met]) -> None:
+        """Every chunk has come to the same norm; the module is put where it started from.
 
         Raises :class:`RuntimeError` if that cannot be done.
         """
-        self._found = (*self._found, merged(parts))
+        self._found = (*self._found, _Norm(merged([chunk.statistics for chunk in met]), met))
         self._start.enter_again()
 
-    def _chunk(self, *, is_first: bool) -> Callable[..., Any]:
+    def _chunk(self, index: int) -> Callable[..., Any]:
         found = self._found
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            norms = _Norms(found, is_first)
+            norms = _Norms(found, index, self._hands_on)
             try:
-                with norms, _counters_kept(self._module, kept=not is_first):
+                with norms, _counters_kept(self._module, kept=index > 0):
                     output = self._forward(*args, **kwargs)
             except _Unknown as unknown:
-                return unknown.statistics
+                return unknown.met
+            if norms.refused:  # and went on: the whole has these gradients
+                raise norms.refused
             if norms.broken_off:
                 raise RuntimeError(
                     f"{name_of(self._module)} catches the exception that breaks off a pass over its chunks; "
@@ -133,28 +173,52 @@ def merged(parts: Sequence[Statistics]) -> Statistics:
 class _Unknown(Exception):  # no BaseException: at these, modules do not call their hooks
     """Forward has come to a norm whose statistics are not known."""
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, met: Met) -> None:
         super().__init__()
-        self.statistics = statistics
+        self.met = met
 
 
 class _Norms(TorchFunctionMode):
-    """Batch norms that would use the statistics of a chunk get those of the whole."""
+    """Batch norms that would use the statistics of a chunk get those of the whole; what is before them is linked."""
 
-    def __init__(self, found: tuple[Statistics, ...], updates: bool) -> None:
+    def __init__(self, found: Sequence[_Norm], index: int, hands_on: bool) -> None:
+        """``found``: by the passes before; ``index``: of the chunk; ``hands_on``: to the next pass, values too."""
         super().__init__()
         self._unused = list(found)
-        self._updates = updates
+        self._index = index
+        self._hands_on = hands_on
+        self._linked = {norm.chunks[index].source: norm.chunks[index] for norm in found}
+        self._costly = 0
+        """Operators that have run."""
+        self._last: tuple[Tensor, int] | None = None
+        """What the last of them gave, and its version then."""
         self.broken_off = False
+        self.refused: Unrepeatable | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = functools.partial(func, *args, **(kwargs or {}))
+        if func in _DIFFERENTIATING:
+            self.refused = Unrepeatable(
+                "computes gradients in its forward, through batch statistics that its chunks share"
+            )
+            raise self.refused
+        if func in _COSTLY:
+            return self._run(call)
         arguments = BATCH_NORMS.get(func)
         if arguments is None:
-            return func(*args, **(kwargs or {}))
+            return call()
         given = dict(zip(arguments, args, strict=False)) | (kwargs or {})
         if not given.get("training", False):
-            return func(*args, **(kwargs or {}))
+            return call()
         return self._normalize(**{key: given[key] for key in given.keys() & _USED})
+
+    def _run(self, call: Callable[[], Tensor]) -> Tensor:
+        """A costly operator, unless the pass before has handed on what it gives."""
+        met = self._linked.get(self._costly)
+        output = call() if met is None else _linked(_values(met, call), met.link, is_seen=True)
+        self._last = output, version_of(output)
+        self._costly += 1
+        return output
 
     def _normalize(
         self,
@@ -168,30 +232,124 @@ class _Norms(TorchFunctionMode):
     ) -> Tensor:
         if not self._unused:
             self.broken_off = True
-            raise _Unknown(_measured(input))
-        statistics = self._unused.pop(0)
-        if self._updates:
+            raise _Unknown(self._met(input))
+        norm = self._unused.pop(0)
+        statistics, met = norm.statistics, norm.chunks[self._index]
+        input = _linked(input.detach(), met.link)  # past hooks on the input: those of the pass before get all of it
+        if self._index == 0:
             _update(running_mean, statistics.mean, momentum)
             _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
         return _normalized(input, statistics, weight, bias, eps)
 
+    def _met(self, input: Tensor) -> Met:
+        made, version = self._last or (None, 0)
+        source = self._costly - 1 if made is input and version == version_of(input) else None
+        measured, link = _measured(input)
+        return Met(measured, link, source, input.detach() if self._hands_on and source is not None else None)
 
+
+def _values(met: Met, call: Callable[[], Tensor]) -> Tensor:
+    """What the pass before has handed on, in forward; in a recomputation the operator runs, and nothing is saved."""
+    values = met.take()
+    if values is not None:
+        return values
+    with saving_aside():
+        return call().detach()
+
+
+_DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+"""They would find that the graph of a chunk ends at the norms."""
+
+_COSTLY = frozenset(
+    function
+    for operator in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+    for aten in (getattr(torch.ops.aten, operator),)
+    for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
+)
+"""Operators to run once less; each gives a tensor that shares no memory with others."""
 _USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
-_OF_MODULES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_OF_OPERATORS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
-BATCH_NORMS: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: _OF_MODULES,
-    torch.batch_norm: _OF_OPERATORS,
-    torch.ops.aten.batch_norm: _OF_OPERATORS,
-    torch.ops.aten.batch_norm.default: _OF_OPERATORS,
-}
-"""The ways to ask for batch normalization, with the names of their positional arguments."""
 
 
-def _measured(x: Tensor) -> Statistics:
-    precise = x.to(torch.promote_types(x.dtype, torch.float32))
-    variance, mean = torch.var_mean(precise, [d for d in range(x.dim()) if d != 1], correction=0)
-    return Statistics(mean, variance, x.numel() // x.shape[1])
+class _Links(torch.autograd.Function):
+    """Three tensors without values, of the shapes of ``x [B, C, ...]``, its mean and its variance [C].
+
+    What reaches them in backward is a gradient of ``x``: of itself, through its mean, through its variance.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        of_channel = x.new_empty(x.shape[1], dtype=_precise(x))
+        return x.new_empty(()).expand(x.shape), of_channel, torch.empty_like(of_channel)
+
+    @staticmethod
+    def backward(ctx: Any, of_x: Tensor, of_mean: Tensor, of_variance: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        precise, count = x.to(of_mean.dtype), x.numel() // x.shape[1]
+        scale = of_variance * (2 / count)
+        shift = of_mean / count - scale * precise.mean(_other_dims(x))
+        return torch.addcmul(_by_channel(shift, x), precise, _by_channel(scale, x)).to(x.dtype).add_(of_x)
+
+
+class _Linked(torch.autograd.Function):
+    """Values whose gradient goes elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, link: Tensor, is_seen: bool) -> Tensor:
+        return values.data if is_seen else values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        return None, gradient, None
+
+
+def _linked(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
+    """``values``, whose gradient is that of ``link``; ``is_seen``: by code that may write to them, as to no view."""
+    linked: Tensor = _Linked.apply(values, link, is_seen)  # type: ignore[no-untyped-call]
+    return linked
+
+
+def _measured(x: Tensor) -> tuple[Statistics, Tensor]:
+    """Of ``x [B, C, ...]``, and a link to it."""
+    link, mean_link, variance_link = _Links.apply(x)  # type: ignore[no-untyped-call]  # a recomputation ends here
+    values = x.detach().to(_precise(x))
+    mean = values.mean(_other_dims(x))
+    variance = (values - _by_channel(mean, x)).square_().mean(_other_dims(x))  # var_mean takes five times as long
+    statistics = Statistics(_linked(mean, mean_link), _linked(variance, variance_link), x.numel() // x.shape[1])
+    return statistics, link
+
+
+class _Scaled(torch.autograd.Function):
+    """``x [B, C, ...]`` times ``scale`` [C] plus ``shift`` [C], in the dtype of ``x``.
+
+    Of tensors as large as ``x`` its backward holds one at a time beside the gradients; that of ``addcmul`` holds two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return torch.addcmul(_by_channel(shift, x), x.to(scale.dtype), _by_channel(scale, x)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        precise = gradient.to(scale.dtype)
+        of_scale, of_shift = (precise * x).sum(_other_dims(x)), precise.sum(_other_dims(x))
+        return (precise * _by_channel(scale, x)).to(x.dtype), of_scale, of_shift
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _by_channel(values: Tensor, x: Tensor) -> Tensor:
+    """[C] for ``x [B, C, ...]``."""
+    return values.view((1, -1) + (1,) * (x.dim() - 2))
+
+
+def _other_dims(x: Tensor) -> list[int]:
+    """All but the channels."""
+    return [d for d in range(x.dim()) if d != 1]
 
 
 def _normalized(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -204,8 +362,7 @@ def _normalized(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: 
     shift = -statistics.mean * scale
     if bias is not None:
         shift = shift + bias
-    channels = (1, -1) + (1,) * (x.dim() - 2)
-    output = torch.addcmul(shift.view(channels), x.to(scale.dtype), scale.view(channels)).to(x.dtype)
+    output: Tensor = _Scaled.apply(x, scale, shift)  # type: ignore[no-untyped-call]
     return output.contiguous(memory_format=_layout_of(x))
 
 

@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.chunk_state import Moves
 from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.private_torch import unseen
 
 _ROUNDINGS: Final = 8

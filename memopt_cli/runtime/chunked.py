@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime import chunk_rows
-from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics, hooked_within
+from memopt_cli.runtime.batch_statistics import BatchStatistics, Met, hooked_within
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import (
     is_dense,
 )
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
+from memopt_cli.runtime.held import saving_aside
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.lumps import LumpedCall, in_memory, lumped
 from memopt_cli.runtime.module_state import name_of, uninitialized
@@ -128,7 +128,7 @@ def _run_passes(
     gathering = BatchStatistics(module, forward)
     while True:
         columns, output = _one_by_one(module, forward, gathering.forwards(len(pieces)), pieces, states, kwargs)
-        if not isinstance(output, Statistics):
+        if not isinstance(output, Met):
             break
         gathering.merge(columns[0])
     if isinstance(output, tuple) and len(output) > config.seq_outputs:
@@ -289,7 +289,7 @@ class _FirstChunk:
         self._run(self._sequences())
 
     def _run(self, sequences: Sequence[Tensor]) -> Any:
-        with recomputing(self._module), _saving_aside():
+        with recomputing(self._module), saving_aside():
             return self._forward(*sequences, *self._states, **self._kwargs)
 
     def _run_halves(self) -> list[Any]:
@@ -297,7 +297,7 @@ class _FirstChunk:
         states, outputs = self._states, list[Any]()
         for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
-            with recomputing(self._module), _saving_aside():
+            with recomputing(self._module), saving_aside():
                 outputs.append(within_chunk(chunk, self._forward, *half, *states, **self._kwargs))
             parts = outputs[-1] if isinstance(outputs[-1], tuple) else (outputs[-1],)
             states = parts[config.seq_outputs :] or states
@@ -310,11 +310,6 @@ class _FirstChunk:
             if self._first[0].shape[axis] > 1:
                 return [t.clone() for t in self._first]  # forward may write its input in place
             return [torch.cat(pair, dim=axis) for pair in zip(self._first, self._second, strict=True)]
-
-
-def _saving_aside() -> saved_tensors_hooks:
-    """Within, a checkpoint of the user's own does not hear of what is saved: backward will not see it again."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _Argument:

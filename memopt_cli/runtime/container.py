@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.chunked import run_chunks
 from memopt_cli.runtime.compiled import Run, run_compiled, run_plainly_or, uncompiled
 from memopt_cli.runtime.compressor import (
@@ -33,6 +32,7 @@ from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, config_of, length_told, misfit_by_length, segment_of
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of
+from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.private_torch import (
     between_graphs,

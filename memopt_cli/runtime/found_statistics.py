@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from memopt_cli.runtime.batch_statistics import BATCH_NORMS, batch_norms
 from memopt_cli.runtime.compressor import same_bits
+from memopt_cli.runtime.norms import BATCH_NORMS, batch_norms
 from memopt_cli.runtime.private_torch import TorchDispatchMode, is_compiled, not_compiled, unseen
 from memopt_cli.runtime.selective import uncounted
 

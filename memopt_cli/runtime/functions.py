@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.compressor import declared_compressor
 from memopt_cli.runtime.container import install_segment
+from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.objects import held_fast
 from memopt_cli.runtime.segment_config import SegmentConfig
 

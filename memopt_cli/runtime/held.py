@@ -175,3 +175,8 @@ class _Saved:
     """Of what the checkpoint around, or others around the segment, give the tensor again."""
     is_input: bool = False
     """Of a segment within."""
+
+
+def saving_aside() -> saved_tensors_hooks:
+    """Within, a checkpoint around does not hear of what is saved: backward will not see it again."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

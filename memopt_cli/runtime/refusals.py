@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from memopt_cli.runtime.batch_statistics import batch_norms, statistics_refusal
+from memopt_cli.runtime.batch_statistics import statistics_refusal
 from memopt_cli.runtime.compressor import (
     COMPRESSORS,
     OWN_COMPRESSOR,
@@ -19,6 +19,7 @@ from memopt_cli.runtime.compressor import (
 )
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.module_state import uninitialized
+from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.private_torch import (
     InstanceNorm,
 )

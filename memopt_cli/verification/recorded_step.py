@@ -22,7 +22,7 @@ from memopt_cli.equality import (
 from memopt_cli.errors import StepError
 from memopt_cli.records import FurtherCheck, Plan, Verification
 from memopt_cli.runtime import find_part
-from memopt_cli.runtime.batch_statistics import batch_norms
+from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step, synchronize

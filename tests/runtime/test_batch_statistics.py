@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt_cli
 from memopt_cli.apply import apply_plan
@@ -193,6 +195,94 @@ class Functional(nn.Module):
         return torch.ops.aten.batch_norm(x, None, w, None, None, True, 0.1, 1e-5, False)
 
 
+class Joined(nn.Module):
+    """What is before its norms is used elsewhere too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)  # bias: its gradient is zero
+        self.norm, self.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        match self.kind:
+            case "beside":
+                y = self.norm(h) + h.sin()
+            case "twice":
+                y = self.norm(h) * self.second(h)
+            case "around":
+                y = self.second(self.other(self.norm(h).tanh()) + h)
+            case "a branch before":
+                y = self.norm(h) * self.other(x)
+            case "written before":
+                y = self.norm(h.relu_())
+            case "written elsewhere":
+                y = self.norm(h)
+                y = y + h.detach().clone().relu_()
+            case "shared":
+                y = self.second(self.first(self.norm(h).tanh()))
+            case "frozen":
+                y = self.norm(h.detach()).tanh() + self.second(self.other(x))
+        return y.tanh()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["beside", "twice", "around", "a branch before", "written before", "written elsewhere", "shared", "frozen"],
+)
+def test_what_is_before_a_norm_may_be_used_elsewhere(exactly: Any, kind: str) -> None:
+    exactly(Resetting(Joined(kind)), {"blocks.0": EXACT}, leaf(8, 4))
+
+
+class Clamped(nn.Module):
+    """A hook on a tensor before its norm, set in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient.clamp(-0.01, 0.02))
+        y: Tensor = self.norm(h).exp()
+        return y
+
+
+def test_a_hook_on_what_a_norm_is_given_gets_all_of_its_gradient(exactly: Any) -> None:
+    exactly(Resetting(Clamped()), {"blocks.0": EXACT}, leaf(8, 4))
+
+
+class Counting(TorchDispatchMode):
+    """How often operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("norms", [1, 2, 3])
+def test_every_operator_is_differentiated_once(norms: int) -> None:
+    """And a convolution before a norm runs once less in forward than there are passes."""
+    chunks = 3
+    layers = [layer for _ in range(norms) for layer in (nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.ReLU())]
+    net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Sequential(*layers))
+    apply_plan(net, Plan(segments=(SegmentPlan(path="1", chunks=chunks, batch_statistics=True),)))
+    with Counting() as forward:
+        output = net(torch.randn(6, 2, 9, 9))
+    with Counting() as backward:
+        output.square().sum().backward()
+    in_passes = sum(range(1, norms + 1)) + norms  # one convolution in the first, two in the second, ... all in the last
+    assert forward.calls["convolution"] == 1 + chunks * (in_passes - norms)
+    assert backward.calls["convolution"] == chunks * in_passes
+    assert backward.calls["convolution_backward"] == 1 + chunks * norms
+
+
 @pytest.mark.slow
 def test_functional_norms(exactly: Any) -> None:
     exactly(Resetting(Functional()), {"blocks.0": EXACT}, leaf(8, 4))
@@ -302,8 +392,8 @@ def test_less_memory_than_a_plain_segment() -> None:
 def test_merging_is_measuring_the_whole(lengths: list[int], offset: float, seed: int) -> None:
     drawn = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(lengths), 3, 2, generator=drawn, dtype=torch.float64) + offset
-    whole: Statistics = _measured(x)
-    parts = merged([_measured(piece) for piece in x.split(lengths)])
+    whole: Statistics = _measured(x)[0]
+    parts = merged([_measured(piece)[0] for piece in x.split(lengths)])
     assert parts.count == whole.count == 2 * sum(lengths)
     assert torch.allclose(parts.mean, whole.mean, rtol=1e-12, atol=1e-12)
     assert torch.allclose(parts.variance, whole.variance, rtol=1e-9, atol=1e-12)

@@ -26,6 +26,26 @@ class Forces(nn.Module):
         return y + gradient
 
 
+class Unused(Forces):
+    """Takes no gradient for one of zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x)).tanh()
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True, allow_unused=True)
+        return y if gradient is None else y + gradient
+
+
+class Going(Forces):
+    """Goes on without the gradient if there is none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        except RuntimeError:
+            y: Tensor = self.norm(self.linear(x)).tanh()
+            return y
+
+
 class CheckpointedEnergy(Forces):
     """Recomputes its energy, by a checkpoint of its own."""
 
@@ -67,11 +87,13 @@ THROUGH = "computes gradients in its forward, through batch statistics"
         (Forces, False, False, None),
         (Forces, False, True, WITHIN),
         (Forces, True, False, THROUGH),
-        (Forces, True, True, WITHIN),
+        (Forces, True, True, THROUGH),
+        (Unused, True, False, THROUGH),
+        (Going, True, False, THROUGH),
         (CheckpointedEnergy, True, False, THROUGH),
-        (CheckpointedEnergy, True, True, WITHIN),
+        (CheckpointedEnergy, True, True, THROUGH),
         (CheckpointedForces, True, False, THROUGH),
-        (CheckpointedForces, True, True, WITHIN),
+        (CheckpointedForces, True, True, THROUGH),
     ],
 )
 def test_trains_on_as_without_a_plan(
