@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import ModuleState
+from memopt_cli.runtime.optimizer_state import StateOnDemand
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
@@ -204,8 +206,8 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
     start = StartingState(step.model)
     stored = [(p, p.data) for p in step.model.parameters()]
     states = [(optimizer, optimizer.state) for optimizer in step.optimizers()]
-    for optimizer, _ in states:
-        optimizer.state = defaultdict(dict)
+    for optimizer, state in states:
+        optimizer.state = StateOnDemand(functools.partial(_state_in_double, state))
     try:
         cast(step.model, torch.float64)
         args, kwargs = in_double((step.args, step.kwargs))
@@ -218,6 +220,12 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
         for optimizer, state in states:
             optimizer.state = state
         start.enter()
+
+
+def _state_in_double(state: Mapping[Any, dict[str, Any]], parameter: Any) -> dict[str, Any]:
+    """A copy; a counter of steps stays as it is, as where PyTorch loads it."""
+    held = copy.deepcopy(state.get(parameter, {}))
+    return {name: value if name == "step" else in_double(value) for name, value in held.items()}
 
 
 def _widened(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
-from memopt_cli.equality import bit_equal, effects
+from memopt_cli.equality import bit_equal, effects, step_in_double
 from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.factory import build
 from memopt_cli.measure.allocated import measure_allocated
@@ -114,6 +114,42 @@ def test_nothing_moves_from_step_to_step() -> None:
     assert all(torch.equal(before[name], p) for name, p in step.model.named_parameters())
     (optimizer,) = step.optimizers()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**4)  # the schedule's, not the zero of its steps
+
+
+class ReadyMade(torch.optim.SGD):
+    """Makes its state when it is made, and counts on it, as PyTorch 2.8's Adagrad."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"sum": torch.full_like(parameter, 0.1), "step": torch.tensor(0.0)}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            torch._foreach_add_([state["step"]], 1)
+            torch._foreach_addcmul_([state["sum"]], [parameter.grad], [parameter.grad])
+
+
+def test_an_optimizer_steps_in_double_with_the_state_that_it_made_itself() -> None:
+    net = nn.Linear(8, 8)
+    optimizer = ReadyMade(net.parameters())
+
+    def run(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    own = memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=run)
+    step = OwnStep(model=models_of(own), args=(torch.ones(2, 8),), kwargs={}, settings=StepSettings())
+    with step_in_double(step) as double:
+        assert effects(double)["gradient of net.weight at update 1"].dtype == torch.float64
+        in_double = optimizer.state[net.weight]
+        assert (in_double["sum"].dtype, in_double["step"].item()) == (torch.float64, 1)
+    held = optimizer.state[net.weight]
+    assert (held["sum"].dtype, held["sum"].max().item(), held["step"].item()) == (torch.float32, pytest.approx(0.1), 0)
 
 
 def test_a_step_finds_the_gradients_that_one_before_it_leaves() -> None:

@@ -34,14 +34,14 @@ from memopt_cli.records import InputSpec, TensorSpec, Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.operators import DTYPES, is_plain
 from memopt_cli.runtime.lifted.program import VERSION, BadProgram, is_attribute, is_parameter
-from memopt_cli.runtime.private_torch import children_of, parameters_of
+from memopt_cli.runtime.private_torch import children_of, memory_of, parameters_of
 from memopt_cli.spec_text import DTYPES as INPUT_DTYPES
 
 _PROGRAM: Final = "models/model.json"
-_PICKLED_WEIGHTS: Final = "data/weights/model.pt"
 _OLD_PROGRAM: Final = "serialized_exported_program.json"
 _RECORDS: Final = re.compile(
-    r"data/(weights|constants)/(model_\w+_config\.json|(weight|tensor)_\d+)|data/sample_inputs/model\.pt"
+    r"data/(weights|constants)/(model_\w+_config\.json|(weight|tensor)_\d+)"
+    r"|data/(weights|constants|sample_inputs)/model\.pt"
     rf"|{re.escape(_PROGRAM)}|byteorder|version|archive_(format|version)|\.data/(version|serialization_id)"
     r"|\.format_version|\.storage_alignment|extra/.+"
     r"|serialized_(exported_program\.json|(state_dict|constants|example_inputs)\.pt)",
@@ -70,11 +70,6 @@ class Exported:
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         archive = Archive(file.data, file.path)
-        if _PICKLED_WEIGHTS in archive.sizes:
-            raise FileFormatError(
-                f"{file.path} was exported by PyTorch 2.8, which pickles the weights",
-                hint="Export the model again with PyTorch 2.9 or newer, or save it with torch.save(model, path).",
-            )
         if unknown := [name for name in archive.sizes if not _RECORDS.fullmatch(name)]:
             name = unknown[0][:_LONGEST_NAME]
             raise UnsafeFileError(
@@ -153,6 +148,7 @@ class _Program:
         """Parameters, buffers and constants by their names; those that share memory in the file are one."""
         read: dict[str, Tensor] = {}
         for folder, config in (("weights", "weights_config"), ("constants", "constants_config")):
+            read |= self._pickled(f"data/{folder}/model.pt")
             record = f"data/{folder}/model_{config}.json"
             entries = read_json(self._archive.read(record))["config"] if record in self._archive.sizes else {}
             shared: dict[str, Tensor] = {}
@@ -167,17 +163,23 @@ class _Program:
                 read[name] = shared[key]
         return read
 
+    def _pickled(self, record: str) -> dict[str, Tensor]:
+        """All of a record of PyTorch 2.8's, which pickles them together."""
+        read: dict[str, Tensor] = {}
+        shared: dict[Any, Tensor] = {}
+        for name, tensor in self._unpickled(record).items() if record in self._archive.sizes else ():
+            view = memory_of(_plain(tensor, name)), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+            read[str(name)] = shared.setdefault(view, tensor)
+        return read
+
     def _stored(self, record: str, entry: Any) -> Tensor | bytearray:
         """A tensor that was pickled; of others the bytes."""
-        data = self._archive.read(record)
         if not entry.get("use_pickle"):
-            return bytearray(data)
-        tensor = load_tensors(data, f"{self._path} ({entry['path_name']})", OF_TENSORS_WITHIN)
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{entry['path_name']} is not a tensor")
-        if not is_plain(tensor):
-            raise BadProgram(f"{entry['path_name']} is a sparse tensor")
-        return tensor
+            return bytearray(self._archive.read(record))
+        return _plain(self._unpickled(record), entry["path_name"])
+
+    def _unpickled(self, record: str) -> Any:
+        return load_tensors(self._archive.read(record), f"{self._path} ({record})", OF_TENSORS_WITHIN)
 
     def _tensor(self, stored: Tensor | bytearray, entry: Any) -> Tensor:
         meta = entry["tensor_meta"]
@@ -283,9 +285,15 @@ class _Program:
 
     def _examples(self) -> Any:
         record = "data/sample_inputs/model.pt"
-        if record not in self._archive.sizes:
-            return None
-        return load_tensors(self._archive.read(record), f"{self._path} ({record})", OF_TENSORS_WITHIN)
+        return self._unpickled(record) if record in self._archive.sizes else None
+
+
+def _plain(tensor: Any, name: str) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} is not a tensor")
+    if not is_plain(tensor):
+        raise BadProgram(f"{name} is a sparse tensor")
+    return tensor
 
 
 # ---------------------------------------------------------------------------------------------- arguments and results

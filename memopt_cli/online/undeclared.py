@@ -26,7 +26,8 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
     made = set(_nodes([tensor.grad_fn for tensor in [*first, *(t for _, t in _undeclared(model))]]))
     for state in states_of(model).values():
         state.value = state.value.detach()
-    for node in _nodes([tensor.grad_fn for tensor in _step(model, inputs)]):
+    second = _step(model, inputs)  # held: in PyTorch 2.8 the node of a function of the user's lives no longer than it
+    for node in _nodes([tensor.grad_fn for tensor in second]):
         if node in made and not hasattr(node, "variable"):
             raise MemoptError(
                 f"{kept.get(node, 'something that the model keeps')} is carried from one time step to the next, and is "

@@ -14,6 +14,7 @@ several processes, as soon as they show.  What cannot be noticed is code that re
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import weakref
 from collections import defaultdict
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.optimizer_state import StateOnDemand
 from memopt_cli.runtime.private_torch import step_without_hooks
 from memopt_cli.runtime.waiting import remake_with
 
@@ -251,14 +253,17 @@ def check_steps_alone(optimizer: Optimizer) -> None:
 
 
 def _small(optimizer: Optimizer) -> Optimizer:
-    """The same with new state, of few and small parameters."""
+    """The same of few and small parameters, with what fits them of its state."""
     made: Optimizer = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer), state=defaultdict(dict))
-    made.param_groups = [_small_group(group) for group in optimizer.param_groups]
+    likes: dict[Tensor, Tensor] = {}
+    state = StateOnDemand(lambda small: _cut_state(optimizer.state, likes.get(small)))
+    vars(made).update(vars(optimizer), state=state)
+    made.param_groups = [_small_group(group, likes) for group in optimizer.param_groups]
     return made
 
 
-def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
+def _small_group(group: Mapping[str, Any], likes: dict[Tensor, Tensor]) -> dict[str, Any]:
+    """``likes``: is told of which parameter each small one is made."""
     settings = {name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()}
     if not isinstance(settings.get("lr"), Tensor) and settings.get("lr") == 0:
         settings["lr"] = _RATE
@@ -267,6 +272,7 @@ def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
         alike = kinds[parameter.dim(), parameter.dtype, parameter.device]
         if len(alike) < _OF_A_KIND:
             alike.append(_filled(parameter, len(alike)).requires_grad_())
+            likes[alike[-1]] = parameter
     return {**settings, "params": [parameter for alike in kinds.values() for parameter in alike]}
 
 
@@ -274,6 +280,19 @@ def _filled(like: Tensor, seed: int) -> Tensor:
     shape = [min(size, _MOST_SIZE) for size in like.shape]
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return numbers.to(like.device, like.dtype)
+
+
+def _cut_state(state: Mapping[Any, dict[str, Any]], parameter: Tensor | None) -> dict[str, Any]:
+    """What it has of a parameter, for one as small as :func:`_filled` makes."""
+    return {name: _cut(value, parameter) for name, value in state.get(parameter, {}).items()}
+
+
+def _cut(value: Any, parameter: Tensor | None) -> Any:
+    if not isinstance(value, Tensor) or parameter is None or value.dim() != parameter.dim():
+        return copy.deepcopy(value)
+    if any(size not in (1, whole) for size, whole in zip(value.shape, parameter.shape, strict=True)):
+        return value.clone()
+    return value[tuple(slice(_MOST_SIZE) for _ in value.shape)].clone()
 
 
 def _take_both(together: Optimizer, alone: Optimizer, seed: int) -> None:

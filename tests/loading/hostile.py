@@ -34,7 +34,7 @@ from spikingjelly.activation_based.neuron.flexsn import FlexSN
 from torch import Tensor, nn
 from torch.ao.quantization.fx.graph_module import ObservedGraphModule
 from torch.nn.modules.module import _WrappedHook
-from torch.nn.parallel.distributed import _BucketCapacityConfig
+from torch.nn.parallel import distributed
 from torch.nn.utils import prune
 from transformers import BertConfig, BertModel, GenerationConfig
 
@@ -375,10 +375,11 @@ def _endless() -> Iterator[tuple[str, Hostile]]:
             f"{kind.__name__} of parameters without an end",
             _of(_linear(extra=training), "parameters that are no lists"),
         )
-    for name, key in {
-        "settings": Created(GenerationConfig, state={"extra": [1]}),
-        "an object that is told apart by its attributes": Created(_BucketCapacityConfig, state={"bucket_bytes_cap": 1}),
-    }.items():
+    keys = {"settings": Created(GenerationConfig, state={"extra": [1]})}
+    if hasattr(distributed, "_BucketCapacityConfig"):  # newer than PyTorch 2.8
+        sizes = Created(distributed._BucketCapacityConfig, state={"bucket_bytes_cap": 1})
+        keys["an object that is told apart by its attributes"] = sizes
+    for name, key in keys.items():
         for where, made in (("a key", _Entry(key)), ("in a key", _Entry((1, (key,)))), ("in a set", Call(set, [key]))):
             yield f"{name} as {where}", _of(_linear(extra=made), "is a key")
     layer = nn.LSTM(3, 8)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.loading.exported_archives import WEIGHTS_CONFIG, with_record_by_weight
+
 CODE = "code/__torch__/tests/loading/hostile_scripts.py"
 CLASS = "__torch__.tests.loading.hostile_scripts"
 
@@ -319,11 +321,10 @@ def sharing(count: int) -> bytes:
     """A program with many buffers, each another view of one record."""
     buffer = io.BytesIO()
     torch.export.save(torch.export.export(Buffers(count), (torch.ones(4, 4),)), buffer)
-    records = unzipped(buffer.getvalue())
-    name = "data/weights/model_weights_config.json"
-    config = json.loads(records[name])
+    records = unzipped(with_record_by_weight(buffer.getvalue()))
+    config = json.loads(records[WEIGHTS_CONFIG])
     for i, entry in enumerate(config["config"].values()):
         entry["path_name"] = "weight_0"
         entry["tensor_meta"]["strides"] = [{"as_int": 0}, {"as_int": i % 4}]
         entry["tensor_meta"]["storage_offset"] = {"as_int": i % 5}
-    return zipped({**records, name: json.dumps(config).encode()})
+    return zipped({**records, WEIGHTS_CONFIG: json.dumps(config).encode()})

@@ -25,6 +25,7 @@ from memopt_cli.runtime import SegmentConfig, install_segment, refusal
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace import StorageLog
+from tests.loading.exported_archives import with_record_by_weight, with_weights_in_one_pickle
 from tests.loading.script_corpus import CORPUS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -101,7 +102,11 @@ def test_steps_are_those_of_the_model_that_was_exported(name: str, tmp_path: Pat
         torch.manual_seed(0)
         model, arguments = CORPUS[name].make(), CORPUS[name].arguments()
     written = copy.deepcopy(model)
-    export(model, tmp_path / "model.pt2", *arguments, strict=False)
+    try:
+        export(model, tmp_path / "model.pt2", *arguments, strict=False)
+    except RuntimeError as error:
+        assert name == "lstm"
+        pytest.skip(f"this PyTorch cannot export layers of LSTMs: {error}")
     loaded = load_model(ModelSource(location=str(tmp_path / "model.pt2")))
     assert loaded.format == "exported"
     segmented = with_segments(loaded.module)
@@ -116,15 +121,18 @@ def test_steps_are_those_of_the_model_that_was_exported(name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_everything_at_once_and_dynamic_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", [lambda archive: archive, with_weights_in_one_pickle], ids=["as it is", "of 2.8"])
+def test_everything_at_once_and_dynamic_sizes(stored: Callable[[bytes], bytes], tmp_path: Path) -> None:
     def arguments(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (torch.randn(size, 3), True), {"rest": {"k": (torch.randn(size, 1),)}}
 
     args, kwargs = arguments(5)
     shapes = {"x": {0: Dim("batch")}, "flag": None, "rest": {"k": ({0: Dim("batch")},)}}
     written = Whole()
-    export(copy.deepcopy(written), tmp_path / "model.pt2", *args, kwargs=kwargs, dynamic_shapes=shapes)
-    loaded = load_model(ModelSource(location=str(tmp_path / "model.pt2")))
+    path = tmp_path / "model.pt2"
+    export(copy.deepcopy(written), path, *args, kwargs=kwargs, dynamic_shapes=shapes)
+    path.write_bytes(stored(path.read_bytes()))
+    loaded = load_model(ModelSource(location=str(path)))
     module = loaded.module
     assert {path for path, _ in written.named_modules()} == {path for path, _ in module.named_modules()}
     assert module.tied.weight is module.head.weight
@@ -235,6 +243,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+@pytest.fixture(scope="module")
+def small_by_weight(small: bytes) -> bytes:
+    return with_record_by_weight(small)
+
+
 def rewritten(archive: bytes, ending: str, change: Callable[[bytes], bytes]) -> bytes:
     """The archive with one record changed."""
     buffer = io.BytesIO()
@@ -308,15 +321,15 @@ def test_pickled_objects_are_never_built(small: bytes, tmp_path: Path) -> None:
     path.write_bytes(rewritten(small, "sample_inputs/model.pt", lambda data: buffer.getvalue()))
     with pytest.raises(UnsafeFileError):
         load(path)
+    path.write_bytes(with_weights_in_one_pickle(small, {"0.weight": Touch(ran)}))
+    with pytest.raises(UnsafeFileError):
+        load(path)
+    assert not ran.exists()
 
-    def pickled(data: bytes) -> bytes:
-        config = json.loads(data)
-        for entry in config["config"].values():
-            entry["use_pickle"] = True
-        return json.dumps(config).encode()
 
-    archive = rewritten(small, "model_weights_config.json", pickled)
-    path.write_bytes(rewritten(archive, "weights/weight_0", lambda data: buffer.getvalue()))
+def test_a_pickled_weight_is_never_built(small_by_weight: bytes, tmp_path: Path) -> None:
+    ran, path = tmp_path / "ran", tmp_path / "m.pt2"
+    path.write_bytes(with_weight(small_by_weight, (Touch(ran),)))
     with pytest.raises(UnsafeFileError):
         load(path)
     assert not ran.exists()
@@ -338,10 +351,28 @@ def with_weight(archive: bytes, tensor: Any) -> bytes:
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
-def test_a_sparse_weight_is_refused(layout: torch.layout, small: bytes, tmp_path: Path) -> None:
+def test_a_sparse_weight_is_refused(layout: torch.layout, small_by_weight: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
-    path.write_bytes(with_weight(small, torch.eye(2).to_sparse(layout=layout)))
+    path.write_bytes(with_weight(small_by_weight, torch.eye(2).to_sparse(layout=layout)))
     with pytest.raises(UnsafeFileError, match="is a sparse tensor"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({"0.weight": torch.eye(2).to_sparse(), "0.bias": torch.ones(2)}, r"0\.weight is a sparse tensor"),
+        ({"0.weight": 1.0, "0.bias": torch.ones(2)}, r"0\.weight is not a tensor"),
+        ([torch.ones(2)], "holds no exported program"),
+        ({"0.weight": nn.Parameter(torch.ones(2, 2))}, "holds no exported program"),
+        ({"0.__class__": torch.ones(2)}, "holds no exported program"),
+    ],
+    ids=["sparse", "a number", "a list", "one is missing", "a name of another kind"],
+)
+def test_weights_in_one_pickle_are_tensors_by_name(weights: Any, says: str, small: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    path.write_bytes(with_weights_in_one_pickle(small, weights))
+    with pytest.raises((FileFormatError, UnsafeFileError), match=says):
         load(path)
 
 
@@ -364,7 +395,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_a_weight_lies_within_its_record_and_is_not_far_larger(
-    place: dict[str, Any], small: bytes, tmp_path: Path
+    place: dict[str, Any], small_by_weight: bytes, tmp_path: Path
 ) -> None:
     def moved(data: bytes) -> bytes:
         config = json.loads(data)
@@ -372,7 +403,7 @@ def test_a_weight_lies_within_its_record_and_is_not_far_larger(
         return json.dumps(config).encode()
 
     path = tmp_path / "m.pt2"
-    path.write_bytes(rewritten(small, "model_weights_config.json", moved))
+    path.write_bytes(rewritten(small_by_weight, "model_weights_config.json", moved))
     with pytest.raises(FileFormatError, match="a tensor "):
         load(path)
 
@@ -403,9 +434,9 @@ def test_a_damaged_program_is_an_error(change: Callable[[Any], Any], small: byte
         load(path)
 
 
-def test_a_name_with_code_in_it_is_only_a_name(small: bytes, tmp_path: Path) -> None:
+def test_a_name_with_code_in_it_is_only_a_name(small_by_weight: bytes, tmp_path: Path) -> None:
     name, path = "weight'] or open('x', 'w') #", tmp_path / "m.pt2"
-    path.write_bytes(rewritten(small, ".json", lambda data: data.replace(b"0.weight", f"0.{name}".encode())))
+    path.write_bytes(rewritten(small_by_weight, ".json", lambda data: data.replace(b"0.weight", f"0.{name}".encode())))
     module = load(path)
     assert name in dict(module.get_submodule("0").named_parameters())
     assert module(torch.randn(3, 2)).shape == (3, 2)
@@ -452,15 +483,3 @@ def test_an_autograd_function_is_found_by_its_lines() -> None:
     assert _function_in(above + "    return step(x)\n" + below) == ""
     assert _function_in(above + "a.apply(" * 100_000 + "\n" + ", in forward" * 100_000) == "a (net.py line 7)"
     assert _function_in(above + "a.apply(" * 100_000 + "\n" + ", in forward" * 100_000 + "!") == ""
-
-
-def test_the_form_of_pytorch_2_8_is_told(tmp_path: Path) -> None:
-    """Its weights are a pickle, which newer versions do without."""
-    export(nn.Linear(2, 2), tmp_path / "new.pt2", torch.randn(3, 2))
-    with zipfile.ZipFile(tmp_path / "new.pt2") as new, zipfile.ZipFile(tmp_path / "old.pt2", "w") as old:
-        for name in new.namelist():
-            if "/data/weights/" not in name:
-                old.writestr(name, new.read(name))
-        old.writestr("new/data/weights/model.pt", b"")
-    with pytest.raises(FileFormatError, match=r"exported by PyTorch 2\.8, which pickles the weights"):
-        load_model(ModelSource(location=str(tmp_path / "old.pt2")))

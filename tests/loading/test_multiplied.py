@@ -17,6 +17,7 @@ from torch import nn
 import memopt_cli
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.runtime.script import ScriptLeaf
+from tests.loading.exported_archives import with_record_by_weight
 from tests.loading.hostile import Call, Created
 
 _COPIES = 40
@@ -78,7 +79,8 @@ def test_an_archive_within_another_unpacks_to_no_more_than_it_is(how: int, tmp_p
     """Each could unpack to 16 MiB, and a thousand of them take a file of 600 kB."""
     _write(_records(lambda file: torch.save(torch.zeros(64, 64), file)), within := io.BytesIO(), how)
     program = torch.export.export(nn.Linear(64, 64), (torch.ones(1, 64),))
-    records = _records(lambda file: torch.export.save(program, file))
+    torch.export.save(program, saved := io.BytesIO())
+    records = _records(lambda file: file.write(with_record_by_weight(saved.getvalue())))
     (name,) = (name for name in records if name.endswith("weights/model_weights_config.json"))
     config = json.loads(records[name])
     entry = config["config"]["weight"] | {"use_pickle": True}
@@ -88,7 +90,9 @@ def test_an_archive_within_another_unpacks_to_no_more_than_it_is(how: int, tmp_p
     if how == zipfile.ZIP_STORED:
         assert isinstance(memopt_cli.load(tmp_path / "model.pt2"), nn.Module)
     else:
-        with pytest.raises(UnsafeFileError, match=r"model\.pt2 \(weight_\d\) was not loaded: its .* unpack to"):
+        with pytest.raises(
+            UnsafeFileError, match=r"model\.pt2 \(data/weights/weight_\d\) was not loaded: .* unpack to"
+        ):
             memopt_cli.load(tmp_path / "model.pt2")
 
 

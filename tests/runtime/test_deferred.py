@@ -468,13 +468,8 @@ def test_neither_logits_nor_their_gradient_exist() -> None:
     assert chunked.tensor_peak_bytes - sum(p.nbytes for p in model.parameters()) < logits_bytes
 
 
-_PICKLES_WEIGHTS = pytest.mark.skipif(
-    torch.__version__ < "2.9", reason="PyTorch 2.8 pickles an exported model's weights"
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", ["scripted", "traced", pytest.param("exported", marks=_PICKLES_WEIGHTS)])
+@pytest.mark.parametrize("stored", ["scripted", "traced", "exported"])
 def test_a_head_that_was_stored_as_a_program(stored: str, tmp_path: Path) -> None:
     model = Scriptable()
     ids = torch.randint(512, (4, 16))

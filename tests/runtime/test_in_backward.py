@@ -7,7 +7,7 @@ import gc
 import inspect
 import io
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -47,9 +47,11 @@ def a_model() -> Tied:
     return Tied()
 
 
-def every_optimizer() -> Iterator[str]:
-    for name, (_, implementations) in _CLASSES.items():
-        yield from (name if one == "default" else f"{name}:{one}" for one in implementations)
+def every_optimizer() -> Iterator[Any]:
+    for name, (kind, implementations) in _CLASSES.items():
+        missing = pytest.mark.skipif(not hasattr(torch.optim, kind), reason=f"this PyTorch has no {kind}")
+        texts = (name if one == "default" else f"{name}:{one}" for one in implementations)
+        yield from (pytest.param(text, marks=missing) for text in texts)
 
 
 def in_two_groups(text: str, rate: float = 0.01) -> Make:
@@ -103,6 +105,41 @@ def test_ten_steps_are_the_same_to_the_bit(text: str) -> None:
     assert plain["state"]["param_groups"] == fused["state"]["param_groups"]
     assert_same(plain["state"]["state"], fused["state"]["state"])
     assert [*plain["state"]["state"]] == [*fused["state"]["state"]]
+
+
+@pytest.mark.parametrize("text", [*every_optimizer()])
+def test_one_that_has_state_is_tried_with_the_same(text: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+    optimizer = in_two_groups(text)(model)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    check_steps_alone(optimizer)
+    assert_same(before["state"], optimizer.state_dict()["state"])
+
+
+class ReadyMade(torch.optim.SGD):
+    """Makes its state when it is made, and counts on it, as PyTorch 2.8's Adagrad."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"sum": torch.ones_like(parameter), "taken": [0]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            state["sum"] += parameter.grad
+            state["taken"][0] += 1
+            parameter.detach().sub_(state["sum"] / state["taken"][0])
+
+
+def test_an_optimizer_that_makes_its_state_itself_can_step_alone() -> None:
+    optimizer = ReadyMade(a_model().parameters())
+    check_steps_alone(optimizer)
+    assert all(state["taken"] == [0] and state["sum"].eq(1).all() for state in optimizer.state.values())
 
 
 def test_segments_recompute_before_their_parameters_change() -> None:

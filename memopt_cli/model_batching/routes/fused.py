@@ -134,16 +134,20 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
         substitute = TRACEABLE.get(type(m))
-        before, stack = next(reversed(self.graph.nodes), None), self.module_stack.copy()
+        before, stack = _last_node(self.graph), self.module_stack.copy()
         try:
             return substitute(m, *args, **kwargs) if substitute else super().call_module(m, forward, args, kwargs)
         except Exception:
             if path == "model":
                 raise
             self.module_stack = stack
-            while (last := next(reversed(self.graph.nodes), None)) is not before and last is not None:
+            while (last := _last_node(self.graph)) is not before and last is not None:
                 self.graph.erase_node(last)
             return self.create_proxy("call_module", path, args, kwargs)
+
+
+def _last_node(graph: fx.Graph) -> fx.Node | None:
+    return next(iter(reversed(graph.nodes)), None)  # PyTorch 2.8: what is reversed is no iterator yet
 
 
 def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.Module]:
