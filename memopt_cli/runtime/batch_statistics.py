@@ -25,6 +25,7 @@ from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.lengths import segment_of
 from memopt_cli.runtime.lifted.module import operators_of
 from memopt_cli.runtime.module_state import ModuleState, name_of
+from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
     BatchNorm,
     buffers_of,
@@ -76,47 +77,67 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if isinstance(m, BatchNorm) or "aten::batch_norm" in operators_of(m)]
 
 
+class NotGathered(Exception):
+    """Passes over the chunks do not give what the whole does: a sentence without its subject."""
+
+
 class BatchStatistics:
     """The statistics of the norms in a module, gathered pass by pass."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """``forward``: the module's own.  Raises :class:`ValueError` if a norm lies in a segment within."""
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], given: Sequence[Tensor] = ()) -> None:
+        """``forward``: the module's own; ``given``: the tensors among its arguments.
+
+        Raises :class:`ValueError` if a norm lies in a segment within.
+        """
         _check_inner_segments(module)
         self._module = module
         self._forward = forward
         self._found: tuple[Statistics, ...] = ()
-        self._start = _Start(module)
+        self._start = _Start(module, given)
 
     def forwards(self, chunks: int) -> list[Callable[..., Any]]:
         """What runs in place of forward on each chunk of the next pass.
 
-        It returns the :class:`Statistics` of the first norm that none are known of; after the last, the output.
+        It returns the :class:`Statistics` of the first norm that none are known of; after the last, the output.  Raises
+        :class:`NotGathered`.
         """
-        return [self._chunk(is_first=i == 0) for i in range(chunks)]
+        breaks_off: set[bool] = set()
+        return [self._chunk(breaks_off, is_first=i == 0) for i in range(chunks)]
 
     def merge(self, parts: Sequence[Statistics]) -> None:
         """A pass has given ``parts``, one of each chunk; the module is put where it started from.
 
-        Raises :class:`RuntimeError` if that cannot be done.
+        Raises :class:`NotGathered`, or :class:`RuntimeError` if that cannot be done.
         """
         self._found = (*self._found, merged(parts))
-        self._start.enter_again()
+        if self._start.draws():
+            raise NotGathered("draws random numbers before a batch norm, others in chunks than as a whole")
+        self.undo()
 
-    def _chunk(self, *, is_first: bool) -> Callable[..., Any]:
+    def undo(self) -> None:
+        """Put the module and the random generators where they started from.
+
+        Raises :class:`RuntimeError` if that cannot be done.
+        """
+        self._start.enter()
+
+    def _chunk(self, breaks_off: set[bool], *, is_first: bool) -> Callable[..., Any]:
+        """``breaks_off``: of the chunks of one pass, whether they break off."""
         found = self._found
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            norms = _Norms(found, is_first)
+            norms = _Norms(self._module, found, is_first)
             try:
                 with norms, _counters_kept(self._module, kept=not is_first):
                     output = self._forward(*args, **kwargs)
             except _Unknown as unknown:
-                return unknown.statistics
-            if norms.broken_off:
-                raise RuntimeError(
-                    f"{name_of(self._module)} catches the exception that breaks off a pass over its chunks; "
-                    "set batch_statistics to false and chunks to 1 in the plan"
-                )
+                output = unknown.statistics
+            else:
+                if norms.broken_off:
+                    raise NotGathered("catches the exception that breaks off a pass over its chunks")
+            breaks_off.add(isinstance(output, Statistics))
+            if len(breaks_off) > 1:
+                raise NotGathered("calls more batch norms on some chunks than on others")
             return output
 
         return run
@@ -141,13 +162,17 @@ class _Unknown(Exception):  # no BaseException: at these, modules do not call th
 class _Norms(TorchFunctionMode):
     """Batch norms that would use the statistics of a chunk get those of the whole."""
 
-    def __init__(self, found: tuple[Statistics, ...], updates: bool) -> None:
+    def __init__(self, module: nn.Module, found: tuple[Statistics, ...], updates: bool) -> None:
         super().__init__()
+        self._module = module
         self._unused = list(found)
         self._updates = updates
         self.broken_off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOOKS_ON_GRADIENTS:
+            self.broken_off = True
+            raise NotGathered("sets a hook in its forward, which would get gradients in parts")
         arguments = BATCH_NORMS.get(func)
         if arguments is None:
             return func(*args, **(kwargs or {}))
@@ -167,6 +192,8 @@ class _Norms(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         if not self._unused:
+            if self._updates and running_mean is not None:
+                self._uncount(running_mean)
             self.broken_off = True
             raise _Unknown(_measured(input))
         statistics = self._unused.pop(0)
@@ -175,7 +202,15 @@ class _Norms(TorchFunctionMode):
             _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
         return _normalized(input, statistics, weight, bias, eps)
 
+    def _uncount(self, running_mean: Tensor) -> None:
+        """The norm has counted a call that comes once more: if a later chunk raises, nobody puts it back."""
+        for norm in batch_norms(self._module):
+            counter = buffers_of(norm).get("num_batches_tracked")
+            if counter is not None and buffers_of(norm).get("running_mean") is running_mean:
+                counter.data.sub_(1)
 
+
+_HOOKS_ON_GRADIENTS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 _USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 _OF_MODULES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _OF_OPERATORS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
@@ -230,38 +265,46 @@ def _counters_kept(module: nn.Module, *, kept: bool) -> Iterator[None]:
     """Norms within do not count this call, if their counters are to be ``kept``."""
     counters = [buffers_of(m).get("num_batches_tracked") for m in batch_norms(module)] if kept else []
     copies = [(counter, counter.clone()) for counter in counters if counter is not None]
-    yield
-    for counter, copy in copies:
-        counter.data.copy_(copy)
+    try:
+        yield
+    finally:
+        for counter, copy in copies:
+            counter.data.copy_(copy)
 
 
 class _Start:
     """Where a module and the random generators stand, to begin anew from there."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, given: Sequence[Tensor]) -> None:
         self._name = name_of(module)
         self._state = ModuleState(module)
         unique = {id(t): t for t in self._state.tensors()}
         self._copies = [(t, version_counter(t), t.detach().clone()) for t in unique.values()]
+        self._given = [(t, version_of(t)) for t in given]
         self._generators = Generators()
 
+    def draws(self) -> bool:
+        """Whether random numbers were drawn since."""
+        return self._generators.moved()
+
     @torch.no_grad()
-    def enter_again(self) -> None:
-        """Raises :class:`RuntimeError` if random numbers were drawn, or a tensor with a graph was modified in place."""
-        if self._generators.moved():
-            raise RuntimeError(
-                f"{self._name} draws random numbers before a batch norm, others in chunks than as a whole; "
-                "set batch_statistics to false and chunks to 1 in the plan"
-            )
+    def enter(self) -> None:
+        """Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place."""
+        if any(version_of(tensor) != version for tensor, version in self._given):
+            raise self._cannot("writes over its input")
         self._state.restore()
         for tensor, version, copy in self._copies:
             if tensor.requires_grad and version_counter(tensor) != version:
-                raise RuntimeError(
-                    f"{self._name} modifies its state in place before a batch norm, which cannot be undone for a "
-                    "second pass; set batch_statistics to false and chunks to 1 in the plan"
-                )
+                raise self._cannot("modifies its state in place")
             # Where forward has raised the version, this does too: chunks may count on the values in between.
             (tensor.data if version_counter(tensor) == version else tensor).copy_(copy)
+        self._generators.restore()
+
+    def _cannot(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self._name} {what} before a batch norm, which cannot be undone for a second pass; set batch_statistics "
+            "to false and chunks to 1 in the plan"
+        )
 
 
 def _check_inner_segments(module: nn.Module) -> None:

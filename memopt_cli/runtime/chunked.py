@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime import chunk_rows
-from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics, hooked_within
+from memopt_cli.runtime.batch_statistics import BatchStatistics, NotGathered, Statistics, statistics_refusal
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import (
@@ -119,24 +119,34 @@ def _run_passes(
 ) -> Any:
     """One pass over the chunks for the statistics of every norm, and one for the output.
 
-    Raises :class:`_NotInChunks` where a hook within would get gradients in parts.
+    Raises :class:`_NotInChunks` where that is not what the whole gives.
     """
-    if hooked := hooked_within(module):  # since it became a segment
-        reason = f"gathers batch statistics in passes, and a hook would get the gradients of its {hooked} in parts"
-        raise _NotInChunks(reason, _nothing_ran, is_certain=True)
-    config = config_of(module)
-    gathering = BatchStatistics(module, forward)
+    if refused := statistics_refusal(module, len(pieces)):  # since it became a segment
+        raise _NotInChunks(f"gathers batch statistics over its chunks, and {refused}", _nothing_ran, is_certain=True)
+    gathering = BatchStatistics(module, forward, tensors_of((pieces, states, kwargs)))
+    try:
+        return _joined(config_of(module), *_gathered(module, forward, gathering, pieces, states, kwargs))
+    except NotGathered as found:
+        raise _NotInChunks(str(found), gathering.undo, is_certain=True) from None
+
+
+def _gathered(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    gathering: BatchStatistics,
+    pieces: Sequence[tuple[Any, ...]],
+    states: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[list[tuple[Any, ...]], Any]:
+    """As :func:`_one_by_one`, when every norm has its statistics.  Raises :class:`NotGathered`."""
     while True:
         columns, output = _one_by_one(module, forward, gathering.forwards(len(pieces)), pieces, states, kwargs)
         if not isinstance(output, Statistics):
             break
         gathering.merge(columns[0])
-    if isinstance(output, tuple) and len(output) > config.seq_outputs:
-        raise ValueError(
-            f"{name_of(module)} hands its state over as an output, and the chunks that batch statistics are "
-            "gathered from break off before; set batch_statistics to false or chunks to 1 in the plan"
-        )
-    return _joined(config, columns, output)
+    if isinstance(output, tuple) and len(output) > config_of(module).seq_outputs:
+        raise NotGathered("hands its state over as an output, before which chunks break off for their statistics")
+    return columns, output
 
 
 def _one_by_one(
