@@ -297,6 +297,16 @@ def test_less_memory_than_a_plain_segment() -> None:
     assert peaks[2] < 0.8 * min(peaks[0], peaks[1])
 
 
+def test_a_dry_run_leaves_out_chunks_of_a_segment_within() -> None:
+    """Its own hooks, by which it sees what these would leave, are none that forward sets."""
+    inner = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8), nn.Tanh())
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), inner)
+    install_segment(net, SegmentConfig(chunks=2, batch_statistics=True))
+    install_segment(inner, SegmentConfig(chunks=8))
+    step = Step(model=net, args=(torch.randn(64, 8),), kwargs={}, settings=StepSettings())
+    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.floats(-1e3, 1e3), st.integers(0, 2**31))
 def test_merging_is_measuring_the_whole(lengths: list[int], offset: float, seed: int) -> None:
