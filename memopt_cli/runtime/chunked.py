@@ -265,10 +265,9 @@ class _FirstChunk:
         """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
         kept for all rows, say, or a mask of all, does not fit a part of them.
         """
-        gathers = config_of(self._module).batch_statistics  # a pass breaks off chunks, and tells why it cannot
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
-        tells = not gathers or isinstance(error, Unrepeatable)
-        if self._start is None or not tells or is_full or self._start.lost():
+        says_itself = isinstance(error, NotGathered)
+        if self._start is None or says_itself or is_full or self._start.lost():
             return
         uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
         what = f"gets {uncut} whole with every chunk, and " if uncut else ""
