@@ -88,7 +88,7 @@ def settings_of(
         loss=loss.reference or None,
         optimizer=optimizer.reference,
         micro_batches=whole("accumulate", accumulate, 1),
-        clip_norm=None if clip_norm is None else number("clip_norm", clip_norm, least=math.ulp(0.0)),
+        clip_norm=None if clip_norm is None else above_zero("clip_norm", clip_norm),
         seed=whole("seed", seed, 0),
     )
 
@@ -266,7 +266,15 @@ def whole(name: str, given: object, least: int) -> int:
     return found
 
 
-def number(name: str, given: object, *, least: float, most: float = sys.float_info.max) -> float:
+def above_zero(name: str, given: object) -> float:
+    """A finite number.  Raises :class:`OptionError`."""
+    found = _real(given)
+    if found is None or not 0 < found <= sys.float_info.max:
+        raise OptionError(f"{name} is {told(given)}", hint="Give a finite number above 0.")
+    return found
+
+
+def number(name: str, given: object, *, least: float, most: float) -> float:
     """Raises :class:`OptionError` for what is none, or out of the range."""
     found = _real(given)
     if found is None or not least <= found <= most:

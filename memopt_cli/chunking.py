@@ -35,16 +35,13 @@ from memopt_cli.runtime.batch_statistics import statistics_refusal
 from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.runtime.unsafe import runs_whole
+from memopt_cli.runtime.unsafe import why_whole
 from memopt_cli.step import Step, seed_everything
 
 _AXES = (0, 1)
 SHORT = 5
 """Length to which a sequence is cut for trials with gradients on drawn inputs; the captured ones stay whole, for what
 happens after some steps only, a state detached say."""
-
-
-_MOVES = "its state moves once a call, and would once for each chunk"
 
 
 class _Reached(Exception):
@@ -165,8 +162,8 @@ def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     for seed, (chunks, inputs) in enumerate(zip((_uneven(length), 2, short), draws, strict=True)):
         whole, pieces = copy.deepcopy(module), _chunked(module, rule, chunks)
         worst = difference(_effects_of(whole, inputs, seed), _effects_of(pieces, inputs, seed))
-        if runs_whole(pieces):
-            return _MOVES
+        if reason := why_whole(pieces):
+            return f"it {reason}"
         if worst.relative > TOLERANCE:
             return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
     return None
@@ -180,8 +177,8 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
             seed_everything(0)
             before = generator_state()
             output = subject(*inputs[0], **inputs[1])
-            if runs_whole(subject):
-                return _MOVES
+            if reason := why_whole(subject):
+                return f"it {reason}"
             if difference(before, generator_state()).name:
                 return "it draws random numbers"
         found.append({f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))} | state_of(subject))

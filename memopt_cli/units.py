@@ -9,8 +9,9 @@ from fractions import Fraction
 from memopt_cli.errors import UsageError, shortened
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)} | {
-    unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))
+    unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)
 }
 MOST_DIGITS = 80
 """No whole number that fits 64 bits is longer, underscores and base included."""
@@ -45,9 +46,17 @@ def format_some(texts: Sequence[str], most: int = 3) -> str:
 
 
 def exact_bytes(size: int) -> str:
-    """Bytes -> the shortest text that :func:`parse_bytes` reads back exactly, e.g. ``"24GiB"`` or ``"1000B"``."""
-    power = max(p for p in range(len(_BINARY)) if size % 1024**p == 0) if size else 0
-    return f"{size // 1024**power}{_BINARY[power]}"
+    """Bytes -> the shortest text that :func:`parse_bytes` reads back exactly: ``"24GiB"``, ``"2.2GiB"`` or ``"8GB"``.
+
+    That is mostly the one that somebody wrote.
+    """
+    exact = [(str(size), "B")]
+    for unit in (*_BINARY, *_DECIMAL):
+        factor = _FACTORS[unit.lower()]
+        numbers = [f"{size / factor:.{decimals}f}" for decimals in range(3)] if size >= factor else []
+        exact += [(number, unit) for number in numbers if int(Fraction(number) * factor) == size]
+    number, unit = min(exact, key=lambda pair: len(pair[0]))
+    return number + unit
 
 
 def format_bytes(size: float, decimals: int = 1) -> str:

@@ -81,7 +81,7 @@ ADAMW = torch.optim.AdamW(MODEL.parameters())
         ({"loss": 3}, OptionError, "loss is 3"),
         ({"accumulate": 0}, OptionError, "accumulate is 0"),
         ({"accumulate": 1.5}, OptionError, "accumulate is 1.5"),
-        ({"clip_norm": -1}, OptionError, "clip_norm is -1"),
+        ({"clip_norm": -1}, OptionError, "clip_norm is -1\nGive a finite number above 0"),
         ({"clip_norm": math.inf}, OptionError, "clip_norm is inf"),
         ({"precision": "int8"}, OptionError, "precision is 'int8'"),
         ({"precision": torch.bfloat16}, OptionError, "precision is a dtype"),

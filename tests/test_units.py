@@ -21,6 +21,11 @@ def test_exact_bytes_is_the_shortest_such_text(size: int) -> None:
     assert all(len(exact_bytes(size).rstrip("BKMGTPi")) <= len(other.rstrip("BKMGTPi")) for other in others)
 
 
+@pytest.mark.parametrize("text", ["0B", "999B", "1kB", "24GiB", "2.2GiB", "1.5MiB", "8GB", "12.5GB", "512MB"])
+def test_exact_bytes_is_what_was_written(text: str) -> None:
+    assert exact_bytes(parse_bytes(text)) == text
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

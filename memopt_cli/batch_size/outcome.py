@@ -16,14 +16,15 @@ CLOSE = 0.03
 
 def outcome_of(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOutcome:
     """What is known so far; ``interrupted``: nothing more can be run."""
-    limits, unit = runs.limits, runs.limits.multiple_of
+    limits = runs.limits
     if not runs.fitting:
-        if unit in runs:
-            return NoBatchFits(batch=unit, budget_bytes=limits.budget_bytes, reason=runs.failure(unit))
+        least = model.least
+        if least in runs:
+            return NoBatchFits(batch=least, budget_bytes=limits.budget_bytes, reason=runs.failure(least))
         estimate = model.largest_within(limits.budget_bytes)
         if not estimate:
-            reason = f"its predicted peak is {format_bytes(model.peak_bytes(unit))}"
-            return NoBatchFits(batch=unit, budget_bytes=limits.budget_bytes, reason=reason)
+            reason = f"its predicted peak is {format_bytes(model.peak_bytes(least))}"
+            return NoBatchFits(batch=least, budget_bytes=limits.budget_bytes, reason=reason)
         peak = round(model.peak_bytes(estimate))
         return BatchEstimate(batch=estimate, predicted_peak_bytes=peak, budget_bytes=limits.budget_bytes)
     best = runs.fitting[-1].batch

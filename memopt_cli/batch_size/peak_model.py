@@ -17,6 +17,9 @@ from memopt_cli.batch_size.lines import fit_line, largest_root
 from memopt_cli.batch_size.runs import Runs
 from memopt_cli.records import BatchProbe
 
+FEWEST = 2
+"""A single sample may be refused for what it is: a batch norm has nothing to normalize it by."""
+
 Predict = Callable[[int], float]
 """Batch size -> bytes of tensors at the peak by a dry run, infinite where that fails; the same answer every time."""
 
@@ -65,6 +68,13 @@ class PeakModel:
     def predicted(self, batch: int) -> float:
         """By a dry run; without one the batch itself, in proportion to which the peak is taken to be."""
         return batch if self.predict is None else self.predict(batch)
+
+    @property
+    def least(self) -> int:
+        """The smallest batch that may run: not a single sample where dry runs tell that it takes two."""
+        unit = self.runs.limits.multiple_of
+        is_refused = unit < FEWEST and math.isinf(self.predicted(unit)) and math.isfinite(self.predicted(FEWEST))
+        return FEWEST if is_refused else unit
 
     def largest_within(self, budget_bytes: int) -> int:
         """The largest multiple of use that fits by the model, to 1 %; 0 if none does."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from memopt_cli.batch_size.outcome import CLOSE, outcome_of
-from memopt_cli.batch_size.peak_model import PeakModel, Predict
+from memopt_cli.batch_size.peak_model import FEWEST, PeakModel, Predict
 from memopt_cli.batch_size.runs import Limits, Runs
 from memopt_cli.records import BatchOutcome, BatchProbe, Crashed, Failure, StepFailed, describe
 
@@ -19,8 +19,6 @@ _WORTH_ANOTHER_RUN = 1.5
 _SURE = 0.98
 """Share of the budget at which the last run aims while none has fitted: an answer that was run is worth more.  One that
 fits into this share by dry runs is likely to fit."""
-_FEWEST = 2
-"""A single sample may be refused for what it is: a batch norm has nothing to normalize it by."""
 _ABOUT = 0.25
 """Share by which a batch that ran may differ from one of which no more than the speed is to be known."""
 
@@ -98,7 +96,7 @@ class BatchSearch:
         To be asked before anything else is run: it takes one run.
         """
         fewer = self.runs.rounded(batch)
-        if not _FEWEST <= fewer < self.batch:
+        if not FEWEST <= fewer < self.batch:
             return ""
         self.also_run([fewer])
         failed = self.runs.get(fewer)
@@ -126,16 +124,19 @@ class BatchSearch:
         best = self.runs.best
         if not best and self.runs.limits.probes - len(self.runs) == 1:
             within = int(within * _SURE)
-        candidate = max(unit, self.runs.below_failures(self.model.largest_within(within)))
+        candidate = self._at_least(self.runs.below_failures(self.model.largest_within(within)))
         if self.runs.measured:
             affordable = self.runs.affordable()
             if affordable < candidate:
                 is_worth_it = affordable >= best * _WORTH_ANOTHER_RUN or affordable < best
                 return affordable if is_worth_it and affordable not in self.runs else None
         elif not self.runs and self._begins_small(candidate, within):
-            candidate = self.runs.rounded(min(self.batch, candidate // _FIRST))
+            candidate = self._at_least(self.runs.rounded(min(self.batch, candidate // _FIRST)))
         is_known = candidate in self.runs or candidate < best + max(unit, CLOSE * best)
         return None if is_known else candidate
+
+    def _at_least(self, batch: int) -> int:
+        return batch if batch >= max(FEWEST, self.runs.limits.multiple_of) else self.model.least
 
     def _begins_small(self, candidate: int, within: int) -> bool:
         """Of two runs, both go to the answer, unless it is so large that its time must be known first."""

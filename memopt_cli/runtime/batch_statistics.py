@@ -27,7 +27,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,6 @@ from memopt_cli.runtime.private_torch import (
     version_counter,
 )
 from memopt_cli.runtime.runs import named_parts
-from memopt_cli.runtime.segment_run import Unrepeatable
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,50 +112,68 @@ def hooked_within(module: nn.Module) -> str:
     return next((name for name, inner in within if has_gradient_hooks(inner)), "")
 
 
+class NotGathered(Exception):
+    """Passes over the chunks do not give what the whole does: a sentence without its subject."""
+
+
 class BatchStatistics:
     """The statistics of the norms in a module, gathered pass by pass."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """``forward``: the module's own.  Raises :class:`ValueError` if a norm lies in a segment within."""
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], given: Sequence[Tensor] = ()) -> None:
+        """``forward``: the module's own; ``given``: the tensors among its arguments.
+
+        Raises :class:`ValueError` if a norm lies in a segment within.
+        """
         _check_inner_segments(module)
         self._module = module
         self._forward = forward
         self._found: tuple[_Norm, ...] = ()
         self._hands_on = not config_of(module).keep  # of an output that it keeps it counts the runs
-        self._start = _Start(module)
+        self._start = _Start(module, given)
 
     def forwards(self, chunks: int) -> list[Callable[..., Any]]:
         """What runs in place of forward on each chunk of the next pass.
 
-        It returns the first norm that no statistics are known of, as :class:`Met`; after the last, the output.
+        It returns the first norm that no statistics are known of, as :class:`Met`; after the last, the output.  Raises
+        :class:`NotGathered`.
         """
-        return [self._chunk(index) for index in range(chunks)]
+        breaks_off: set[bool] = set()
+        return [self._chunk(breaks_off, index) for index in range(chunks)]
 
     def merge(self, met: Sequence[Met]) -> None:
         """Every chunk has come to the same norm; the module is put where it started from.
 
+        Raises :class:`NotGathered`, or :class:`RuntimeError` if that cannot be done.
+        """
+        if self._start.draws():
+            raise NotGathered("draws random numbers before a batch norm, others in chunks than as a whole")
+        self._found = (*self._found, _Norm(merged([chunk.statistics for chunk in met]), met))
+        self.undo()
+
+    def undo(self) -> None:
+        """Put the module and the random generators where they started from.
+
         Raises :class:`RuntimeError` if that cannot be done.
         """
-        self._found = (*self._found, _Norm(merged([chunk.statistics for chunk in met]), met))
-        self._start.enter_again()
+        self._start.enter()
 
-    def _chunk(self, index: int) -> Callable[..., Any]:
+    def _chunk(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
+        """``breaks_off``: of the chunks of one pass, whether they break off."""
         found = self._found
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            norms = _Norms(found, index, self._hands_on)
+            norms = _Norms(self._module, found, index, self._hands_on)
             try:
                 with norms, _counters_kept(self._module, kept=index > 0):
                     output = self._forward(*args, **kwargs)
             except _Unknown as unknown:
-                return unknown.met
-            if norms.refused:  # and went on: the whole has these gradients
-                raise norms.refused
-            if norms.broken_off:
-                raise RuntimeError(
-                    f"{name_of(self._module)} catches the exception that breaks off a pass over its chunks; "
-                    "set batch_statistics to false and chunks to 1 in the plan"
-                )
+                output = unknown.met
+            else:
+                if norms.broken_off:
+                    raise NotGathered(norms.broken_off)
+            breaks_off.add(isinstance(output, Met))
+            if len(breaks_off) > 1:
+                raise NotGathered("calls more batch norms on some chunks than on others")
             return output
 
         return run
@@ -181,9 +198,10 @@ class _Unknown(Exception):  # no BaseException: at these, modules do not call th
 class _Norms(TorchFunctionMode):
     """Batch norms that would use the statistics of a chunk get those of the whole; what is before them is linked."""
 
-    def __init__(self, found: Sequence[_Norm], index: int, hands_on: bool) -> None:
+    def __init__(self, module: nn.Module, found: Sequence[_Norm], index: int, hands_on: bool) -> None:
         """``found``: by the passes before; ``index``: of the chunk; ``hands_on``: to the next pass, values too."""
         super().__init__()
+        self._module = module
         self._unused = list(found)
         self._index = index
         self._hands_on = hands_on
@@ -192,16 +210,15 @@ class _Norms(TorchFunctionMode):
         """Operators that have run."""
         self._last: tuple[Tensor, int] | None = None
         """What the last of them gave, and its version then."""
-        self.broken_off = False
-        self.refused: Unrepeatable | None = None
+        self.broken_off = ""
+        """Why forward is not to go on; it may have caught what it was told by."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
         if func in _DIFFERENTIATING:
-            self.refused = Unrepeatable(
-                "computes gradients in its forward, through batch statistics that its chunks share"
-            )
-            raise self.refused
+            self._refuse("computes gradients in its forward, through batch statistics that its chunks share")
+        if func in _HOOKS_ON_GRADIENTS:
+            self._refuse("sets a hook in its forward, which would get gradients in parts")
         if func in _COSTLY:
             return self._run(call)
         arguments = BATCH_NORMS.get(func)
@@ -231,7 +248,9 @@ class _Norms(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         if not self._unused:
-            self.broken_off = True
+            if self._index == 0 and running_mean is not None:
+                self._uncount(running_mean)
+            self.broken_off = "catches the exception that breaks off a pass over its chunks"
             raise _Unknown(self._met(input))
         norm = self._unused.pop(0)
         statistics, met = norm.statistics, norm.chunks[self._index]
@@ -247,6 +266,17 @@ class _Norms(TorchFunctionMode):
         measured, link = _measured(input)
         return Met(measured, link, source, input.detach() if self._hands_on and source is not None else None)
 
+    def _uncount(self, running_mean: Tensor) -> None:
+        """The norm has counted a call that comes once more: if a later chunk raises, nobody puts it back."""
+        for norm in batch_norms(self._module):
+            counter = buffers_of(norm).get("num_batches_tracked")
+            if counter is not None and buffers_of(norm).get("running_mean") is running_mean:
+                counter.data.sub_(1)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.broken_off = reason
+        raise NotGathered(reason)
+
 
 def _values(met: Met, call: Callable[[], Tensor]) -> Tensor:
     """What the pass before has handed on, in forward; in a recomputation the operator runs, and nothing is saved."""
@@ -259,7 +289,7 @@ def _values(met: Met, call: Callable[[], Tensor]) -> Tensor:
 
 _DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 """They would find that the graph of a chunk ends at the norms."""
-
+_HOOKS_ON_GRADIENTS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 _COSTLY = frozenset(
     function
     for operator in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
@@ -387,38 +417,46 @@ def _counters_kept(module: nn.Module, *, kept: bool) -> Iterator[None]:
     """Norms within do not count this call, if their counters are to be ``kept``."""
     counters = [buffers_of(m).get("num_batches_tracked") for m in batch_norms(module)] if kept else []
     copies = [(counter, counter.clone()) for counter in counters if counter is not None]
-    yield
-    for counter, copy in copies:
-        counter.data.copy_(copy)
+    try:
+        yield
+    finally:
+        for counter, copy in copies:
+            counter.data.copy_(copy)
 
 
 class _Start:
     """Where a module and the random generators stand, to begin anew from there."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, given: Sequence[Tensor]) -> None:
         self._name = name_of(module)
         self._state = ModuleState(module)
         unique = {id(t): t for t in self._state.tensors()}
         self._copies = [(t, version_counter(t), t.detach().clone()) for t in unique.values()]
+        self._given = [(t, version_of(t)) for t in given]
         self._generators = Generators()
 
+    def draws(self) -> bool:
+        """Whether random numbers were drawn since."""
+        return self._generators.moved()
+
     @torch.no_grad()
-    def enter_again(self) -> None:
-        """Raises :class:`RuntimeError` if random numbers were drawn, or a tensor with a graph was modified in place."""
-        if self._generators.moved():
-            raise RuntimeError(
-                f"{self._name} draws random numbers before a batch norm, others in chunks than as a whole; "
-                "set batch_statistics to false and chunks to 1 in the plan"
-            )
+    def enter(self) -> None:
+        """Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place."""
+        if any(version_of(tensor) != version for tensor, version in self._given):
+            raise self._cannot("writes over its input")
         self._state.restore()
         for tensor, version, copy in self._copies:
             if tensor.requires_grad and version_counter(tensor) != version:
-                raise RuntimeError(
-                    f"{self._name} modifies its state in place before a batch norm, which cannot be undone for a "
-                    "second pass; set batch_statistics to false and chunks to 1 in the plan"
-                )
+                raise self._cannot("modifies its state in place")
             # Where forward has raised the version, this does too: chunks may count on the values in between.
             (tensor.data if version_counter(tensor) == version else tensor).copy_(copy)
+        self._generators.restore()
+
+    def _cannot(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self._name} {what} before a batch norm, which cannot be undone for a second pass; set batch_statistics "
+            "to false and chunks to 1 in the plan"
+        )
 
 
 def _check_inner_segments(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime import chunk_rows
-from memopt_cli.runtime.batch_statistics import BatchStatistics, Met, hooked_within
+from memopt_cli.runtime.batch_statistics import BatchStatistics, Met, NotGathered, statistics_refusal
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import (
@@ -119,24 +119,34 @@ def _run_passes(
 ) -> Any:
     """One pass over the chunks for the statistics of every norm, and one for the output.
 
-    Raises :class:`_NotInChunks` where a hook within would get gradients in parts.
+    Raises :class:`_NotInChunks` where that is not what the whole gives.
     """
-    if hooked := hooked_within(module):  # since it became a segment
-        reason = f"gathers batch statistics in passes, and a hook would get the gradients of its {hooked} in parts"
-        raise _NotInChunks(reason, _nothing_ran, is_certain=True)
-    config = config_of(module)
-    gathering = BatchStatistics(module, forward)
+    if refused := statistics_refusal(module, len(pieces)):  # since it became a segment
+        raise _NotInChunks(f"gathers batch statistics over its chunks, and {refused}", _nothing_ran, is_certain=True)
+    gathering = BatchStatistics(module, forward, tensors_of((pieces, states, kwargs)))
+    try:
+        return _joined(config_of(module), *_gathered(module, forward, gathering, pieces, states, kwargs))
+    except NotGathered as found:
+        raise _NotInChunks(str(found), gathering.undo, is_certain=True) from None
+
+
+def _gathered(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    gathering: BatchStatistics,
+    pieces: Sequence[tuple[Any, ...]],
+    states: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[list[tuple[Any, ...]], Any]:
+    """As :func:`_one_by_one`, when every norm has its statistics.  Raises :class:`NotGathered`."""
     while True:
         columns, output = _one_by_one(module, forward, gathering.forwards(len(pieces)), pieces, states, kwargs)
         if not isinstance(output, Met):
             break
         gathering.merge(columns[0])
-    if isinstance(output, tuple) and len(output) > config.seq_outputs:
-        raise ValueError(
-            f"{name_of(module)} hands its state over as an output, and the chunks that batch statistics are "
-            "gathered from break off before; set batch_statistics to false or chunks to 1 in the plan"
-        )
-    return _joined(config, columns, output)
+    if isinstance(output, tuple) and len(output) > config_of(module).seq_outputs:
+        raise NotGathered("hands its state over as an output, before which chunks break off for their statistics")
+    return columns, output
 
 
 def _one_by_one(
@@ -255,10 +265,9 @@ class _FirstChunk:
         """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
         kept for all rows, say, or a mask of all, does not fit a part of them.
         """
-        gathers = config_of(self._module).batch_statistics  # a pass breaks off chunks, and tells why it cannot
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
-        tells = not gathers or isinstance(error, Unrepeatable)
-        if self._start is None or not tells or is_full or self._start.lost():
+        says_itself = isinstance(error, NotGathered)
+        if self._start is None or says_itself or is_full or self._start.lost():
             return
         uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
         what = f"gets {uncut} whole with every chunk, and " if uncut else ""

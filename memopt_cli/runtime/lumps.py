@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.chunk_state import Moves
 from memopt_cli.runtime.compressor import is_dense
-from memopt_cli.runtime.private_torch import is_fake
+from memopt_cli.runtime.private_torch import is_fake, with_function_modes
 from memopt_cli.runtime.running import is_nested, is_recomputing
 
 _EDGE: Final = 3
@@ -234,7 +234,7 @@ class LumpedCall:
 
         for output in outputs:
             if output.requires_grad:
-                output.register_hook(begin)
+                _watch(output, begin)
 
     def _liked(self, tensor: Any) -> _Like:
         return _like(tensor, self.axis) or self._lumps.refuse(self._module)
@@ -247,8 +247,13 @@ class LumpedCall:
             found[place] = self._liked(gradient)
 
         watched = tensor.view_as(tensor)
-        watched.register_hook(note)
+        _watch(watched, note)
         return watched
+
+
+def _watch(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    with with_function_modes(()):  # a segment around looks out for the hooks that forward sets
+        tensor.register_hook(hook)
 
 
 class _Lump(torch.autograd.Function):

@@ -27,6 +27,8 @@ _marked: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """A module that runs plainly -> the number of its mark, in the order in which they were made."""
 _whole: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """The same of one that runs in one chunk instead of several."""
+_reasons: MutableMapping[nn.Module, str] = WeakKeyDictionary()
+"""Of those, why."""
 _checkpoints: MutableMapping[CheckpointCall, int] = WeakKeyDictionary()
 """A call of a checkpoint of the user's own -> the moment when a segment ran in it first."""
 _WAYS = ("warn", "raise")
@@ -44,6 +46,7 @@ def run_plainly(module: nn.Module, reason: str) -> None:
 def run_whole(module: nn.Module, reason: str) -> None:
     """From now on ``module`` runs in one chunk.  As :func:`run_plainly`."""
     _mark(_whole, module, reason, "whole")
+    _reasons.setdefault(module, reason)
 
 
 def _mark(marked: MutableMapping[nn.Module, int], module: nn.Module, reason: str, how: str) -> None:
@@ -80,6 +83,11 @@ def runs_plainly(module: nn.Module) -> bool:
 def runs_whole(module: nn.Module) -> bool:
     """The same of running in one chunk."""
     return _is_marked(_whole, module)
+
+
+def why_whole(module: nn.Module) -> str:
+    """The reason, a sentence without its subject; empty if it runs in chunks."""
+    return _reasons.get(module, "")
 
 
 def _is_marked(marked: MutableMapping[nn.Module, int], module: nn.Module) -> bool:

@@ -76,6 +76,14 @@ LARGEST = (8000 - 515) // 30
 # ---------------------------------------------------------------------------------------------- with dry runs
 
 
+def test_two_samples_are_the_fewest_where_dry_runs_refuse_a_single_one() -> None:
+    machine = Machine(peak=line, predict=lambda batch: line(batch) if batch > 1 else math.inf, fails=lambda b: b == 1)
+    found = machine.search(batch=16, budget_bytes=line(2) - 1).largest()
+    assert isinstance(found, NoBatchFits)
+    assert (found.batch, machine.asked) == (2, [2])
+    assert machine.search(batch=16, budget_bytes=line(2)).largest().recommended_batch == 2
+
+
 def test_a_dry_run_that_is_right_needs_a_small_run_and_one_for_its_answer() -> None:
     machine = Machine(peak=line, predict=line)
     advice = machine.advise(64)

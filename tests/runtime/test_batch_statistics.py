@@ -235,25 +235,6 @@ def test_what_is_before_a_norm_may_be_used_elsewhere(exactly: Any, kind: str) ->
     exactly(Resetting(Joined(kind)), {"blocks.0": EXACT}, leaf(8, 4))
 
 
-class Clamped(nn.Module):
-    """A hook on a tensor before its norm, set in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        if h.requires_grad:
-            h.register_hook(lambda gradient: gradient.clamp(-0.01, 0.02))
-        y: Tensor = self.norm(h).exp()
-        return y
-
-
-def test_a_hook_on_what_a_norm_is_given_gets_all_of_its_gradient(exactly: Any) -> None:
-    exactly(Resetting(Clamped()), {"blocks.0": EXACT}, leaf(8, 4))
-
-
 class Counting(TorchDispatchMode):
     """How often operators run."""
 
@@ -387,6 +368,16 @@ def test_less_memory_than_a_plain_segment() -> None:
     assert peaks[2] < 0.8 * min(peaks[0], peaks[1])
 
 
+def test_a_dry_run_leaves_out_chunks_of_a_segment_within() -> None:
+    """Its own hooks, by which it sees what these would leave, are none that forward sets."""
+    inner = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8), nn.Tanh())
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), inner)
+    install_segment(net, SegmentConfig(chunks=2, batch_statistics=True))
+    install_segment(inner, SegmentConfig(chunks=8))
+    step = Step(model=net, args=(torch.randn(64, 8),), kwargs={}, settings=StepSettings())
+    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.floats(-1e3, 1e3), st.integers(0, 2**31))
 def test_merging_is_measuring_the_whole(lengths: list[int], offset: float, seed: int) -> None:
@@ -505,21 +496,97 @@ def test_script_modules_are_refused() -> None:
         install_segment(block, EXACT)
 
 
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [
-        (
-            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)),
-            "draws random numbers before a batch norm",
-        ),
-        (Handing(), "hands its state over as an output"),
-        (Careful(), "catches the exception"),
-    ],
-)
-def test_refused_when_it_runs(block: nn.Module, reason: str) -> None:
-    install_segment(block, EXACT)
-    with pytest.raises((ValueError, RuntimeError), match=reason):
-        block(torch.randn(6, 4))
+class Choosing(nn.Module):
+    """Normalizes what begins with a positive value."""
+
+    def __init__(self, *, otherwise: bool) -> None:
+        super().__init__()
+        self.inner, self.norm, self.otherwise = nn.Linear(4, 4), nn.BatchNorm1d(4), otherwise
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return self.norm(y) if (x[0, 0] > 0) != self.otherwise else y
+
+
+class Hooking(nn.Module):
+    """Limits a gradient, as it passes its norm or as it reaches its weights."""
+
+    def __init__(self, *, weight: bool = False) -> None:
+        super().__init__()
+        self.inner, self.norm, self.weight = nn.Linear(4, 4), nn.BatchNorm1d(4), weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        (self.inner.weight if self.weight else y).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return self.norm(y)
+
+
+def _block(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), *layers, nn.BatchNorm1d(4))
+
+
+UNGATHERED = {
+    "drawing": (_block(nn.Dropout(0.5)), "draws random numbers before a batch norm"),
+    "drawing between norms": (_block(nn.BatchNorm1d(4), nn.Dropout(0.5)), "draws random numbers before a batch norm"),
+    "handing over": (Handing(), "hands its state over as an output"),
+    "careful": (Careful(), "catches the exception"),
+    "norms for the first chunk": (Choosing(otherwise=False), "calls more batch norms on some chunks than on others"),
+    "norms for later chunks": (Choosing(otherwise=True), "calls more batch norms on some chunks than on others"),
+    "a hook on a tensor": (Hooking(), "sets a hook in its forward"),
+    "a hook on a parameter": (Hooking(weight=True), "sets a hook in its forward"),
+}
+
+
+@pytest.mark.parametrize(("block", "reason"), UNGATHERED.values(), ids=UNGATHERED.keys())
+def test_what_passes_cannot_give_runs_whole(exactly: Any, block: nn.Module, reason: str) -> None:
+    x = torch.randn(7, 4, dtype=torch.float64)
+    x[:, 0] = torch.tensor([1.0] * 3 + [-1.0] * 4)
+    optimized = copy.deepcopy(block.double())
+    install_segment(optimized, EXACT)
+    with pytest.warns(UserWarning, match=rf"{reason}.*: it runs whole from now on") as said:
+        exactly.compare(block, optimized, x, steps=1)
+    assert len(said) == 1
+
+
+def test_norms_that_became_those_of_all_processes(exactly: Any) -> None:
+    net = Resetting(_block())
+    optimized = copy.deepcopy(net)
+    install_segment(optimized.blocks[0], EXACT)
+    optimized = nn.SyncBatchNorm.convert_sync_batchnorm(optimized)
+    with pytest.warns(UserWarning, match=r"its 1 is a SyncBatchNorm, .*: it runs whole from now on"):
+        exactly.compare(net, optimized, leaf(7, 4))
+
+
+class Raising(nn.Module):
+    """Rejects some inputs: before its norms, between them or after."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        layers = [(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, momentum=None), nn.Softplus()) for _ in range(2)]
+        self.layers = nn.ModuleList([*(nn.Sequential(*block) for block in layers), nn.Tanh()])
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for place, layer in enumerate(self.layers):
+            if place == self.place and x.max() > 1000:
+                raise FloatingPointError("too large")
+            y = layer(y)
+        return y
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("row", [0, 3, 6])
+def test_a_forward_that_raises_leaves_the_norms_as_without_chunks(exactly: Any, place: int, row: int) -> None:
+    net = Raising(place)
+    optimized = copy.deepcopy(net)
+    install_segment(optimized, EXACT)
+    x = leaf(7, 4).detach()
+    x[row] = 1001.0
+    for model in (net, optimized):
+        with pytest.raises(FloatingPointError):
+            model(x)
+    exactly.compare(net, optimized, leaf(7, 4))
 
 
 def _halved(module: nn.Module, inputs: Any, outputs: Any = None) -> Any:
@@ -553,7 +620,7 @@ def test_with_hooks_on_gradients_it_runs_whole(exactly: Any, hook: Callable[[nn.
     install_segment(optimized.blocks[0], EXACT)
     handles = [hook(model.blocks[0]) for model in (net, optimized)]
     try:
-        with pytest.warns(UserWarning, match=r"gathers .* a hook would get .* of its 0.* runs whole from now on"):
+        with pytest.warns(UserWarning, match=r"gathers .* a hook gets .* of its 0.* runs whole from now on"):
             exactly.compare(net, optimized, leaf(7, 4))
         with pytest.raises(ValueError, match="a hook gets the gradients of its 0"):
             install_segment(net.blocks[0], EXACT)
@@ -568,7 +635,7 @@ def test_hooks_on_gradients_may_be_made_an_error(monkeypatch: pytest.MonkeyPatch
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     install_segment(block, EXACT)
     block[1].register_full_backward_hook(_halved)
-    with pytest.raises(RuntimeError, match="a hook would get the gradients of its 1 in parts; take this module out"):
+    with pytest.raises(RuntimeError, match=r"a hook gets the gradients of its 1, .*; take this module out"):
         block(leaf(6, 4))
 
 
@@ -608,6 +675,25 @@ def test_what_cannot_be_undone_is_refused() -> None:
 
     block.norm.register_forward_pre_hook(modify)
     with pytest.raises(RuntimeError, match="modifies its state in place"):
+        block(torch.randn(6, 4))
+
+
+class Centering(nn.Module):
+    """Writes over its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x.sub_(1).exp())
+        return y
+
+
+def test_an_input_that_is_overwritten_is_refused() -> None:
+    block = Centering()
+    install_segment(block, EXACT)
+    with pytest.raises(RuntimeError, match=r"Centering writes over its input before a batch norm, .* set batch_stat"):
         block(torch.randn(6, 4))
 
 
