@@ -90,6 +90,10 @@ def test_an_own_one_that_is_none_of_the_model(make: Any, message: str) -> None:
     assert message in error.value.message
 
 
+WITH_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+
+
+@WITH_MUON
 def test_one_that_refuses_the_parameters_is_named() -> None:
     with pytest.raises(StepError, match="Muon refuses the model's parameters"):
         optimizer_maker(parse_optimizer("muon"))(nn.Linear(3, 2))
@@ -114,7 +118,11 @@ def ends(model: nn.Module) -> Any:
     [
         (lambda model: WithClosure(model.parameters()), "WithClosure runs forward and backward within its step"),
         (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS runs forward and backward within its step"),
-        (lambda model: torch.optim.Muon(model.parameters()), "failed: ValueError: Muon only supports 2D parameters"),
+        pytest.param(
+            lambda model: torch.optim.Muon(model.parameters()),
+            "failed: ValueError: Muon only supports 2D parameters",
+            marks=WITH_MUON,
+        ),
         (ends, "ends failed: SystemExit"),
     ],
 )

@@ -32,7 +32,11 @@ _WRITES = {
 _COMBINES = {"aten::logical_and", "aten::logical_or"}
 """The same of a mask, which it may hold on to."""
 
-_WRITES_IN = {"BinaryCrossEntropyBackward0": {"aten::mul"}, "AminmaxBackward0": {"aten::add"}}
+_WRITES_IN = {
+    "BinaryCrossEntropyBackward0": {"aten::mul"},
+    "AminmaxBackward0": {"aten::add"},
+    "ClampBackward0": {"aten::masked_fill"},  # since PyTorch 2.14
+}
 """Formula -> further ones."""
 
 
@@ -52,9 +56,19 @@ _SHARES: dict[str, dict[str, float]] = {
     "ProdBackward1": _without("aten::ones", "aten::cat#2", "aten::cumprod", "aten::flip") | {"aten::cat#1": _MASK},
     "LinalgMatrixExpBackward0": _without("aten::cat#1", "aten::cat#2", "aten::zeros_like"),
     "CumprodBackward0": _without(
-        *("aten::zeros", "aten::cumsum#1", "aten::eq#2", "aten::eq#3", "aten::bitwise_not", "aten::masked_fill"),
-        *("aten::max", "aten::zeros_like", "aten::cumprod", "aten::ne", "aten::mul#2", "aten::sub", "aten::gather"),
-    ),
+        *("aten::zeros", "aten::new_zeros", "aten::cumsum#1", "aten::eq#2", "aten::eq#3", "aten::bitwise_not"),
+        *(
+            "aten::masked_fill",
+            "aten::max",
+            "aten::zeros_like",
+            "aten::cumprod",
+            "aten::ne",
+            "aten::mul#2",
+            "aten::sub",
+        ),
+        "aten::gather",
+    )
+    | {"aten::cat#1": 2.0},  # PyTorch 2.8's, which goes from row to row where a plain one sums all at once
 }
 """Formula -> what a watched one calls in place of something else, and the share of its bytes that a plain one takes.
 

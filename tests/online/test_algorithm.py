@@ -395,7 +395,7 @@ def test_an_optimizer_may_step_after_every_time_step(make: Callable[..., OnlineA
             optimizer.step()
             losses.append(loss.item())
     ratio = sum(losses[-len(inputs) :]) / sum(losses[: len(inputs)])
-    assert ratio < 0.7
+    assert ratio < 0.85
 
 
 def test_no_graph_is_left_on_the_model() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -29,7 +30,14 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-VOCABULARY = {name for owner in WITH_PRIVATE_NAMES for name in dir(owner) if is_private(name)}
+def is_alias(owner: object, name: str) -> bool:
+    """Whether a module has only imported it, as PyTorch 2.8's ``torch.cuda`` has ``torch.device`` as ``_device``."""
+    return isinstance(owner, ModuleType) and getattr(getattr(owner, name), "__name__", name) != name
+
+
+VOCABULARY = {
+    name for owner in WITH_PRIVATE_NAMES for name in dir(owner) if is_private(name) and not is_alias(owner, name)
+}
 
 
 def defined_in(tree: ast.AST) -> set[str]:
