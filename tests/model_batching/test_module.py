@@ -639,10 +639,10 @@ def test_random_numbers_of_a_models_own_are_not_fused() -> None:
             self.linear = nn.Linear(5, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x + torch.rand_like(x[0]))
+            return self.linear(x + torch.rand(x.size(1)))
 
     batched = BatchModule(Noisy(), G, example_inputs=(images(),))
-    assert "rand_like draws numbers" in batched.trials[0].refused
+    assert "rand draws numbers" in batched.trials[0].refused
     same = images()[:1].expand(G, B, 5)
     output = batched(same)
     assert not torch.equal(output[0], output[1])
