@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from memopt_cli import errors
 from memopt_cli.errors import MemoptError
 
 
@@ -53,6 +54,11 @@ def in_python(text: str) -> str:
     What names a function of a file becomes a function, and what is said of the command line alone is left out.  Flags
     that no function has as an argument stay, and so do those of others, what is quoted, and paths.
     """
+    parts = re.split(_OTHERS, text)  # memopt's own and others' in turn
+    return "".join(part if place % 2 else _own_in_python(part) for place, part in enumerate(parts))
+
+
+def _own_in_python(text: str) -> str:
     text = _FOR_COMMANDS.sub("", text)
     text = _COMMAND.sub(_call, text)
     text = _FLAGS.sub(_said, text)
@@ -60,6 +66,9 @@ def in_python(text: str) -> str:
     return _ANY_FUNCTION.sub("a function", text)
 
 
+_OWN_KINDS: Final = "|".join(name for name, kind in vars(errors).items() if isinstance(kind, type))
+_OTHERS: Final = re.compile(rf"(\b(?!(?:{_OWN_KINDS}):)[A-Z]\w*(?:Error|Exception): [^\n]*)")
+"""An error of a model's own code, say, as :func:`memopt_cli.errors.first_line` tells it: it ends its line."""
 _FOR_COMMANDS: Final = re.compile(r"; on the command line: \S+(?: \S+)*?(?=[.;](?:\s|$))|; --measure-levels\b[^.;\n]*")
 _OF_FILE: Final = r"(?:file|train|FILE)\.py:(?:function|NAME)\b"
 """Stands for any function."""

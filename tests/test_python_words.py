@@ -46,6 +46,11 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*|(?<![\w-])-[io]\b")
         ("memopt baseline Net … -o b.json --force", 'memopt_cli.baseline(model, inputs, output="b.json", force=True)'),
         ("with memopt optimize", "with memopt optimize"),
         ("run train.py --fast-mode 3 -o out.json", "run train.py --fast-mode 3 -o out.json"),
+        (
+            "'0' rejected 4x9: RuntimeError: use --device cuda or -i 4x8\nGive --level 3.",
+            "'0' rejected 4x9: RuntimeError: use --device cuda or -i 4x8\nGive level=3.",
+        ),
+        ("UsageError: --level is 9", "UsageError: level is 9"),
         ("cannot read '--level 3/plan.yaml'", "cannot read '--level 3/plan.yaml'"),
         (
             "wrote lr=3,--depth=4/base.json and h.-o, h.--level 3",
