@@ -159,13 +159,14 @@ class BatchStatistics:
 
     def _chunk(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
         """``breaks_off``: of the chunks of one pass, whether they break off."""
-        found = self._found
+        module, forward = self._module, self._forward  # not self: the graph must not hold where it started
+        found, hands_on = self._found, self._hands_on
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            norms = _Norms(self._module, found, index, self._hands_on)
+            norms = _Norms(module, found, index, hands_on)
             try:
-                with norms, _counters_kept(self._module, kept=index > 0):
-                    output = self._forward(*args, **kwargs)
+                with norms, _counters_kept(module, kept=index > 0):
+                    output = forward(*args, **kwargs)
             except _Unknown as unknown:
                 output = unknown.met
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -366,6 +367,17 @@ def test_less_memory_than_a_plain_segment() -> None:
         peaks.append(count(step).tensor_peak_bytes)
         assert dry == peaks[-1]
     assert peaks[2] < 0.8 * min(peaks[0], peaks[1])
+
+
+def test_an_input_that_is_packed_is_not_held() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    install_segment(block, SegmentConfig(chunks=2, batch_statistics=True, compressor="bit"))
+    x = (torch.rand(6, 4) < 0.5).float()
+    held = weakref.ref(x)
+    output = block(x)
+    del x
+    assert held() is None
+    output.sum().backward()
 
 
 def test_a_dry_run_leaves_out_chunks_of_a_segment_within() -> None:
