@@ -533,6 +533,18 @@ class Hooking(nn.Module):
         return self.norm(y)
 
 
+class Sized(nn.Module):
+    """Takes a batch of seven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x.reshape(7, 4))
+        return y
+
+
 def _block(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), *layers, nn.BatchNorm1d(4))
 
@@ -544,6 +556,7 @@ UNGATHERED = {
     "careful": (Careful(), "catches the exception"),
     "norms for the first chunk": (Choosing(otherwise=False), "calls more batch norms on some chunks than on others"),
     "norms for later chunks": (Choosing(otherwise=True), "calls more batch norms on some chunks than on others"),
+    "a size of its own": (Sized(), "fails on a chunk"),
     "a hook on a tensor": (Hooking(), "sets a hook in its forward"),
     "a hook on a parameter": (Hooking(weight=True), "sets a hook in its forward"),
 }
