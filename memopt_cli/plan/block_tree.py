@@ -61,6 +61,8 @@ class Block:
     """The operator before which running it again ends."""
     ops: int = 0
     """Operators of its forward."""
+    overhead: float = 1.0
+    """See :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
     input_bytes: int = 0
     """Of what a segment would hold as it is and nobody else holds."""
     packed_input_bytes: int = 0
@@ -217,6 +219,7 @@ class _Builder:
         own.forward_bytes = self._bytes.forward_alone(call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.passes = statistics_passes(self._elapsed, self._norms, call.start, own.stop)
+        own.overhead = self._trace.segment_overhead
         own.input_bytes = held
         own.packing_s = packing_s(self._trace, held, len(inputs))
         own.packed_input_bytes, own.compressor = self._packed(module, call)

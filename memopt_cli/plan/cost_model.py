@@ -73,11 +73,11 @@ class Passes:
     """What these add in forward and in recomputation together."""
 
 
-def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, passes: Passes) -> float:
+def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, passes: Passes, scale: float = 1.0) -> float:
     """What one call of a segment takes beside running its forward again and packing its inputs, in seconds.
 
     ``forward_s`` and ``ops``: of its forward.  ``passes``: those that precede it if the segment gathers
-    batch statistics.
+    batch statistics.  ``scale``: :attr:`~memopt_cli.records.StepTrace.segment_overhead`.
     """
     if not segment.batch_statistics or segment.chunks == 1:
         passes = Passes()
@@ -86,9 +86,9 @@ def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, passes: Pass
     watched_s = segment.chunks * (SEGMENT_S * (1 + passes.norms) + run_ops * per_op_s)
     chunked_s = 3 * OP_S * (run_ops * segment.chunks - ops)
     met = passes.norms * (passes.norms + 3) // 2  # one norm in the first pass, two in the second, ... all in the last
-    statistics_s = segment.chunks * met * NORM_S + passes.seconds
+    norms_s = segment.chunks * met * NORM_S
     states_s = forward_s * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
-    return watched_s + chunked_s + statistics_s + states_s
+    return scale * (watched_s + chunked_s + norms_s) + passes.seconds + states_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,8 @@ class CostModel:
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
         ops = block.call.end - block.call.start
         passes = statistics_passes(self._elapsed, self._norms, block.call.start, block.stop)
-        overhead = overhead_s(block.segment, forward_s=forward_s, ops=ops, passes=passes)
+        scale = self.trace.segment_overhead
+        overhead = overhead_s(block.segment, forward_s=forward_s, ops=ops, passes=passes, scale=scale)
         return forward_s - saved_s + overhead + packing
 
     def _blocks(self, plan: Plan) -> list[ReplayedSegment]:

@@ -89,7 +89,9 @@ class Segments:
             if not self._allowed.limits.admit(spent):
                 continue
             highest = peak if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
-            overhead = overhead_s(segment, forward_s=block.forward_s, ops=block.ops, passes=block.passes)
+            overhead = overhead_s(
+                segment, forward_s=block.forward_s, ops=block.ops, passes=block.passes, scale=block.overhead
+            )
             added = block.forward_s + inside.added_s + overhead + (block.packing_s if packed else 0.0)
             yield Way(
                 stored + states,

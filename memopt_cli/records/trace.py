@@ -150,6 +150,8 @@ class StepTrace:
     """The tensor peak with the workspaces of operators."""
     packing_bytes_per_s: float = 0.0
     """How fast the device packs a tensor and unpacks it again, of the bytes that go through both; 0: not measured."""
+    segment_overhead: float = 1.0
+    """What a segment takes beside its operators, over what it takes where the cost model's constants come from."""
 
 
 def ancestry(path: str) -> Iterator[str]:

@@ -1,6 +1,13 @@
 """What one training step does with memory, counted at the dispatcher or recorded in full."""
 
-from memopt_cli.trace.clock import Clock, OperatorTime, packing_bytes_per_s, time_operators, with_seconds
+from memopt_cli.trace.clock import (
+    Clock,
+    OperatorTime,
+    packing_bytes_per_s,
+    segment_overhead,
+    time_operators,
+    with_seconds,
+)
 from memopt_cli.trace.contents import with_contents
 from memopt_cli.trace.counting import AllocatedPeak, Life, codecs_of, count
 from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode, place_fake
@@ -31,6 +38,7 @@ __all__ = [
     "record",
     "record_inputs",
     "resident_bytes",
+    "segment_overhead",
     "time_operators",
     "with_contents",
     "with_seconds",

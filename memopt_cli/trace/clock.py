@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from memopt_cli.records import OpTrace, StepTrace, ancestry
+from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.found_statistics import repeatable_norm
 from memopt_cli.runtime.private_torch import TorchDispatchMode
@@ -22,6 +24,12 @@ _PACKED_ELEMENTS = 2**22
 """Of a tensor that is packed to learn how fast that is: 16 MiB, as activations often are."""
 _PACKINGS = 4
 """How often it is: the first is slow."""
+_LAYERS = 10
+"""Of a few numbers each, in the segment that is run to learn what one costs."""
+_SEGMENT_RUNS = 12
+"""How often it is: the first ones check more."""
+_SEGMENT_S = 2.9e-3
+"""What it takes beside its operators where the cost model's constants come from (``benchmarks/overhead.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +80,41 @@ class Clock(TorchDispatchMode):
 
 
 def time_operators(step: Step) -> tuple[OperatorTime, ...]:
-    """Run one step and time its operators, in their order; afterwards there are no gradients."""
+    """Run one step and time its operators, in their order; afterwards there are no gradients.
+
+    Where a device runs them while the next ones are launched, a step takes less than its operators one by one: they
+    share its time then.
+    """
+    clock, device = Clock(step.settings.device), step.settings.device
+    with clock:
+        _take(step)
+    times = tuple(clock.times)
+    return times if device == "cpu" else together(times, seconds_of(lambda: _take(step), device, runs=2))
+
+
+def together(times: Sequence[OperatorTime], step_s: float) -> tuple[OperatorTime, ...]:
+    """The operators as they share the time of a step that takes ``step_s``, less than one by one."""
+    share = step_s / max(step_s, sum(timed.seconds for timed in times))
+    return tuple(replace(timed, seconds=timed.seconds * share) for timed in times)
+
+
+def _take(step: Step) -> None:
     reset_gradients(step)
     seed_everything(step.settings.seed)
-    with Clock(step.settings.device) as clock:
-        take(step)
+    take(step)
     step.model.zero_grad(set_to_none=True)
-    return tuple(clock.times)
+
+
+def seconds_of(run: Callable[[], object], device: str, *, runs: int) -> float:
+    """The shortest of several runs, from when the device is idle until it is again."""
+    taken = []
+    for _ in range(runs):
+        synchronize(device)
+        started = time.perf_counter()
+        run()
+        synchronize(device)
+        taken.append(time.perf_counter() - started)
+    return min(taken)
 
 
 @functools.cache
@@ -86,14 +122,35 @@ def packing_bytes_per_s(device: str) -> float:
     """How fast spikes are packed and unpacked again, the fastest of a few runs; a process learns it once."""
     spikes = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float()
     codec = COMPRESSORS["bit"]
-    seconds = []
-    for _ in range(_PACKINGS):
-        synchronize(device)
-        started = time.perf_counter()
-        codec.decompress(codec.compress(spikes))
-        synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return spikes.nbytes / min(seconds)
+    return spikes.nbytes / seconds_of(lambda: codec.decompress(codec.compress(spikes)), device, runs=_PACKINGS)
+
+
+@functools.cache
+def segment_overhead(device: str) -> float:
+    """What a segment takes beside its operators, over what it takes where the cost model's constants come from.
+
+    They come from a CPU: there it is 1.  Elsewhere a small one is run; a process learns it once.
+    """
+    return 1.0 if device == "cpu" else max(1.0, segment_s(device) / _SEGMENT_S)
+
+
+def segment_s(device: str) -> float:
+    """What a segment of ten small layers takes beside its operators, in seconds."""
+    with torch.random.fork_rng(devices=[]):
+        layers = nn.Sequential(*(layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.GELU()))).to(device)
+    x = torch.ones(4, 8, device=device)
+
+    def forward() -> None:
+        with torch.no_grad():
+            layers(x)
+
+    def step() -> None:
+        layers(x).sum().backward()
+
+    run = functools.partial(seconds_of, device=device, runs=_SEGMENT_RUNS)
+    operators_s = run(step) + run(forward)
+    install_segment(layers, SegmentConfig())
+    return run(step) - operators_s
 
 
 def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepTrace, str]:

@@ -227,14 +227,17 @@ def test_what_is_kept_takes_no_time_again() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize(("keep", "per_op_s"), [((), SEGMENT_OP_S), ((CONV,), SEGMENT_OP_S + 2 * KEEP_OP_S)])
-def test_a_segment_of_operators_that_take_no_time_takes_some(keep: tuple[str, ...], per_op_s: float) -> None:
+def test_a_segment_of_operators_that_take_no_time_takes_some(
+    keep: tuple[str, ...], per_op_s: float, scale: float
+) -> None:
     subject = SUBJECTS["chain"]()
     ops = tuple(replace(op, seconds=1e-12) for op in subject.trace.ops)
-    model = CostModel(replace(subject.trace, ops=ops))
+    model = CostModel(replace(subject.trace, ops=ops, segment_overhead=scale))
     (call,) = (call for call in subject.trace.calls if call.path == "blocks.2")
     added_s = model.predict(Plan(segments=(SegmentPlan(path="blocks.2", keep=keep),))).step_s - model.step_s
-    assert added_s == pytest.approx(SEGMENT_S + per_op_s * (call.end - call.start), rel=0.01)
+    assert added_s == pytest.approx(scale * (SEGMENT_S + per_op_s * (call.end - call.start)), rel=0.01)
 
 
 @pytest.mark.slow
@@ -263,20 +266,22 @@ def test_what_runs_again_faster_takes_that_time() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize(
     "rule", [None, ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, batch_statistics=True)], ids=["whole", "statistics"]
 )
-def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None) -> None:
-    subject = SUBJECTS["chain"]()
+def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None, scale: float) -> None:
+    trace = replace(SUBJECTS["chain"]().trace, segment_overhead=scale)
+    model = CostModel(trace)
     chunks = {"blocks.2": (rule, 4)} if rule else {}
     allowed = Allowed(targets=lambda path: path == "blocks.2", chunks=chunks)
-    (block,) = (b for b in block_tree(subject.trace, subject.model.recompute_s) if b.path == "blocks.2")
+    (block,) = (b for b in block_tree(trace, model.recompute_s) if b.path == "blocks.2")
     ways = Solver(block, allowed)._as_segment(block, Around())
     priced = {segment: way.added_s for way in ways for segment in way.segments()}
     assert any(segment.batch_statistics for segment in priced) is bool(rule)
     for segment, added_s in priced.items():
-        predicted = subject.model.predict(Plan(segments=(segment,)))
-        assert predicted.step_s - subject.model.step_s == pytest.approx(added_s)
+        predicted = model.predict(Plan(segments=(segment,)))
+        assert predicted.step_s - model.step_s == pytest.approx(added_s)
 
 
 def test_every_norm_costs_a_pass_over_what_precedes_it() -> None:

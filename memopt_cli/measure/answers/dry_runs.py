@@ -181,7 +181,9 @@ def _timed(bench: Bench, plan: Plan, traced: Traced) -> Traced:
             times = operator_times(bench)
     if not times:
         return traced
-    rated = replace(traced.trace, packing_bytes_per_s=trace.packing_bytes_per_s(bench.settings.device))
+    device = bench.settings.device
+    rate, overhead = trace.packing_bytes_per_s(device), trace.segment_overhead(device)
+    rated = replace(traced.trace, packing_bytes_per_s=rate, segment_overhead=overhead)
     recorded, no_seconds = trace.with_seconds(rated, times)
     return replace(traced, trace=recorded, unknown=(*traced.unknown, *([no_seconds] if no_seconds else [])))
 
