@@ -185,7 +185,7 @@ def test_the_report_without_a_prediction() -> None:
 def test_a_step_is_run_and_held_against_the_estimate(memopt: Callable[..., Any]) -> None:
     torch.save(nn.Sequential(nn.Sequential(nn.Linear(32, 64), nn.Tanh()), nn.Linear(64, 4)), "net.pt")
     written(Path(), STEP)
-    done = memopt("apply", "net.pt", "net.plan.yaml", "--confirm", "--json")
+    done = memopt("apply", "net.pt", "net.plan.yaml", "--confirm", "--json", "--device", "cpu")
     found = json.loads(done.out)["confirmation"]
     peak = found["measurement"]["allocated_peak_bytes"]
     assert found["predicted"]["device"] == "a100-40gb"

@@ -68,7 +68,8 @@ def torchrun(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     mark = f"{folder.name}-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "memopt_cli", "measure"]
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "MEMOPT_TEST": mark, "OMP_NUM_THREADS": "1"}
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # there may be one GPU for two ranks
+    environment = {**os.environ, **on_cpu, "PYTHONPATH": path, "MEMOPT_TEST": mark}
     done = subprocess.run(
         [*command, *FLAGS, *flags], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
