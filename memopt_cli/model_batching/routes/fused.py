@@ -163,9 +163,7 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
         except Exception as error:
             raise Refused(f"{type(source).__name__} cannot be traced: {error}") from error
         if not bit_equal(generators, generator_state()):
-            raise Refused(
-                f"{type(source).__name__} draws numbers as it is traced, and a graph never again"
-            )
+            raise Refused(f"{type(source).__name__} draws numbers as it is traced, and a graph never again")
     changed = [path for path, attributes in _attributes(entry.model).items() if attributes != before.get(path)]
     if changed:
         raise Refused(f"module '{changed[0] or '(root)'}' keeps state in attributes, which a graph would not update")
