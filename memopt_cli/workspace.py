@@ -39,14 +39,14 @@ class _Run:
     def scaled(self, shapes: Shapes) -> int:
         """Bytes for other shapes, along the line through this run and the smaller one.
 
-        The line is over the elements of the largest tensor that differs: a part does not grow with the batch, such as
-        weights that are laid out anew.  In proportion where no smaller run differs in it, and for larger shapes where
-        the line falls.
+        The line is over the elements of the tensor that differs, of the highest :func:`_rank`: a part does not grow
+        with the batch, such as weights that are laid out anew.  In proportion where no smaller run differs in it, and
+        for larger shapes where the line falls.
         """
         differ = [n for n, (mine, its) in enumerate(_in_both(self.shapes, shapes)) if mine != its]
         if not differ:
             return self.nbytes
-        largest = max(differ, key=lambda n: math.prod(self.shapes[n]))
+        largest = max(differ, key=lambda n: _rank(self.shapes[n]))
         here, there = math.prod(self.shapes[largest]), math.prod(shapes[largest])
         elements = nbytes = 0
         if self.smaller and (there < here or self.smaller.nbytes <= self.nbytes):
@@ -60,8 +60,8 @@ class _Run:
         """The value, at an empty batch, of the line through this run and the smaller one."""
         if self.smaller is None or self.smaller.nbytes > self.nbytes:
             return 0
-        sizes = [(math.prod(mine), math.prod(its)) for mine, its in _in_both(self.shapes, self.smaller.shapes)]
-        here, there = max((pair for pair in sizes if pair[0] > pair[1]), default=(0, 0))
+        pairs = [pair for pair in _in_both(self.shapes, self.smaller.shapes) if math.prod(pair[0]) > math.prod(pair[1])]
+        here, there = map(math.prod, max(pairs, key=lambda pair: _rank(pair[0]), default=((0,), (0,))))
         grown = (self.nbytes - self.smaller.nbytes) * here // (here - there) if here else self.nbytes
         return max(0, self.nbytes - grown)
 
@@ -185,6 +185,11 @@ def _differ_in_size(one: Shapes, other: Shapes) -> bool:
 def _in_both(one: Shapes, other: Shapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The shapes at the same positions; of a tensor that only one has, twice the same."""
     return [(mine or its, its or mine) for mine, its in zip(one, other, strict=False)]
+
+
+def _rank(shape: tuple[int, ...]) -> tuple[bool, int]:
+    """The largest tensor has the highest, but vectors the lowest: one may be a kernel's buffer, of whole pages."""
+    return len(shape) > 1, math.prod(shape)
 
 
 def _elements(shapes: Shapes) -> int:

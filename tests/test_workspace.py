@@ -113,6 +113,15 @@ def test_a_dimension_that_is_not_the_first_may_differ() -> None:
     assert seen.of("aten::lstm", ((12, 32, 57), (512, 57))) == 480_000 + 29 * 30_000
 
 
+def test_a_buffer_of_whole_pages_is_not_what_it_grows_with() -> None:
+    seen, smaller = Workspaces(), Workspaces()
+    for batch, pages, workspaces in ((3, 6, seen), (2, 5, smaller)):
+        workspaces.record("aten::rnn", ((batch, 64), (64, 64), (4096 * pages,)), (100 + 50 * batch) * KIB)
+    seen = seen.compared(smaller)
+    assert seen.of("aten::rnn", ((64, 64), (64, 64), (4096 * 96,))) == (100 + 50 * 64) * KIB
+    assert seen.fixed("aten::rnn", ((64, 64), (64, 64), (4096 * 96,))) == 100 * KIB
+
+
 def test_a_falling_line_is_not_drawn_further() -> None:
     seen, smaller = Workspaces(), Workspaces()
     seen.record("aten::f", ((4, 10),), 1_000_000)

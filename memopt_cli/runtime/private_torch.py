@@ -744,6 +744,8 @@ def start_fake_group(rank: int, ranks: int) -> None:
     """Make this process one rank of a default group that sends nothing, with no other process and no network."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):  # as in PyTorch 2.8
+        from torch.distributed._tools import fake_collectives  # noqa: F401  # it has them for tensors without data
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 

@@ -970,6 +970,11 @@ def test_a_group_that_sends_nothing_needs_no_other_rank() -> None:
         torch.distributed.all_reduce(given)
         assert given.tolist() == [1, 1]
         assert torch.distributed.get_rank() == 2
+        with p.FakeTensorMode():
+            torch.distributed.all_reduce(torch.ones(2))
+            torch.distributed.all_gather_into_tensor(torch.ones(6), torch.ones(2))
+            torch.distributed.reduce_scatter_tensor(torch.ones(2), torch.ones(6))
+            torch.distributed.broadcast(torch.ones(2), 0)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def nothing(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -54,7 +55,7 @@ def another_group(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def exchanged_group(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=2)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     return model
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from memopt_cli.equality import bit_equal, generator_state, generators_kept
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.attention import TRACEABLE
 from memopt_cli.model_batching.kernels.functions import Call, is_shape_query, operation_of, query
@@ -155,10 +156,14 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
     shared: dict[int, Any] = {id(slot.tensor): slot.tensor for slot in slots_of(source)}
     entry = _Entry(copy.deepcopy(source, shared), skeleton, count)
     before = _attributes(entry.model)
-    try:
-        graph = _Tracer().trace(entry)
-    except Exception as error:
-        raise Refused(f"{type(source).__name__} cannot be traced: {error}") from error
+    with generators_kept():
+        generators = generator_state()
+        try:
+            graph = _Tracer().trace(entry)
+        except Exception as error:
+            raise Refused(f"{type(source).__name__} cannot be traced: {error}") from error
+        if not bit_equal(generators, generator_state()):
+            raise Refused(f"{type(source).__name__} draws numbers as it is traced, and a graph never again")
     changed = [path for path, attributes in _attributes(entry.model).items() if attributes != before.get(path)]
     if changed:
         raise Refused(f"module '{changed[0] or '(root)'}' keeps state in attributes, which a graph would not update")
