@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli import options
-from memopt_cli.cli.formats import Format, report_in
+from memopt_cli.cli.formats import ReportFormat, report_in
 from memopt_cli.cli.help import GATE
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, SpreadOptions, with_parts
@@ -42,7 +42,7 @@ def check(
     *,
     baseline: Baseline = "memopt-baseline.json",
     fail_on: FailOn,
-    format: Format = "table",
+    format: ReportFormat = "table",
     inputs: options.Inputs,
     dims: options.Dims,
     input_data: options.InputData = None,

@@ -15,7 +15,7 @@ from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextJudgement
 
-Format = Annotated[
+ReportFormat = Annotated[
     Literal["table", "json", "md", "github", "junit"],
     typer.Option(
         "--format",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli import options
-from memopt_cli.cli.formats import Format, report_in
+from memopt_cli.cli.formats import ReportFormat, report_in
 from memopt_cli.cli.help import STEP
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, with_parts
@@ -46,7 +46,7 @@ def verify(
         int,
         typer.Option(metavar="N", parser=whole(1, 1000), rich_help_panel=STEP, help="Consecutive steps to compare."),
     ] = 3,
-    format: Format = "table",
+    format: ReportFormat = "table",
     inputs: options.Inputs,
     dims: options.Dims,
     input_data: options.InputData = None,
