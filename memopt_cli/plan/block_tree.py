@@ -213,15 +213,15 @@ class _Builder:
         children = tuple(self._children(call, node.children))
         module = self._modules.get(call.path)
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
-        held = sum(self._trace.storages[s].nbytes for s in inputs if self._bytes.payer.get(s, call.start) >= call.start)
+        paid = [self._trace.storages[s] for s in inputs if self._bytes.payer.get(s, call.start) >= call.start]
         forward, backward = range(call.start, call.end), range(call.backward_start, call.backward_end)
         own = self._span(call.path, forward, backward, recomputed_until(self._ends, call))
         own.forward_bytes = self._bytes.forward_alone(call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.passes = statistics_passes(self._elapsed, self._norms, call.start, own.stop)
         own.overhead = self._trace.segment_overhead
-        own.input_bytes = held
-        own.packing_s = packing_s(self._trace, held, len(inputs))
+        own.input_bytes = sum(storage.nbytes for storage in paid)
+        own.packing_s = packing_s(self._trace, sum(storage.packing_bytes for storage in paid), len(inputs))
         own.packed_input_bytes, own.compressor = self._packed(module, call)
         own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
         own.output_bytes = sum(self._trace.storages[s].nbytes for s in call.outputs)
@@ -234,7 +234,7 @@ class _Builder:
                 tuple(child.signature for child in children),
                 own.kept_bytes,
                 own.packed_input_bytes,
-                held,
+                own.input_bytes,
                 own.output_bytes,
                 own.refusal,
                 module.class_name if module else "",
@@ -285,10 +285,12 @@ class _Builder:
 
     def _packed(self, module: ModuleTrace | None, call: ModuleCall) -> tuple[int, CompressorName]:
         """What the inputs take in the codec of this module, step inputs included: those are stored once more."""
-        if module is None or module.compressor == "null":
-            return 0, "null"
-        packed = packed_inputs(self._trace, module, call, module.compressor)
-        return (sum(packed.values()), module.compressor) if packed else (0, "null")
+        codecs: tuple[CompressorName, ...] = ("parts",) if module is None else (module.compressor, "parts")
+        for codec in codecs:
+            packed = packed_inputs(self._trace, module, call, codec) if codec != "null" else {}
+            if packed:
+                return sum(packed.values()), codec
+        return 0, "null"
 
     def _refusal(self, module: ModuleTrace | None, call: ModuleCall) -> str:
         if module is None:

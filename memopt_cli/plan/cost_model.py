@@ -205,7 +205,7 @@ class CostModel:
     def _added_s(self, block: ReplayedSegment) -> float:
         forward_s = self._elapsed[block.stop] - self._elapsed[block.call.start]
         saved_s = sum(self.recompute_s[op] for op in block.kept)
-        packed_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
+        packed_bytes = sum(self.trace.storages[s].packing_bytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
         ops = block.call.end - block.call.start
         passes = statistics_passes(self._elapsed, self._norms, block.call.start, block.stop)

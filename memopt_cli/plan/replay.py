@@ -327,7 +327,7 @@ class Replay:
 
     def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
         """Packed when the first operator saves it; whole again for an instant where backward uses it."""
-        self.packed_away.append(storage.nbytes)
+        self.packed_away.append(storage.packing_bytes)
         start, end = self._order.place[min(savers)], self._lives.release(storage, savers)
         self._ledger.live(start, end, storage.packed_bytes)
         if 0 < end <= self._order.length:

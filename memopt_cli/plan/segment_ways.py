@@ -74,16 +74,19 @@ class Segments:
 
         ``counts``: among the segments that lie in no other, of which there may be a limit.
         """
-        packed = self._allowed.compress and 0 < block.packed_input_bytes < block.input_bytes
-        stored = inside.held_bytes + (block.packed_input_bytes if packed else block.input_bytes)
-        plain = SegmentPlan(path=block.path, compressor=block.compressor if packed else "null")
+        may_pack = self._allowed.compress and block.packed_input_bytes < block.input_bytes
+        packs = may_pack and block.compressor != "null"
+        plain = SegmentPlan(path=block.path, compressor=block.compressor if packs else "null")
         if kept:
             plain = replace(plain, keep=keep_names(block.costly, kept, [s.path for s in inside.segments()]))
         peak = max(inside.peak_bytes, block.forward_bytes + inside.held_bytes)
-        chunked = () if numbered(plain.keep) else self._in_chunks(block, plain, around)
-        for segment in (plain, *chunked):
+        unpacked = replace(plain, compressor="null") if plain.compressor == "parts" else plain
+        chunked = () if numbered(plain.keep) else self._in_chunks(block, unpacked, around)
+        for segment in dict.fromkeys((plain, unpacked, *chunked)):  # a chunk is of no whole parts
             if segment.batch_statistics and (kept or inside.has_segments):
                 continue  # a norm in a segment within cannot take part; of several passes each would keep its own
+            packed = segment.compressor != "null"
+            stored = inside.held_bytes + (block.packed_input_bytes if packed else block.input_bytes)
             states, _ = chunk_state_bytes(segment, block.state_bytes)
             spent = self._spent(segment, inside, counts=counts)
             if not self._allowed.limits.admit(spent):

@@ -11,7 +11,7 @@ from memopt_cli.errors import UsageError
 MOST_RANGES = 100
 """Of a plan by length: each is measured by itself."""
 
-CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "own"]
+CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "parts", "own"]
 
 
 MOST_NORMS = 2

@@ -13,14 +13,22 @@ import math
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, is_fake, version_counter
+from memopt_cli.runtime.private_torch import (
+    UNKNOWN_WITHOUT_DATA,
+    Edge,
+    edge_of,
+    is_fake,
+    parts_of_concatenation,
+    version_counter,
+)
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 _BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,7 +39,7 @@ _PACK_MAGIC = 0x0102040810204080 if sys.byteorder == "little" else 0x80402010080
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Packed:
     """A stored tensor: ``data`` as the codec left it, and what is needed to give it back as it was."""
 
@@ -43,6 +51,10 @@ class Packed:
     """Raw storage only: the version of the tensor when it was stored; it must not have changed when it is read."""
     skeleton: Any = None
     """What a codec of the user's own returned, with slots in place of the tensors."""
+    parts: tuple[Packed, ...] = ()
+    """Of a concatenation: what each part is stored as; ``data`` are those that are stored for it."""
+    dim: int = 0
+    """Along which they are concatenated."""
 
     @property
     def raw(self) -> bool:
@@ -369,6 +381,87 @@ def _takes(signature: inspect.Signature, arguments: int) -> bool:
     return True
 
 
+class PartsCompressor(SpikeCompressor):
+    """Concatenations, as what they are made of, where that is stored as the input of another segment already.
+
+    U-Nets join what went down with what comes up: what went down is stored for what took it then.
+    """
+
+    name = "parts"
+
+    def compress(self, x: Tensor) -> Packed:
+        """What of ``x`` is stored already, and copies of the rest; ``x`` itself if none of it is."""
+        is_own = type(x) is Tensor or is_fake(x)  # others take their own ways apart
+        found = parts_of_concatenation(x) if is_own and _is_plain(x) else None
+        if found is None:
+            return _store_raw(x.detach())
+        dim, parts = found
+        pieces = _pieces(x.detach(), dim, [length for _, length in parts])
+        known = [_known(edge, piece) for (edge, _), piece in zip(parts, pieces, strict=False)]
+        if not any(known) or len(known) < len(parts):
+            return _store_raw(x.detach())
+        stored = [part or _store_raw(piece.clone()) for part, piece in zip(known, pieces, strict=True)]
+        copies = tuple(part.data[0] for part, there in zip(stored, known, strict=True) if there is None)
+        return Packed(copies, x.shape, x.stride(), x.dtype, None, parts=tuple(_flat(stored, dim)), dim=dim)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """As the base class does; of its parts, too, none may have been modified in place."""
+        if packed.raw:
+            return _load_raw(packed)
+        parts = [self.decompress(part) for part in packed.parts]
+        made = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=parts[0].device)
+        with torch.no_grad():
+            return torch.cat(parts, dim=packed.dim, out=made)
+
+
+def _flat(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
+    """Of a part that is concatenated along the same dimension, its parts: layers of a DenseNet add one each."""
+    for part in parts:
+        yield from part.parts if part.parts and part.dim == dim else (part,)
+
+
+def note_stored(x: Tensor, packed: Packed) -> None:
+    """``x`` is stored as ``packed``: a concatenation that it is a part of can be stored by it."""
+    edge = edge_of(x)
+    if edge is not None and (packed.raw or packed.parts):
+        _stored()[edge] = packed
+
+
+def _stored() -> MutableMapping[Edge, Packed]:
+    """By what has made it, on this thread, which numbers its nodes."""
+    if not hasattr(_thread, "stored"):
+        _thread.stored = WeakValueDictionary()
+    stored: MutableMapping[Edge, Packed] = _thread.stored
+    return stored
+
+
+def _pieces(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
+    """Views of these lengths; of one the length need not be known, of more there are none."""
+    rest = x.shape[dim] - sum(length or 0 for length in lengths)
+    return list(x.split([rest if n is None else n for n in lengths], dim)) if lengths.count(None) < 2 else []
+
+
+def _known(edge: Edge | None, piece: Tensor) -> Packed | None:
+    """What the tensor that an edge names is stored as, if that has the very bits of the piece."""
+    stored = None if edge is None else _stored().get(edge)
+    return stored if stored is not None and _has_bits(stored, piece) else None
+
+
+def _has_bits(stored: Packed, piece: Tensor) -> bool:
+    if (stored.shape, stored.dtype) != (piece.shape, piece.dtype):
+        return False
+    if stored.parts:
+        pieces = piece.split([part.shape[stored.dim] for part in stored.parts], stored.dim)
+        return all(map(_has_bits, stored.parts, pieces))
+    (x,) = stored.data
+    if version_counter(x) != stored.version or x.device != piece.device:
+        return False
+    if x.device.type == "cpu":
+        return is_fake(piece) or torch.equal(_bits(x), _bits(piece))
+    same = (_bits(x) == _bits(piece)).all()  # made in a dry run too: it takes memory
+    return is_fake(piece) or bool(same)
+
+
 COMPRESSORS: dict[str, SpikeCompressor] = {
     codec.name: codec
     for codec in (
@@ -379,6 +472,7 @@ COMPRESSORS: dict[str, SpikeCompressor] = {
         SparseSpikeCompressor(),
         TwoValuedCompressor(),
         IndexCompressor(),
+        PartsCompressor(),
     )
 }
 """Every codec by the name that plans use; they hold no state."""

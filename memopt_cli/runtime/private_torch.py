@@ -459,6 +459,34 @@ def number_of(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+Edge = tuple[int, int]
+"""The number of the node that made a tensor, and which of the node's outputs that is."""
+
+
+def edge_of(tensor: Tensor) -> Edge | None:
+    """Of a tensor; ``None`` if no node made it."""
+    return _edge(tensor.grad_fn, tensor.output_nr)
+
+
+def _edge(node: Any, output: int) -> Edge | None:
+    """Nodes that add up gradients have no number of their own."""
+    return None if node is None or hasattr(node, "variable") else (number_of(node), output)
+
+
+def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None, int | None]]] | None:
+    """The dimension, and of every part its edge and its length there, if ``torch.cat`` has made a tensor.
+
+    No edge: no node made the part.  No length: it is not known.
+    """
+    node = tensor.grad_fn
+    if node is None or node.name() != "CatBackward0":
+        return None
+    dim: int = node._saved_dim  # type: ignore[attr-defined]
+    dim -= 2**64 if dim >= 2**63 else 0  # it is an unsigned number there
+    parts = ((maker, output, maker and maker._input_metadata[output].shape) for maker, output in node.next_functions)
+    return dim, [(_edge(maker, output), shape[dim] if shape else None) for maker, output, shape in parts]
+
+
 running_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 """The node whose derivative is being computed in this thread, ``None`` outside of backward."""
 

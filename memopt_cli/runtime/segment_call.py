@@ -17,6 +17,7 @@ from memopt_cli.runtime.compressor import (
     OWN_COMPRESSOR,
     OwnCompressor,
     SpikeCompressor,
+    note_stored,
     store,
 )
 from memopt_cli.runtime.held import held_as_inputs
@@ -211,7 +212,11 @@ class PackedInputs:
     @not_compiled
     def _pack(self, tensor: Tensor) -> Any:
         codec = COMPRESSORS["null"] if id(tensor) in self._raw or not tensor.numel() else self._codec
-        self._stored.append(tensor if isinstance(tensor, nn.Parameter) else store(codec, tensor))
+        if isinstance(tensor, nn.Parameter):
+            self._stored.append(tensor)
+        else:
+            self._stored.append(store(codec, tensor))
+            note_stored(tensor, self._stored[-1])
         return self._stored[-1]
 
     @not_compiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from memopt_cli.records import CompressorName, ModuleTrace, StepTrace, StorageTrace
+from memopt_cli.records import CompressorName, ModuleTrace, OpTrace, StepTrace, StorageTrace
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.packing import codec_for
 from memopt_cli.runtime.private_torch import unseen, version_counter
@@ -88,6 +88,20 @@ def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
     known = dict(zip(_born_in_turn(full), (small.storages[i] for i in _born_in_turn(small)), strict=True))
     storages = (_storage_with(s, known[i]) if i in known else s for i, s in enumerate(full.storages))
     return replace(full, storages=tuple(storages)), ""
+
+
+def with_parts(ops: Sequence[OpTrace], storages: Sequence[StorageTrace]) -> tuple[StorageTrace, ...]:
+    """Concatenations, which need not be held as far as something else saves their parts."""
+
+    def as_parts(storage: StorageTrace) -> StorageTrace:
+        made = ops[storage.born] if storage.born >= 0 else None
+        if made is None or made.name != "aten::cat" or storage.compressor != "null":
+            return storage
+        held = sum(storages[index].nbytes for index in made.reads if storages[index].saved_by)
+        packed_bytes = max(0, storage.nbytes - held)
+        return replace(storage, compressor="parts", packed_bytes=packed_bytes) if held else storage
+
+    return tuple(map(as_parts, storages))
 
 
 _LIKE = ("forward", "backward")

@@ -17,7 +17,7 @@ from memopt_cli.runtime import find_part
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step, reset_gradients
-from memopt_cli.trace.contents import Contents
+from memopt_cli.trace.contents import Contents, with_parts
 from memopt_cli.trace.log import (
     Codecs,
     StorageLog,
@@ -72,6 +72,7 @@ def record(
     freed = records.freed(_lives_without_autograd(step)) if frees and not own else records.last_uses()
     before.restore()
     saved = records.saved_bytes()
+    ops = records.op_records()
     return StepTrace(
         modules=(
             *([_around_models(saved[""])] if own else []),
@@ -84,8 +85,8 @@ def record(
         allocated_peak_bytes=max(log.peaks.tensor_bytes, log.peaks.allocated_bytes),
         resident_bytes=resident,
         batch=batch,
-        ops=records.op_records(),
-        storages=records.storage_records(freed),
+        ops=ops,
+        storages=with_parts(ops, records.storage_records(freed)),
         calls=records.call_records(),
     )
 

@@ -509,3 +509,35 @@ def test_the_pass_for_batch_statistics_in_backward() -> None:
     subject = Subject(layers, torch.randn(4, 8, 12, 12))
     plan = Plan(segments=(SegmentPlan(path="2", chunks=3, batch_statistics=True),))
     assert abs(subject.error(plan)) <= 0.02
+
+
+class Dense(nn.Module):
+    """Every layer gets what all before it have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(8 + 4 * i, 4, 3, padding=1), nn.Tanh()) for i in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.cat([x, layer(x)], dim=1)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_concatenations_by_their_parts(packed: bool) -> None:
+    subject = Subject(nn.Sequential(nn.Conv2d(3, 8, 1), Dense()), torch.randn(4, 3, 12, 12))
+    segments = tuple(SegmentPlan(path=f"1.layers.{i}", compressor="parts") for i in range(8))
+    plan = Plan(packed=True) if packed else Plan(segments=segments)
+    assert subject.count(plan).allocated_peak_bytes < 0.75 * subject.count(Plan()).allocated_peak_bytes
+    assert abs(subject.error(plan)) <= 0.02
+
+
+@pytest.mark.slow
+def test_the_search_stores_concatenations_by_their_parts() -> None:
+    subject = Subject(nn.Sequential(nn.Conv2d(3, 8, 1), Dense()), torch.randn(4, 3, 12, 12))
+    least = subject.planner().least(1)
+    assert {segment.compressor for segment in least.plan.segments} & {"parts"} or least.plan.packed
+    raw = Plan(segments=tuple(replace(segment, compressor="null") for segment in least.plan.segments))
+    assert least.peak_bytes < 0.8 * subject.count(raw).allocated_peak_bytes

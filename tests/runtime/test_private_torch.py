@@ -1047,3 +1047,15 @@ def test_tensors_share_buckets_up_to_a_limit() -> None:
 
 def test_tensors_made_without_a_device_are_on_the_default_one() -> None:
     assert torch.device(p.default_device()) == torch.ops.aten.empty.memory_format([1]).device
+
+
+def test_what_a_tensor_was_concatenated_from() -> None:
+    leaf, plain = torch.randn(2, 3, requires_grad=True), torch.randn(2, 1)
+    twice, (low, high) = leaf * 2, torch.ones(2, 4, requires_grad=True).aminmax(dim=0)
+    found = p.parts_of_concatenation(torch.cat([twice, leaf, plain], dim=-1))
+    assert found == (-1, [(p.edge_of(twice), 3), (None, 3), (None, None)])
+    assert p.edge_of(twice) == (p.number_of(twice.grad_fn), 0)
+    assert [p.edge_of(t) for t in (low, high)] == [(p.number_of(low.grad_fn), 0), (p.number_of(low.grad_fn), 1)]
+    assert p.edge_of(leaf) is p.edge_of(plain) is None
+    for tensor in (twice, plain, torch.stack([twice, twice])):
+        assert p.parts_of_concatenation(tensor) is None
