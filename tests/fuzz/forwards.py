@@ -385,6 +385,19 @@ class Twice(Holding):
         return output
 
 
+class Concatenated(Holding):
+    """Joins what it has made with what comes of that, as U-Nets and DenseNets do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.before, self.mixed = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        output: Tensor = self.mixed(torch.cat([x, self.inner(x)], dim=-1))
+        return output
+
+
 class Shared(Holding):
     """The same module under two names."""
 
@@ -745,6 +758,7 @@ FORWARDS: Final[dict[str, Kind]] = {
     "written": Kind(Written),
     "residual": Kind(Residual, (0, 1), holds=True),
     "twice": Kind(Twice, (0, 1), holds=True, repeats=True),
+    "concatenated": Kind(Concatenated, (0, 1), holds=True),
     "shared": Kind(Shared, holds=True),
     "tied": Kind(Tied, (0, 1), holds=True),
     "checkpointed": Kind(Checkpointed, (0, 1), holds=True),

@@ -15,7 +15,7 @@ from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import find_part
 from tests.fuzz.models import KINDS, Block, placed
 
-_COMPRESSORS: Final = ("null", "null", "null", "bit", "boolean", "uint8", "sparse")
+_COMPRESSORS: Final = ("null", "null", "null", "bit", "boolean", "uint8", "sparse", "parts", "parts")
 _KEPT: Final = (
     *("aten::addmm", "aten::addmm#2", "aten::mm", "aten::bmm", "aten::convolution", "aten::native_batch_norm"),
     *("aten::native_layer_norm", "aten::native_dropout", "aten::bernoulli", "aten::tanh", "aten::mul", "aten::add"),
