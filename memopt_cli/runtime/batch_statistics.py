@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
     buffers_of,
     has_gradient_hooks,
+    hooks_on_saving,
     suggest_memory_format,
     version_counter,
 )
@@ -207,10 +209,11 @@ class _Norms(TorchFunctionMode):
         self._index = index
         self._hands_on = hands_on
         self._linked = {norm.chunks[index].source: norm.chunks[index] for norm in found}
+        self._hooks = hooks_on_saving()
         self._costly = 0
         """Operators that have run."""
-        self._last: tuple[Tensor, int] | None = None
-        """What the last of them gave, and its version then."""
+        self._last: _Output | None = None
+        """What the last of them gave, if the next pass may have it."""
         self.broken_off = ""
         """Why forward is not to go on; it may have caught what it was told by."""
 
@@ -222,6 +225,8 @@ class _Norms(TorchFunctionMode):
             self._refuse("sets a hook in its forward, which would get gradients in parts")
         if func in _COSTLY:
             return self._run(call)
+        if func in _UNSEEN_WRITES:
+            self._last = None
         arguments = BATCH_NORMS.get(func)
         if arguments is None:
             return call()
@@ -234,7 +239,9 @@ class _Norms(TorchFunctionMode):
         """A costly operator, unless the pass before has handed on what it gives."""
         met = self._linked.get(self._costly)
         output = call() if met is None else _linked(_values(met, call), met.link, is_seen=True)
-        self._last = output, version_of(output)
+        # A checkpoint within runs the operator again on its own, and counts what it saves.
+        is_own = hooks_on_saving() == self._hooks
+        self._last = _Output(ref(output), version_of(output), output.requires_grad) if is_own else None
         self._costly += 1
         return output
 
@@ -255,6 +262,8 @@ class _Norms(TorchFunctionMode):
             raise _Unknown(self._met(input))
         norm = self._unused.pop(0)
         statistics, met = norm.statistics, norm.chunks[self._index]
+        if met.source not in (None, self._source(input, met.link)):
+            self._refuse("runs other operators before a batch norm when it runs again")
         input = _linked(input.detach(), met.link)  # past hooks on the input: those of the pass before get all of it
         if self._index == 0:
             _update(running_mean, statistics.mean, momentum)
@@ -262,10 +271,13 @@ class _Norms(TorchFunctionMode):
         return _normalized(input, statistics, weight, bias, eps)
 
     def _met(self, input: Tensor) -> Met:
-        made, version = self._last or (None, 0)
-        source = self._costly - 1 if made is input and version == version_of(input) else None
         measured, link = _measured(input)
+        source = self._source(input, link)
         return Met(measured, link, source, input.detach() if self._hands_on and source is not None else None)
+
+    def _source(self, input: Tensor, link: Tensor) -> int | None:
+        """The costly operator that made the input of a norm, as it is, if the next pass may have it from this one."""
+        return self._costly - 1 if self._last is not None and self._last.is_given(input, link) else None
 
     def _uncount(self, running_mean: Tensor) -> None:
         """The norm has counted a call that comes once more: if a later chunk raises, nobody puts it back."""
@@ -277,6 +289,20 @@ class _Norms(TorchFunctionMode):
     def _refuse(self, reason: str) -> NoReturn:
         self.broken_off = reason
         raise NotGathered(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What a costly operator gave, as it was then."""
+
+    tensor: ref[Tensor]
+    version: int
+    requires_grad: bool
+
+    def is_given(self, input: Tensor, link: Tensor) -> bool:
+        """Whether this is the input of a norm, and all of its gradient goes to that link."""
+        is_same = self.tensor() is input and self.version == version_of(input)
+        return is_same and self.requires_grad == link.requires_grad
 
 
 def _values(met: Met, call: Callable[[], Tensor]) -> Tensor:
@@ -298,6 +324,8 @@ _COSTLY = frozenset(
     for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
 )
 """Operators to run once less; each gives a tensor that shares no memory with others."""
+_UNSEEN_WRITES = frozenset((Tensor.data.__get__, Tensor.data.__set__))  # type: ignore[attr-defined]
+"""By what these give or do, a tensor may be written that stays at its version."""
 _USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 
 

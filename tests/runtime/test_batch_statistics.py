@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
 import weakref
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
 from memopt_cli.apply import apply_plan
@@ -225,15 +227,97 @@ class Joined(nn.Module):
                 y = self.second(self.first(self.norm(h).tanh()))
             case "frozen":
                 y = self.norm(h.detach()).tanh() + self.second(self.other(x))
+            case "by a norm without gradients":
+                with torch.no_grad():
+                    scale = self.norm(h).tanh()
+                y = self.second(h) * scale
+            case "written past its version":
+                h.data.mul_(2)
+                y = self.norm(h) * h
+            case "exchanged":
+                h.data = h * 2
+                y = self.norm(h) * h
         return y.tanh()
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["beside", "twice", "around", "a branch before", "written before", "written elsewhere", "shared", "frozen"],
+    [
+        "beside",
+        "twice",
+        "around",
+        "a branch before",
+        "written before",
+        "written elsewhere",
+        "shared",
+        "frozen",
+        "by a norm without gradients",
+        "written past its version",
+        "exchanged",
+    ],
 )
 def test_what_is_before_a_norm_may_be_used_elsewhere(exactly: Any, kind: str) -> None:
     exactly(Resetting(Joined(kind)), {"blocks.0": EXACT}, leaf(8, 4))
+
+
+class Forked(nn.Module):
+    """Its layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y, y.sin()
+
+
+class Around(nn.Module):
+    """A part of it makes what its norm is given, and something else of that."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.norm, self.call = Forked(), nn.BatchNorm1d(4), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, other = self.call(self.inner, x)
+        y: Tensor = self.norm(h) + other
+        return y
+
+
+def _called(module: nn.Module, x: Tensor) -> Any:
+    return module(x)
+
+
+def test_what_runs_again_on_its_own_before_a_norm(exactly: Any) -> None:
+    """A segment within, and a checkpoint of the user's own."""
+    segments = {"blocks.0": EXACT, "blocks.0.inner": SegmentConfig()}
+    exactly(Resetting(Around(_called)), segments, leaf(8, 4))
+    exactly(Resetting(Around(functools.partial(checkpoint, use_reentrant=False))), {"blocks.0": EXACT}, leaf(8, 4))
+
+
+class Remembering(nn.Module):
+    """Makes a kernel on its first call, and keeps it where nobody can put it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.remember = functools.cache(lambda: F.linear(torch.eye(4), torch.ones(4, 4)).tanh())
+
+    def __deepcopy__(self, memo: Any) -> Remembering:
+        other = Remembering()
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = self.remember()
+        y: Tensor = self.second(self.norm(self.first(x))) @ kernel
+        return y
+
+
+def test_a_pass_that_runs_other_operators_than_the_one_before(exactly: Any) -> None:
+    with pytest.warns(UserWarning, match="runs other operators before a batch norm when it runs again: it runs whole"):
+        exactly(Resetting(Remembering()), {"blocks.0": EXACT}, leaf(8, 4))
 
 
 class Counting(TorchDispatchMode):
