@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import warnings
 import weakref
@@ -27,7 +28,7 @@ from memopt_cli.apply import apply_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
-from memopt_cli.runtime.batch_statistics import Statistics, _measured, merged
+from memopt_cli.runtime.batch_statistics import Met, Statistics, _measured, merged
 from memopt_cli.step import Step
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
@@ -355,6 +356,47 @@ def test_functional_norms(exactly: Any) -> None:
     assert exactly.recomputations == 2 * 3 * 4
 
 
+class Watching(nn.Module):
+    """Reads its norm's running statistics before it calls it, and its counter after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = (self.norm.running_var + self.norm.running_mean.square()).sqrt()
+        y: Tensor = self.norm(self.inner(x) * scale)
+        return y * self.norm.num_batches_tracked + self.norm.running_mean
+
+
+def test_every_chunk_finds_the_running_statistics_that_the_whole_does(exactly: Any) -> None:
+    exactly(Resetting(nn.Sequential(Watching(), nn.Tanh(), Watching())), {"blocks.0": EXACT}, leaf(8, 4), steps=3)
+
+
+class OfAll(nn.Module):
+    """Its running mean is no part of it."""
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.batch_norm(x, self.mean, torch.ones(4), training=True).tanh()
+        return F.batch_norm(y * self.mean, None, None, training=True)
+
+
+def test_running_statistics_that_are_no_state_of_the_module(exactly: Any) -> None:
+    found = []
+    for kind in (None, EXACT):
+        block = nn.Sequential(nn.Linear(4, 4, bias=False), OfAll())
+        with torch.no_grad():
+            block[0].weight.copy_(torch.eye(4))
+        if kind is not None:
+            install_segment(block, kind)
+        OfAll.mean = torch.zeros(4)
+        torch.manual_seed(0)
+        found.append((block(leaf(8, 4)), OfAll.mean))
+    torch.testing.assert_close(found[1], found[0])
+
+
 class Elsewhere(nn.Module):
     """Its norm also runs outside of the segment, where its backward checks that nobody has touched its buffers."""
 
@@ -655,6 +697,17 @@ def test_what_passes_cannot_give_runs_whole(exactly: Any, block: nn.Module, reas
     with pytest.warns(UserWarning, match=rf"{reason}.*: it runs whole from now on") as said:
         exactly.compare(block, optimized, x, steps=1)
     assert len(said) == 1
+
+
+def test_what_passes_have_found_is_gone_when_the_whole_runs() -> None:
+    block = _block(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    found = []
+    install_segment(block, EXACT)
+    block[2].register_forward_hook(lambda *_: found.append(sum(isinstance(o, Met) for o in gc.get_objects())))
+    with pytest.warns(UserWarning, match="draws random numbers"):
+        block(torch.randn(7, 4))
+    chunks, whole = found[:-1], found[-1]
+    assert min(chunks) > 0 == whole
 
 
 def test_norms_that_became_those_of_all_processes(exactly: Any) -> None:
