@@ -495,6 +495,15 @@ def test_less_memory_than_a_plain_segment() -> None:
     assert peaks[2] < 0.8 * min(peaks[0], peaks[1])
 
 
+def test_a_dry_run_lets_go_of_what_one_pass_ran_aside() -> None:
+    """The third pass runs the first convolution aside, and the fourth two: their graphs end there."""
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(*layers))
+    install_segment(net[1], SegmentConfig(chunks=2, batch_statistics=True))
+    step = Step(model=net, args=(torch.randn(4, 3, 12, 12),), kwargs={}, settings=StepSettings())
+    assert FakeStep(step).count().phases == count(step).phases
+
+
 def test_an_input_that_is_packed_is_not_held() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     install_segment(block, SegmentConfig(chunks=2, batch_statistics=True, compressor="bit"))
