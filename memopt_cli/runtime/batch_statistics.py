@@ -17,17 +17,17 @@ Backward of pass 2 ends at the link of every chunk and at the statistics; backwa
 has reached ``h`` by both.  So every operator of forward is differentiated once, and where the operator before the norm
 is a costly one pass 2 takes its output from pass 1 and runs it in its recomputation alone.
 
-Norms are met where every class of them ends up, in calls of ``batch_norm``; what they do to their running statistics
-and counters happens in the first chunk of the last pass, once.
+Norms are met where every class of them ends up, in calls of ``batch_norm``.  To their running statistics and counters
+every chunk does what the whole would, from where the whole starts: what reads them finds the same before and after.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,7 @@ from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
     buffers_of,
     has_gradient_hooks,
+    hooks_on_saving,
     suggest_memory_format,
     version_counter,
 )
@@ -73,6 +74,8 @@ class Met:
     """Which of the costly operators before it, in their order, made that; ``None``: another did."""
     values: Tensor | None
     """What the chunk gives it, until the next pass has taken it; ``None`` too if the next pass is not to take it."""
+    running: tuple[Tensor, ...]
+    """The running statistics that it is to update."""
 
     def take(self) -> Tensor | None:
         """The values, which nothing but the caller holds then."""
@@ -131,14 +134,16 @@ class BatchStatistics:
         self._hands_on = not config_of(module).keep  # of an output that it keeps it counts the runs
         self._start = _Start(module, given)
 
-    def forwards(self, chunks: int) -> list[Callable[..., Any]]:
-        """What runs in place of forward on each chunk of the next pass.
+    def forwards(self, chunks: int) -> Iterator[Callable[..., Any]]:
+        """What runs in place of forward on each chunk of the next pass; each is to run before the next is asked for.
 
         It returns the first norm that no statistics are known of, as :class:`Met`; after the last, the output.  Raises
         :class:`NotGathered`.
         """
         breaks_off: set[bool] = set()
-        return [self._chunk(breaks_off, index) for index in range(chunks)]
+        for index in range(chunks):
+            self._start.enter_norms()
+            yield self._chunk(breaks_off, index)
 
     def merge(self, met: Sequence[Met]) -> None:
         """Every chunk has come to the same norm; the module is put where it started from.
@@ -148,14 +153,16 @@ class BatchStatistics:
         if self._start.draws():
             raise NotGathered("draws random numbers before a batch norm, others in chunks than as a whole")
         self._found = (*self._found, _Norm(merged([chunk.statistics for chunk in met]), met))
-        self.undo()
+        self._start.add_norm(met[0].running)
+        self._start.enter()
 
-    def undo(self) -> None:
-        """Put the module and the random generators where they started from.
+    @property
+    def undo(self) -> Callable[[], None]:
+        """Puts the module and the random generators where they started from, and holds nothing that passes have found.
 
         Raises :class:`RuntimeError` if that cannot be done.
         """
-        self._start.enter()
+        return self._start.enter
 
     def _chunk(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
         """``breaks_off``: of the chunks of one pass, whether they break off."""
@@ -165,7 +172,7 @@ class BatchStatistics:
         def run(*args: Any, **kwargs: Any) -> Any:
             norms = _Norms(module, found, index, hands_on)
             try:
-                with norms, _counters_kept(module, kept=index > 0):
+                with norms:
                     output = forward(*args, **kwargs)
             except _Unknown as unknown:
                 output = unknown.met
@@ -207,10 +214,11 @@ class _Norms(TorchFunctionMode):
         self._index = index
         self._hands_on = hands_on
         self._linked = {norm.chunks[index].source: norm.chunks[index] for norm in found}
+        self._hooks = hooks_on_saving()
         self._costly = 0
         """Operators that have run."""
-        self._last: tuple[Tensor, int] | None = None
-        """What the last of them gave, and its version then."""
+        self._last: _Output | None = None
+        """What the last of them gave, if the next pass may have it."""
         self.broken_off = ""
         """Why forward is not to go on; it may have caught what it was told by."""
 
@@ -222,6 +230,8 @@ class _Norms(TorchFunctionMode):
             self._refuse("sets a hook in its forward, which would get gradients in parts")
         if func in _COSTLY:
             return self._run(call)
+        if func in _UNSEEN_WRITES:
+            self._last = None
         arguments = BATCH_NORMS.get(func)
         if arguments is None:
             return call()
@@ -234,7 +244,9 @@ class _Norms(TorchFunctionMode):
         """A costly operator, unless the pass before has handed on what it gives."""
         met = self._linked.get(self._costly)
         output = call() if met is None else _linked(_values(met, call), met.link, is_seen=True)
-        self._last = output, version_of(output)
+        # A checkpoint within runs the operator again on its own, and counts what it saves.
+        is_own = hooks_on_saving() == self._hooks
+        self._last = _Output(ref(output), version_of(output), output.requires_grad) if is_own else None
         self._costly += 1
         return output
 
@@ -249,26 +261,31 @@ class _Norms(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         if not self._unused:
-            if self._index == 0 and running_mean is not None:
+            if running_mean is not None:
                 self._uncount(running_mean)
             self.broken_off = "catches the exception that breaks off a pass over its chunks"
-            raise _Unknown(self._met(input))
+            raise _Unknown(self._met(input, running_mean, running_var))
         norm = self._unused.pop(0)
         statistics, met = norm.statistics, norm.chunks[self._index]
+        if met.source not in (None, self._source(input, met.link)):
+            self._refuse("runs other operators before a batch norm when it runs again")
         input = _linked(input.detach(), met.link)  # past hooks on the input: those of the pass before get all of it
-        if self._index == 0:
-            _update(running_mean, statistics.mean, momentum)
-            _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
+        _update(running_mean, statistics.mean, momentum)
+        _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
         return _normalized(input, statistics, weight, bias, eps)
 
-    def _met(self, input: Tensor) -> Met:
-        made, version = self._last or (None, 0)
-        source = self._costly - 1 if made is input and version == version_of(input) else None
+    def _met(self, input: Tensor, *running: Tensor | None) -> Met:
         measured, link = _measured(input)
-        return Met(measured, link, source, input.detach() if self._hands_on and source is not None else None)
+        source = self._source(input, link)
+        values = input.detach() if self._hands_on and source is not None else None
+        return Met(measured, link, source, values, tuple(t for t in running if t is not None))
+
+    def _source(self, input: Tensor, link: Tensor) -> int | None:
+        """The costly operator that made the input of a norm, as it is, if the next pass may have it from this one."""
+        return self._costly - 1 if self._last is not None and self._last.is_given(input, link) else None
 
     def _uncount(self, running_mean: Tensor) -> None:
-        """The norm has counted a call that comes once more: if a later chunk raises, nobody puts it back."""
+        """The norm has counted a call that comes once more: if a chunk raises, nobody puts it back."""
         for norm in batch_norms(self._module):
             counter = buffers_of(norm).get("num_batches_tracked")
             if counter is not None and buffers_of(norm).get("running_mean") is running_mean:
@@ -277,6 +294,20 @@ class _Norms(TorchFunctionMode):
     def _refuse(self, reason: str) -> NoReturn:
         self.broken_off = reason
         raise NotGathered(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What a costly operator gave, as it was then."""
+
+    tensor: ref[Tensor]
+    version: int
+    requires_grad: bool
+
+    def is_given(self, input: Tensor, link: Tensor) -> bool:
+        """Whether this is the input of a norm, and all of its gradient goes to that link."""
+        is_same = self.tensor() is input and self.version == version_of(input)
+        return is_same and self.requires_grad == link.requires_grad
 
 
 def _values(met: Met, call: Callable[[], Tensor]) -> Tensor:
@@ -298,6 +329,8 @@ _COSTLY = frozenset(
     for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
 )
 """Operators to run once less; each gives a tensor that shares no memory with others."""
+_UNSEEN_WRITES = frozenset((Tensor.data.__get__, Tensor.data.__set__))  # type: ignore[attr-defined]
+"""By what these give or do, a tensor may be written that stays at its version."""
 _USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 
 
@@ -413,26 +446,14 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
         running.data.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
-@contextmanager
-def _counters_kept(module: nn.Module, *, kept: bool) -> Iterator[None]:
-    """Norms within do not count this call, if their counters are to be ``kept``."""
-    counters = [buffers_of(m).get("num_batches_tracked") for m in batch_norms(module)] if kept else []
-    copies = [(counter, counter.clone()) for counter in counters if counter is not None]
-    try:
-        yield
-    finally:
-        for counter, copy in copies:
-            counter.data.copy_(copy)
-
-
 class _Start:
     """Where a module and the random generators stand, to begin anew from there."""
 
     def __init__(self, module: nn.Module, given: Sequence[Tensor]) -> None:
         self._name = name_of(module)
         self._state = ModuleState(module)
-        unique = {id(t): t for t in self._state.tensors()}
-        self._copies = [(t, version_counter(t), t.detach().clone()) for t in unique.values()]
+        self._copies = {id(t): (t, version_counter(t), t.detach().clone()) for t in self._state.tensors()}
+        self._norms = {id(t) for norm in batch_norms(module) for t in buffers_of(norm).values() if t is not None}
         self._given = [(t, version_of(t)) for t in given]
         self._generators = Generators()
 
@@ -440,13 +461,24 @@ class _Start:
         """Whether random numbers were drawn since."""
         return self._generators.moved()
 
+    def add_norm(self, running: Sequence[Tensor]) -> None:
+        """One is called with these running statistics, which it has not updated yet."""
+        for tensor in running:
+            self._copies.setdefault(id(tensor), (tensor, version_counter(tensor), tensor.detach().clone()))
+            self._norms.add(id(tensor))
+
+    def enter_norms(self) -> None:
+        """Put those alone where they stood."""
+        for tensor, _, copy in (self._copies[key] for key in self._norms & self._copies.keys()):
+            tensor.data.copy_(copy)
+
     @torch.no_grad()
     def enter(self) -> None:
         """Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place."""
         if any(version_of(tensor) != version for tensor, version in self._given):
             raise self._cannot("writes over its input")
         self._state.restore()
-        for tensor, version, copy in self._copies:
+        for tensor, version, copy in self._copies.values():
             if tensor.requires_grad and version_counter(tensor) != version:
                 raise self._cannot("modifies its state in place")
             # Where forward has raised the version, this does too: chunks may count on the values in between.

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.objects import version_of
-from memopt_cli.runtime.private_torch import alias, hooks_on_saving, next_node, not_compiled, number_of
+from memopt_cli.runtime.private_torch import alias, hooks_on_saving, is_fake, next_node, not_compiled, number_of
 from memopt_cli.runtime.samples import sample
 
 
@@ -131,7 +131,7 @@ def _without_node(tensor: Tensor, following: int) -> Tensor:
     """
     node = tensor.grad_fn
     is_output = node is not None and number_of(node) >= following - 1
-    return alias(tensor) if is_output and type(tensor) is Tensor else tensor
+    return alias(tensor) if is_output and (type(tensor) is Tensor or is_fake(tensor)) else tensor
 
 
 def held_as_inputs() -> saved_tensors_hooks:

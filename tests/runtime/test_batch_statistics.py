@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import pickle
 import warnings
 import weakref
@@ -19,13 +21,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
 from memopt_cli.apply import apply_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
-from memopt_cli.runtime.batch_statistics import Statistics, _measured, merged
+from memopt_cli.runtime.batch_statistics import Met, Statistics, _measured, merged
 from memopt_cli.step import Step
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
@@ -225,15 +228,97 @@ class Joined(nn.Module):
                 y = self.second(self.first(self.norm(h).tanh()))
             case "frozen":
                 y = self.norm(h.detach()).tanh() + self.second(self.other(x))
+            case "by a norm without gradients":
+                with torch.no_grad():
+                    scale = self.norm(h).tanh()
+                y = self.second(h) * scale
+            case "written past its version":
+                h.data.mul_(2)
+                y = self.norm(h) * h
+            case "exchanged":
+                h.data = h * 2
+                y = self.norm(h) * h
         return y.tanh()
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["beside", "twice", "around", "a branch before", "written before", "written elsewhere", "shared", "frozen"],
+    [
+        "beside",
+        "twice",
+        "around",
+        "a branch before",
+        "written before",
+        "written elsewhere",
+        "shared",
+        "frozen",
+        "by a norm without gradients",
+        "written past its version",
+        "exchanged",
+    ],
 )
 def test_what_is_before_a_norm_may_be_used_elsewhere(exactly: Any, kind: str) -> None:
     exactly(Resetting(Joined(kind)), {"blocks.0": EXACT}, leaf(8, 4))
+
+
+class Forked(nn.Module):
+    """Its layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y, y.sin()
+
+
+class Around(nn.Module):
+    """A part of it makes what its norm is given, and something else of that."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.norm, self.call = Forked(), nn.BatchNorm1d(4), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, other = self.call(self.inner, x)
+        y: Tensor = self.norm(h) + other
+        return y
+
+
+def _called(module: nn.Module, x: Tensor) -> Any:
+    return module(x)
+
+
+def test_what_runs_again_on_its_own_before_a_norm(exactly: Any) -> None:
+    """A segment within, and a checkpoint of the user's own."""
+    segments = {"blocks.0": EXACT, "blocks.0.inner": SegmentConfig()}
+    exactly(Resetting(Around(_called)), segments, leaf(8, 4))
+    exactly(Resetting(Around(functools.partial(checkpoint, use_reentrant=False))), {"blocks.0": EXACT}, leaf(8, 4))
+
+
+class Remembering(nn.Module):
+    """Makes a kernel on its first call, and keeps it where nobody can put it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.remember = functools.cache(lambda: F.linear(torch.eye(4), torch.ones(4, 4)).tanh())
+
+    def __deepcopy__(self, memo: Any) -> Remembering:
+        other = Remembering()
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = self.remember()
+        y: Tensor = self.second(self.norm(self.first(x))) @ kernel
+        return y
+
+
+def test_a_pass_that_runs_other_operators_than_the_one_before(exactly: Any) -> None:
+    with pytest.warns(UserWarning, match="runs other operators before a batch norm when it runs again: it runs whole"):
+        exactly(Resetting(Remembering()), {"blocks.0": EXACT}, leaf(8, 4))
 
 
 class Counting(TorchDispatchMode):
@@ -269,6 +354,47 @@ def test_every_operator_is_differentiated_once(norms: int) -> None:
 def test_functional_norms(exactly: Any) -> None:
     exactly(Resetting(Functional()), {"blocks.0": EXACT}, leaf(8, 4))
     assert exactly.recomputations == 2 * 3 * 4
+
+
+class Watching(nn.Module):
+    """Reads its norm's running statistics before it calls it, and its counter after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = (self.norm.running_var + self.norm.running_mean.square()).sqrt()
+        y: Tensor = self.norm(self.inner(x) * scale)
+        return y * self.norm.num_batches_tracked + self.norm.running_mean
+
+
+def test_every_chunk_finds_the_running_statistics_that_the_whole_does(exactly: Any) -> None:
+    exactly(Resetting(nn.Sequential(Watching(), nn.Tanh(), Watching())), {"blocks.0": EXACT}, leaf(8, 4), steps=3)
+
+
+class OfAll(nn.Module):
+    """Its running mean is no part of it."""
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.batch_norm(x, self.mean, torch.ones(4), training=True).tanh()
+        return F.batch_norm(y * self.mean, None, None, training=True)
+
+
+def test_running_statistics_that_are_no_state_of_the_module(exactly: Any) -> None:
+    found = []
+    for kind in (None, EXACT):
+        block = nn.Sequential(nn.Linear(4, 4, bias=False), OfAll())
+        with torch.no_grad():
+            block[0].weight.copy_(torch.eye(4))
+        if kind is not None:
+            install_segment(block, kind)
+        OfAll.mean = torch.zeros(4)
+        torch.manual_seed(0)
+        found.append((block(leaf(8, 4)), OfAll.mean))
+    torch.testing.assert_close(found[1], found[0])
 
 
 class Elsewhere(nn.Module):
@@ -367,6 +493,15 @@ def test_less_memory_than_a_plain_segment() -> None:
         peaks.append(count(step).tensor_peak_bytes)
         assert dry == peaks[-1]
     assert peaks[2] < 0.8 * min(peaks[0], peaks[1])
+
+
+def test_a_dry_run_lets_go_of_what_one_pass_ran_aside() -> None:
+    """The third pass runs the first convolution aside, and the fourth two: their graphs end there."""
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(*layers))
+    install_segment(net[1], SegmentConfig(chunks=2, batch_statistics=True))
+    step = Step(model=net, args=(torch.randn(4, 3, 12, 12),), kwargs={}, settings=StepSettings())
+    assert FakeStep(step).count().phases == count(step).phases
 
 
 def test_an_input_that_is_packed_is_not_held() -> None:
@@ -571,6 +706,17 @@ def test_what_passes_cannot_give_runs_whole(exactly: Any, block: nn.Module, reas
     with pytest.warns(UserWarning, match=rf"{reason}.*: it runs whole from now on") as said:
         exactly.compare(block, optimized, x, steps=1)
     assert len(said) == 1
+
+
+def test_what_passes_have_found_is_gone_when_the_whole_runs() -> None:
+    block = _block(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    found = []
+    install_segment(block, EXACT)
+    block[2].register_forward_hook(lambda *_: found.append(sum(isinstance(o, Met) for o in gc.get_objects())))
+    with pytest.warns(UserWarning, match="draws random numbers"):
+        block(torch.randn(7, 4))
+    chunks, whole = found[:-1], found[-1]
+    assert min(chunks) > 0 == whole
 
 
 def test_norms_that_became_those_of_all_processes(exactly: Any) -> None:
