@@ -60,8 +60,9 @@ class _Run:
         """The value, at an empty batch, of the line through this run and the smaller one."""
         if self.smaller is None or self.smaller.nbytes > self.nbytes:
             return 0
-        pairs = [pair for pair in _in_both(self.shapes, self.smaller.shapes) if math.prod(pair[0]) > math.prod(pair[1])]
-        mine, its = max(pairs, key=lambda pair: _rank(pair[0]), default=((0,), (0,)))
+        pairs = _in_both(self.shapes, self.smaller.shapes)
+        grows = [(mine, its) for mine, its in pairs if math.prod(mine) > math.prod(its)]
+        mine, its = max(grows, key=lambda pair: _rank(pair[0]), default=((0,), (0,)))
         here, there = math.prod(mine), math.prod(its)
         grown = (self.nbytes - self.smaller.nbytes) * here // (here - there) if here else self.nbytes
         return max(0, self.nbytes - grown)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.documents import printable, read_json
-from memopt_cli.loading.archive import Archive
-from memopt_cli.loading.contents import DEEPEST, Contents
+from memopt_cli.loading.archive import OF_TENSORS_WITHIN, Archive
+from memopt_cli.loading.contents import DEEPEST, Contents, contents_of
+from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.described import LARGEST, item_bytes, items_in
+from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 
 _DTYPES: Final = {
@@ -40,6 +42,8 @@ _LEAST_VALUES, _MOST_VALUES, _BYTES_PER_VALUE = 2_000_000, 16_000_000, 8
 bytes of the file there is one: PyTorch compresses nothing, and writes 12.  Each takes up to 80 bytes of memory."""
 PROGRAMS: Final = ("models/model.json", "serialized_exported_program.json")
 """Records of the program: since PyTorch 2.8, and before."""
+PICKLED_WEIGHTS: Final = "data/weights/model.pt"
+"""PyTorch 2.8's record of all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +84,18 @@ def read_program(archive: Archive, record: str) -> Any:
     return read_json(archive.read(record), most_values=most)
 
 
-def _records(archive: Archive) -> dict[str, str]:
+def _records(archive: Archive) -> dict[str, Any]:
     """Name of each weight -> where its bytes are, which is the same for tied weights."""
+    if PICKLED_WEIGHTS in archive.sizes:
+        file = ModelFile(path=PICKLED_WEIGHTS, data=archive.read(PICKLED_WEIGHTS))
+        weights = contents_of(read_pickled(file, OF_TENSORS_WITHIN).pickle.root)
+        return dict(zip((tensor.name for tensor in weights.tensors), weights.memory, strict=True))
     config = "data/weights/model_weights_config.json"
-    weights = read_json(archive.read(config))["config"] if config in archive.sizes else {}
-    return {name: f"{entry['path_name']} {entry['tensor_meta']}" for name, entry in weights.items()}
+    entries = read_json(archive.read(config))["config"] if config in archive.sizes else {}
+    return {name: f"{entry['path_name']} {entry['tensor_meta']}" for name, entry in entries.items()}
 
 
-def _contents(graph: Any, signature: Any, values: Any, records: dict[str, str]) -> Contents:
+def _contents(graph: Any, signature: Any, values: Any, records: dict[str, Any]) -> Contents:
     contents = Contents()
     tensors = list(_tensors(signature, values))
     classes = _classes(graph["nodes"])

@@ -48,7 +48,8 @@ def test_two_ranks_take_the_smaller_size(tmp_path: Path) -> None:
     answers = [rank.communicate() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], answers
     # Call 2: rank 1 has no room to grow.  Call 3: it is in danger.  Call 4: both grow.  Then rank 0 runs out of memory.
-    assert [out.strip().split(",") for out, _ in answers] == [
+    # The last line alone is the answer: above it, PyTorch 2.8 says that gloo is connected.
+    assert [out.splitlines()[-1].split(",") for out, _ in answers] == [
         ["32", "32", "16", "20", "10", "out of memory"],
         ["32", "32", "16", "20", "10", "another rank needs a smaller batch"],
     ]

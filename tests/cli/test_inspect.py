@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.loading import load_model
 from memopt_cli.records import ModelSource
 from memopt_cli.runtime import SegmentConfig, install_segment
+from tests.loading.exported_archives import with_weights_in_one_pickle
 
 Memopt = Callable[..., Any]
 
@@ -57,6 +58,12 @@ def save_exported(model: nn.Module) -> None:
     torch.export.save(torch.export.export(model, (torch.ones(2, 3),), dynamic_shapes=shapes), "model.pt")
 
 
+def save_exported_by_2_8(model: nn.Module) -> None:
+    save_exported(model)
+    path = Path("model.pt")
+    path.write_bytes(with_weights_in_one_pickle(path.read_bytes()))
+
+
 def inspected(memopt: Memopt, path: str = "model.pt") -> dict[str, Any]:
     done = memopt("inspect", path, "--json")
     assert (done.code, done.err, done.changed) == (0, "", set())
@@ -94,6 +101,7 @@ def test_a_model_in_a_container_is_told_with_what_to_do(memopt: Memopt) -> None:
         (save_script, "TorchScript (scripted)"),
         (save_trace, "TorchScript (traced)"),
         (save_exported, "exported program (torch.export)"),
+        (save_exported_by_2_8, "exported program (torch.export)"),
     ],
 )
 def test_each_format_tells_the_same_model(save: Callable[[nn.Module], None], name: str, memopt: Memopt) -> None:

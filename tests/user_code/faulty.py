@@ -145,11 +145,11 @@ class LeavesOneBehind(_After):
 
 
 class Starves(_After):
-    """Wants 3 GiB where there are 2."""
+    """Wants 24 GiB where there are 16, of which PyTorch's libraries for GPUs take some."""
 
     def fault(self, y: Tensor) -> Tensor:
-        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        return y + torch.empty(3 << 28)[0]
+        resource.setrlimit(resource.RLIMIT_AS, (16 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        return y + torch.empty(3 << 31)[0]
 
 
 class SlowToSave(_After):
