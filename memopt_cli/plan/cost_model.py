@@ -227,9 +227,12 @@ class CostModel:
             if call.backward_start == call.backward_end:
                 continue  # nothing in it is differentiated: it runs as a plain module
             block = ReplayedSegment(call, segment, around[-1] if around else None)
-            block.state_bytes = self._modules[call.path].state_bytes if call.path in self._modules else 0
-            block.keeps_graph = self._left_by(call) > block.state_bytes > 0
             block.stop = recomputed_until(self._ends, call)
+            block.state_bytes = self._modules[call.path].state_bytes if call.path in self._modules else 0
+            if segment.batch_statistics and segment.chunks > 1:
+                first, last = (_first_from(self._norms, op) for op in (call.start, block.stop))
+                block.norms = tuple(norm.op for norm in self._norms[first:last])
+            block.keeps_graph = self._left_by(call) > block.state_bytes > 0
             block.first_saver = _first_saver(self._ends, call)
             block.length = self._length(segment)
             share = longest_share(segment.chunks, block.length)

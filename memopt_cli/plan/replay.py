@@ -56,6 +56,8 @@ class ReplayedSegment:
     """Operators whose outputs it keeps."""
     state_bytes: int = 0
     """What one chunk leaves to the next in attributes."""
+    norms: tuple[int, ...] = ()
+    """Of batch norms that get the statistics of all chunks, the operators: each ends a pass over these."""
     keeps_graph: bool = False
     """The state that it leaves keeps a part of the graph that backward does not come by."""
     outwards: tuple[ReplayedSegment | None, ...] = ()
@@ -63,6 +65,10 @@ class ReplayedSegment:
 
     def __post_init__(self) -> None:
         self.outwards = (self, *_outwards(self.parent))
+
+    def norm_behind(self, op: int) -> int | None:
+        """The first of its norms behind an operator."""
+        return next((norm for norm in self.norms if norm > op), None)
 
 
 LEAST_PACKED_BYTES = 4096
@@ -155,11 +161,14 @@ class _Ledger:
         self.behind = [0] * (length + 1)
         """What there is for a moment when an operator has run, and what it alone needed is gone."""
         self._freed = [0] * (length + 1)
+        self.made = [0] * (length + 1)
+        """What an operator makes."""
 
-    def live(self, start: int, end: int, nbytes: int) -> None:
-        """So many bytes, from one instant to before another."""
+    def live(self, start: int, end: int, nbytes: int, *, is_made: bool = True) -> None:
+        """So many bytes, from one instant to before another; unless ``is_made`` they are there before it."""
         if end > start:
             self.change[start] += nbytes
+            self.made[start] += nbytes if is_made else 0
             self.change[end] -= nbytes
             self._freed[end] += nbytes
 
@@ -227,11 +236,14 @@ class _Lives:
     ) -> int:
         """Until when the first runs of segments within ``block`` hold what they save, inputs of inner ones too.
 
-        That is their end (see :class:`memopt_cli.runtime.held.Held`).
+        That is their end (see :class:`memopt_cli.runtime.held.Held`), or the norm at which their pass ends.
         """
         around = (held.parent for held in self._by_input.get(index, ()) if storage.born < held.call.start)
-        first_runs = (run for run in (*savers, *around) if run is not None and block in _outwards(run.parent))
-        return max((self._order.at(block, run.call.end - 1) + 1 for run in first_runs), default=0)
+        last = {run: run.norm_behind(max(ops)) for run, ops in savers.items() if run is not None}
+        last |= {run: None for run in around if run is not None}
+        within = ((run, norm) for run, norm in last.items() if block in _outwards(run.parent))
+        ends = (self._order.at(block, run.call.end - 1 if norm is None else norm) + 1 for run, norm in within)
+        return max(ends, default=0)
 
     def held_until(self, index: int, block: ReplayedSegment) -> int:
         """When a segment lets go of its input: where backward has used all that was saved within.
@@ -287,6 +299,8 @@ class Replay:
             if block.segment.chunks > 1:
                 self._add_chunks(block)
         operators = self._add_workspaces()
+        for block in self.blocks:
+            self._add_links(block)
         best, at = self._ledger.highest(self._original.held_before)
         return best, operators[at]
 
@@ -318,9 +332,23 @@ class Replay:
                 continue
             inside = [b for b in around[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
             within = inside[0] if inside else block
-            self._ledger.live(self._order.at(block, storage.born), end, _share_of(storage, within))
+            begin, nbytes = self._order.at(block, storage.born), _share_of(storage, within)
+            saved = self._begin_of_pass(block, savers.get(block, ()))
+            if begin < saved < end:
+                self._ledger.live(begin, self._lives.forward_end(storage, block), nbytes)
+                self._ledger.live(saved, end, nbytes, is_made=False)
+            else:
+                self._ledger.live(begin, end, nbytes)
         if keeps:
             self._ledger.live(start, last, storage.nbytes)
+
+    def _begin_of_pass(self, block: ReplayedSegment | None, savers: Sequence[int]) -> int:
+        """The instant at which a pass over the chunks of a block runs again that alone saves something for ``savers``.
+
+        It goes back from the norm behind them, which itself goes back in the pass that is the next in forward.
+        """
+        norm = block.norm_behind(max(savers)) if block is not None and savers else None
+        return 0 if norm is None else self._order.after(self._original.backward_end[norm])
 
     def _packs(self, storage: StorageTrace) -> bool:
         return self._packed and storage.compressor != "null" and storage.nbytes >= LEAST_PACKED_BYTES
@@ -406,7 +434,7 @@ class Replay:
         longest = block.length % segment.chunks or segment.chunks
         # The longest are the first: when backward comes to them, those before them are there, and a gradient of one.
         between, in_backward = between + (segment.chunks - 1) * handed_on, in_backward + longest * handed_on
-        pieces = max(gradients, self._linked_bytes(block))
+        pieces = max(gradients, self._linked_bytes(block)) + self._waiting_bytes(block)
         pieces -= pieces // segment.chunks
         self._ledger.live(self._order.at(block.parent, block.call.start), block.offset, between // share)
         self._ledger.live(block.offset, block.joined, max(in_backward, pieces) // share)
@@ -422,6 +450,28 @@ class Replay:
         return max(
             (sum(self._trace.storages[s].nbytes for s in norm.makes[:1]) for norm in self._norms(block)), default=0
         )
+
+    def _add_links(self, block: ReplayedSegment) -> None:
+        """What a norm is given and its gradient by the statistics, where the pass that ends at it begins to go back.
+
+        What the operator makes that then goes back is not there yet.
+        """
+        ledger, storages = self._ledger, self._trace.storages
+        for norm in block.norms:
+            instant = self._order.after(self._original.backward_end[norm])
+            if instant < block.joined:
+                given = max(_share_of(storages[index], block) for index in self._trace.ops[norm].makes)
+                ledger.extra[instant] = max(ledger.extra[instant], 2 * given - ledger.made[instant])
+
+    def _waiting_bytes(self, block: ReplayedSegment) -> int:
+        """Of what all chunks have made when a pass goes back, and one before uses: as beside a residual connection."""
+        most, begin = 0, block.call.backward_start
+        for norm in block.norms:
+            end = self._original.backward_end[norm]
+            made = (s for s in self._trace.storages if begin <= s.born < end and s.kind != "gradients")
+            waiting = (s for s in made if self._trace.ops[s.born].name != _NORM_BACKWARD)
+            most = max(most, sum(s.nbytes for s in waiting if s.died is None or s.died > end))
+        return most
 
     def _statistics_bytes(self, block: ReplayedSegment) -> int:
         """What the first pass over its chunks, which comes last in backward, holds beside the gradients of all.

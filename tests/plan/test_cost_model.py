@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -500,6 +501,37 @@ def test_a_recurrent_layer_in_chunks_of_time(chunks: int) -> None:
     subject = Subject(Recurrent(), torch.randn(12, 32, 16))
     plan = Plan(segments=(SegmentPlan(path="lstm", chunks=chunks, axis=0),))
     assert abs(subject.error(plan)) <= 0.02
+
+
+def _convolutions(*widths: int) -> nn.Sequential:
+    pairs = itertools.pairwise(widths)
+    return nn.Sequential(
+        *(m for i, o in pairs for m in (nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()))
+    )
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (x + self.inner(x)).relu()
+        return y
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [2, 3, 8])
+@pytest.mark.parametrize(
+    "block",
+    [_convolutions(8, 8, 8), _convolutions(8, 8, 8, 8), _convolutions(8, 32, 8), Residual(_convolutions(8, 8, 8))],
+    ids=["two norms", "three norms", "wide between", "residual"],
+)
+def test_every_pass_for_batch_statistics_saves_what_it_alone_goes_back_through(block: nn.Module, chunks: int) -> None:
+    """And what goes back from one to the next is there beside the gradient of an input that a later one reads."""
+    subject = Subject(nn.Sequential(nn.Conv2d(3, 8, 3), block, nn.Conv2d(8, 4, 1)), torch.randn(12, 3, 24, 24))
+    plan = Plan(segments=(SegmentPlan(path="1", chunks=chunks, batch_statistics=True),))
+    assert abs(subject.error(plan)) <= 0.03
 
 
 @pytest.mark.slow
