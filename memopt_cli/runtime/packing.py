@@ -34,6 +34,7 @@ from memopt_cli.runtime.private_torch import (
     is_fake,
     is_of_transform,
     memory_of,
+    name_of_node,
     next_node,
     not_compiled,
     running_node,
@@ -272,7 +273,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def _takes_shape_alone(packed: Packed) -> bool:
     """Whether who unpacks does not read the elements: pooling on the CPU and on CUDA, whose kernels are known."""
     node = running_node()
-    known = node is not None and node.name() in _SHAPE_ALONE and not packed.parts
+    known = node is not None and name_of_node(node) in _SHAPE_ALONE and not packed.parts
     return known and packed.data[0].device.type in ("cpu", "cuda") and packed.dtype in _FLOATS  # others are indices
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -213,3 +214,58 @@ def test_nothing_is_held_for_others(there: Callable[[Tensor], Tensor]) -> None:
     note_stored(part, packed)
     del packed
     assert PARTS.compress(torch.cat([part, part])).raw
+
+
+def test_an_empty_part_of_one_dimension(there: Callable[[Tensor], Tensor]) -> None:
+    """``torch.cat`` passes over those of shape (0,), whatever the others' dimensions are."""
+    nothing = there(torch.empty(0, requires_grad=True) * 1)
+    for dim in (1, -2):
+        x = torch.cat([nothing, there(made(2, 3, 4)), nothing, made(2, 3, 4)], dim=dim)
+        packed = PARTS.compress(x)
+        assert packed.nbytes == 2 * 3 * 4 * 4
+        assert torch.equal(PARTS.decompress(packed), x)
+
+
+def test_a_part_whose_sign_is_a_flag(there: Callable[[Tensor], Tensor]) -> None:
+    part = (torch.randn(2, 3, dtype=torch.complex64, requires_grad=True) * 1).conj().imag
+    assert part.is_neg()
+    x = torch.cat([there(part), there(made(2, 3))])
+    assert torch.equal(PARTS.decompress(PARTS.compress(x)), x)
+
+
+class Named(torch.autograd.Function):
+    """The node of autograd has the attributes that are set here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.name = "a name of the user's"
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad: Tensor = gradient * x.cos()
+        return grad
+
+
+class Applying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Named.apply(Named.apply(self.inner(x)))  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.parametrize("plan", [PACKED, Plan(segments=(SegmentPlan(path="0", compressor="parts"),))], ids=str)
+def test_a_function_of_the_users_that_sets_a_name(plan: Plan) -> None:
+    plain = nn.Sequential(Applying(), Applying())
+    planned = copy.deepcopy(plain)
+    apply_plan(planned, plan)
+    x = torch.randn(64, 64, requires_grad=True)
+    for net in (plain, planned):
+        net(x.sin()).sum().backward()
+    for one, other in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
