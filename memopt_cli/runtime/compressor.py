@@ -55,6 +55,8 @@ class Packed:
     """Of a concatenation: what each part is stored as; ``data`` are those that are stored for it."""
     dim: int = 0
     """Along which they are concatenated."""
+    whole: Packed | None = None
+    """Raw storage of a view: that of all that it is a view of."""
 
     @property
     def raw(self) -> bool:
@@ -392,8 +394,11 @@ class PartsCompressor(SpikeCompressor):
     def compress(self, x: Tensor) -> Packed:
         """What of ``x`` is stored already, and copies of the rest; ``x`` itself if none of it is."""
         found = parts_of_concatenation(x) if _is_known_class(x) and _is_plain(x) else None
-        if found is None:
+        own = None if found is None else _known(edge_of(x), x.detach())
+        if found is None or (own is not None and own.raw):
             return _store_raw(x.detach())
+        if own is not None and own.stride == x.stride():
+            return own
         dim, parts = found
         pieces = _pieces(x.detach(), dim, [length for _, length in parts])
         known = [_known(edge, piece) for (edge, _), piece in zip(parts, pieces, strict=False)]

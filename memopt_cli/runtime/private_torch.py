@@ -146,6 +146,10 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 """Whether autograd takes a tensor for a view of another one."""
 
 
+base_of: Final[Callable[[Tensor], Tensor | None]] = attrgetter("_base")
+"""The tensor that one is a view of for autograd; ``None`` if it is none."""
+
+
 def without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of a subclass without memory."""
     return Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype, device=device)
@@ -455,7 +459,7 @@ next_node: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr
 
 
 def name_of_node(node: Any) -> str:
-    """As ``node.name()`` says, which a user's ``torch.autograd.Function`` may have set to something else: ``ctx.name``."""
+    """What ``node.name()`` says, unless a user's ``torch.autograd.Function`` has set ``ctx.name`` to something else."""
     return type(node).__name__
 
 
@@ -488,12 +492,15 @@ def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None,
         return None
     dim: int = node._saved_dim  # type: ignore[attr-defined]
     dim -= 2**64 if dim >= 2**63 else 0  # it is an unsigned number there
-    parts = ((maker, output, maker and maker._input_metadata[output].shape) for maker, output in node.next_functions)
-    return dim, [(_edge(maker, output), shape and _length(shape, dim, tensor.dim())) for maker, output, shape in parts]
+    parts = node.next_functions
+    return dim, [(_edge(maker, output), _length(maker, output, dim, tensor.dim())) for maker, output in parts]
 
 
-def _length(shape: Sequence[int], dim: int, dimensions: int) -> int:
+def _length(maker: Any, output: int, dim: int, dimensions: int) -> int | None:
     """``torch.cat`` takes a tensor of shape (0,) for an empty one of any dimensions."""
+    if maker is None:
+        return None
+    shape: Sequence[int] = maker._input_metadata[output].shape
     return shape[dim] if len(shape) == dimensions else 0
 
 
