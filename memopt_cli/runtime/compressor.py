@@ -55,6 +55,8 @@ class Packed:
     """Of a concatenation: what each part is stored as; ``data`` are those that are stored for it."""
     dim: int = 0
     """Along which they are concatenated."""
+    whole: Packed | None = None
+    """Raw storage of a view: that of all that it is a view of."""
 
     @property
     def raw(self) -> bool:
@@ -391,10 +393,12 @@ class PartsCompressor(SpikeCompressor):
 
     def compress(self, x: Tensor) -> Packed:
         """What of ``x`` is stored already, and copies of the rest; ``x`` itself if none of it is."""
-        is_own = type(x) is Tensor or is_fake(x)  # others take their own ways apart
-        found = parts_of_concatenation(x) if is_own and _is_plain(x) else None
-        if found is None:
+        found = parts_of_concatenation(x) if _is_known_class(x) and _is_plain(x) else None
+        own = None if found is None else _known(edge_of(x), x.detach())
+        if found is None or (own is not None and own.raw):
             return _store_raw(x.detach())
+        if own is not None and own.stride == x.stride():
+            return own
         dim, parts = found
         pieces = _pieces(x.detach(), dim, [length for _, length in parts])
         known = [_known(edge, piece) for (edge, _), piece in zip(parts, pieces, strict=False)]
@@ -422,9 +426,14 @@ def _flat(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
 
 def note_stored(x: Tensor, packed: Packed) -> None:
     """``x`` is stored as ``packed``: a concatenation that it is a part of can be stored by it."""
-    edge = edge_of(x)
+    edge = edge_of(x) if _is_known_class(x) else None
     if edge is not None and (packed.raw or packed.parts):
         _stored()[edge] = packed
+
+
+def _is_known_class(x: Tensor) -> bool:
+    """Subclasses may concatenate, and compare, in ways of their own."""
+    return type(x) is Tensor or is_fake(x)
 
 
 def _stored() -> MutableMapping[Edge, Packed]:
@@ -454,7 +463,7 @@ def _has_bits(stored: Packed, piece: Tensor) -> bool:
         pieces = piece.split([part.shape[stored.dim] for part in stored.parts], stored.dim)
         return all(map(_has_bits, stored.parts, pieces))
     (x,) = stored.data
-    if version_counter(x) != stored.version or x.device != piece.device:
+    if version_counter(x) != stored.version or x.device != piece.device or x.is_neg():  # which has other bits
         return False
     if x.device.type == "cpu":
         return is_fake(piece) or torch.equal(_bits(x), _bits(piece))

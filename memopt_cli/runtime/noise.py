@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.private_torch import number_of
+from memopt_cli.runtime.private_torch import name_of_node, number_of
 
 _FILLED_LATER: Final = ("RreluWithNoiseBackward", "RreluWithNoiseFunctionalBackward")
 """Nodes of operators whose schema says that they write to an argument which they save: of ATen's only these."""
@@ -38,7 +38,7 @@ def ends_in_noise(outputs: Sequence[Tensor], last: range) -> bool:
         add(output.grad_fn)
     while pending:
         number, _, node = heapq.heappop(pending)
-        if -number in last and node.name().startswith(_FILLED_LATER):
+        if -number in last and name_of_node(node).startswith(_FILLED_LATER):
             return True
         for following, _ in node.next_functions:
             add(following)
@@ -53,7 +53,7 @@ def noise_since(first: int, outputs: Sequence[Tensor]) -> frozenset[int]:
         if node is not None and node not in seen and number_of(node) >= first:
             seen.add(node)
             pending.extend(following for following, _ in node.next_functions)
-            if node.name().startswith(_FILLED_LATER):
+            if name_of_node(node).startswith(_FILLED_LATER):
                 found.add(number_of(node))
     return frozenset(found)
 

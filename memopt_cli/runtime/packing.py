@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,10 +31,12 @@ from memopt_cli.runtime.compressor import (
 )
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
+    base_of,
     is_engine,
     is_fake,
     is_of_transform,
     memory_of,
+    name_of_node,
     next_node,
     not_compiled,
     running_node,
@@ -209,10 +212,20 @@ class PackedSaves:
                 return self._late[-1]
             saved = self._new(tensor)
         if saved is None:  # the version is checked: with hooks, PyTorch does not
-            raw = COMPRESSORS["null"].compress(tensor)
-            note_stored(tensor, raw)
-            return raw
+            return self._as_it_is(tensor)
         return saved, tensor.shape, tensor.stride()
+
+    def _as_it_is(self, tensor: Tensor) -> Packed:
+        """A view holds the whole that it is of, which need not be packed then, and is there for concatenations."""
+        whole, stored = _whole_of(tensor), COMPRESSORS["null"].compress(tensor)
+        if whole is not tensor:
+            stored = replace(stored, whole=COMPRESSORS["null"].compress(whole))
+            note_stored(whole, stored.whole)
+            packed = self._known(whole)
+            if packed is not None and packed.packed.parts:
+                packed.packed = stored.whole
+        note_stored(tensor, stored)
+        return stored
 
     def settle(self) -> None:
         """Every operator has run: pack what still waited."""
@@ -249,11 +262,15 @@ class PackedSaves:
 
     def _new(self, tensor: Tensor) -> _Saved | None:
         with torch.no_grad():
-            codec = codec_for(tensor) or COMPRESSORS["parts"]
-            packed = store(codec, tensor)
+            codec = codec_for(tensor)
+            whole = tensor if codec else _whole_of(tensor)
+            if whole.numel() != tensor.numel():
+                return None
+            codec = codec or COMPRESSORS["parts"]
+            packed = store(codec, whole)
         if packed.raw:
             return None
-        note_stored(tensor, packed)
+        note_stored(whole, packed)
         saved = _Saved(codec, packed)
         storage = tensor.untyped_storage()
         key = storage_key(storage)
@@ -269,10 +286,18 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not stands_for_zeros(tensor) and not is_wrapped
 
 
+def _whole_of(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of, if all that it is of lies there as it is; itself if not, and if it is no view."""
+    whole = base_of(tensor)
+    if whole is None or whole.grad_fn is None or whole.dtype != tensor.dtype or not is_dense(whole):
+        return tensor
+    return tensor if tensor.is_neg() or tensor.is_conj() else whole
+
+
 def _takes_shape_alone(packed: Packed) -> bool:
     """Whether who unpacks does not read the elements: pooling on the CPU and on CUDA, whose kernels are known."""
     node = running_node()
-    known = node is not None and node.name() in _SHAPE_ALONE and not packed.parts
+    known = node is not None and name_of_node(node) in _SHAPE_ALONE and not (packed.parts or packed.raw)
     return known and packed.data[0].device.type in ("cpu", "cuda") and packed.dtype in _FLOATS  # others are indices
 
 

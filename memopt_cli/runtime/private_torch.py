@@ -146,6 +146,10 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 """Whether autograd takes a tensor for a view of another one."""
 
 
+base_of: Final[Callable[[Tensor], Tensor | None]] = attrgetter("_base")
+"""The tensor that one is a view of for autograd; ``None`` if it is none."""
+
+
 def without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of a subclass without memory."""
     return Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype, device=device)
@@ -454,6 +458,11 @@ next_node: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr
 """The number that the next node of autograd will have in this thread."""
 
 
+def name_of_node(node: Any) -> str:
+    """What ``node.name()`` says, unless a user's ``torch.autograd.Function`` has set ``ctx.name`` to something else."""
+    return type(node).__name__
+
+
 def number_of(node: Any) -> int:
     """The number that a node got when it was made; those that add up gradients have the highest there is."""
     return int(node._sequence_nr())
@@ -479,12 +488,20 @@ def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None,
     No edge: no node made the part.  No length: it is not known.
     """
     node = tensor.grad_fn
-    if node is None or node.name() != "CatBackward0":
+    if node is None or name_of_node(node) != "CatBackward0":
         return None
     dim: int = node._saved_dim  # type: ignore[attr-defined]
     dim -= 2**64 if dim >= 2**63 else 0  # it is an unsigned number there
-    parts = ((maker, output, maker and maker._input_metadata[output].shape) for maker, output in node.next_functions)
-    return dim, [(_edge(maker, output), shape[dim] if shape else None) for maker, output, shape in parts]
+    parts = node.next_functions
+    return dim, [(_edge(maker, output), _length(maker, output, dim, tensor.dim())) for maker, output in parts]
+
+
+def _length(maker: Any, output: int, dim: int, dimensions: int) -> int | None:
+    """``torch.cat`` takes a tensor of shape (0,) for an empty one of any dimensions."""
+    if maker is None:
+        return None
+    shape: Sequence[int] = maker._input_metadata[output].shape
+    return shape[dim] if len(shape) == dimensions else 0
 
 
 running_node: Final[Callable[[], Any]] = torch._C._current_autograd_node

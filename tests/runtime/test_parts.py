@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.apply import apply_plan
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime.compressor import COMPRESSORS, Packed, note_stored, store
+from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.step import Step, take
 from memopt_cli.trace import FakeStep, count
 
@@ -94,7 +98,7 @@ def test_takes_less_memory_and_as_much_as_a_dry_run_says(make: Callable[[], nn.M
     assert count(step).tensor_peak_bytes == dry
 
 
-def _bytes_after_forward(net: nn.Module, plan: Plan) -> int:
+def _bytes_after_forward(net: nn.Module, plan: Plan, *args: Tensor) -> int:
     """Of the storages that the inputs of segments lie in."""
     stored: dict[int, int] = {}
     apply_plan(net, plan)
@@ -109,7 +113,7 @@ def _bytes_after_forward(net: nn.Module, plan: Plan) -> int:
     alive: list[Packed] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("memopt_cli.runtime.segment_call.store", noted)
-        net(torch.randn(4, 3, 8, 8)).sum()
+        net(*args or (torch.randn(4, 3, 8, 8),)).sum()
     return sum(stored.values())
 
 
@@ -213,3 +217,144 @@ def test_nothing_is_held_for_others(there: Callable[[Tensor], Tensor]) -> None:
     note_stored(part, packed)
     del packed
     assert PARTS.compress(torch.cat([part, part])).raw
+
+
+def test_an_empty_part_of_one_dimension(there: Callable[[Tensor], Tensor]) -> None:
+    """``torch.cat`` passes over those of shape (0,), whatever the others' dimensions are."""
+    nothing = there(torch.empty(0, requires_grad=True) * 1)
+    for dim in (1, -2):
+        x = torch.cat([nothing, there(made(2, 3, 4)), nothing, made(2, 3, 4)], dim=dim)
+        packed = PARTS.compress(x)
+        assert packed.nbytes == 2 * 3 * 4 * 4
+        assert torch.equal(PARTS.decompress(packed), x)
+
+
+def test_a_part_whose_sign_is_a_flag(there: Callable[[Tensor], Tensor]) -> None:
+    part = (torch.randn(2, 3, dtype=torch.complex64, requires_grad=True) * 1).conj().imag
+    assert part.is_neg()
+    x = torch.cat([there(part), there(made(2, 3))])
+    assert torch.equal(PARTS.decompress(PARTS.compress(x)), x)
+
+
+class Named(torch.autograd.Function):
+    """The node of autograd has the attributes that are set here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.name = "a name of the user's"
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad: Tensor = gradient * x.cos()
+        return grad
+
+
+class Applying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Named.apply(Named.apply(self.inner(x)))  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.parametrize("plan", [PACKED, Plan(segments=(SegmentPlan(path="0", compressor="parts"),))], ids=str)
+def test_a_function_of_the_users_that_sets_a_name(plan: Plan) -> None:
+    plain = nn.Sequential(Applying(), Applying())
+    planned = copy.deepcopy(plain)
+    apply_plan(planned, plan)
+    x = torch.randn(64, 64, requires_grad=True)
+    for net in (plain, planned):
+        net(x.sin()).sum().backward()
+    for one, other in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+class Widening(nn.Module):
+    """What is concatenated is saved as views: ``use`` says by whom."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.some, self.more = nn.Linear(64, 64), nn.Linear(64, 512)
+        self.weight = nn.Parameter(torch.ones(1))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(torch.cat([self.some(x).tanh(), self.more(x)], dim=1), self.weight)
+
+
+def _halves(x: Tensor, weight: Tensor) -> Tensor:
+    whole = x * weight
+    first, second = x.chunk(2, dim=1)
+    return (first * second).sum() + whole.sum()
+
+
+def _halves_first(x: Tensor, weight: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=1)
+    return (first * second).sum() + (x * weight).sum()
+
+
+def _transposed(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.t() * weight).sum()
+
+
+@pytest.mark.parametrize(
+    "use", [_halves, _halves_first, _transposed], ids=["cut afterwards", "cut before", "transposed"]
+)
+def test_views_of_a_concatenation(use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A piece holds it whole, and then no copies are held too; a view of all of it is a view of its parts."""
+    plain = Widening(use)
+    saves = PackedSaves(())
+    kept: list[Any] = []
+
+    def pack(tensor: Tensor) -> Any:
+        kept.append(saves.pack(tensor))
+        return kept[-1]
+
+    x = torch.randn(32, 64)
+    gradients = []
+    for hooks in (nullcontext(), saved_tensors_hooks(pack, saves.unpack)):
+        plain.zero_grad()
+        with hooks:
+            y = plain(x)
+        y.backward()
+        gradients.append([p.grad for p in plain.parameters()])
+    assert all(map(torch.equal, *gradients))
+    packed = [stored[0].packed if isinstance(stored, tuple) else stored for stored in kept]
+    of_whole = [stored for stored in packed if isinstance(stored, Packed) and 576 in stored.shape]
+    assert of_whole
+    assert all(bool(stored.parts) == (use is _transposed) for stored in of_whole)
+
+
+class Reading(nn.Module):
+    """Several modules are given one concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.more, self.first = nn.Linear(64, 64), nn.Linear(64, 64), nn.Sequential(nn.Tanh())
+        self.readers = nn.ModuleList(nn.Sequential(nn.Linear(128, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.some(x)
+        y = self.first(part).sum()
+        x = torch.cat([part, self.more(x)], dim=1)
+        for reader in self.readers:
+            y = y + reader(x).sum()
+        return y
+
+
+def test_a_concatenation_that_several_are_given_is_stored_once() -> None:
+    readers = (SegmentPlan(path=f"readers.{i}", compressor="parts") for i in range(4))
+    first = SegmentPlan(path="first")
+    rows, width = 4, 4
+    held = _bytes_after_forward(Reading(), Plan(segments=(first, *readers)), torch.randn(rows, 64))
+    assert held == rows * (64 + 64) * width
+
+
+def test_what_is_stored_as_it_is_is_not_stored_by_its_parts(there: Callable[[Tensor], Tensor]) -> None:
+    x = there(torch.cat([there(made(2, 3)), made(2, 5)], dim=1))
+    assert PARTS.compress(x).raw
