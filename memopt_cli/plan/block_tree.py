@@ -25,6 +25,7 @@ from memopt_cli.plan.cost_model import (
     packing_s,
     recomputed_until,
     statistics_passes,
+    trained_input_bytes,
 )
 from memopt_cli.plan.keeping import Costly, costly_calls
 from memopt_cli.plan.operator_bytes import OperatorBytes
@@ -218,7 +219,8 @@ class _Builder:
         own = self._span(call.path, forward, backward, recomputed_until(self._ends, call))
         own.forward_bytes = self._bytes.forward_alone(call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
-        own.passes = statistics_passes(self._elapsed, self._norms, call.start, own.stop)
+        given_bytes = trained_input_bytes(self._trace, call)
+        own.passes = statistics_passes(self._elapsed, self._norms, call.start, own.stop, given_bytes)
         own.overhead = self._trace.segment_overhead
         own.input_bytes = sum(storage.nbytes for storage in paid)
         own.packing_s = packing_s(self._trace, sum(storage.packing_bytes for storage in paid), len(inputs))

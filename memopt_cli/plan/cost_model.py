@@ -30,6 +30,7 @@ from memopt_cli.records import (
     Prediction,
     SegmentPlan,
     StepTrace,
+    StorageTrace,
 )
 
 _PACKING_BYTES_PER_S = 1e9
@@ -98,6 +99,8 @@ class BatchNorm:
     op: int
     source: int
     """What makes the tensor that it normalizes."""
+    nbytes: int = 0
+    """Of that tensor."""
 
 
 def batch_norms(trace: StepTrace) -> list[BatchNorm]:
@@ -107,21 +110,36 @@ def batch_norms(trace: StepTrace) -> list[BatchNorm]:
         made = sum(trace.storages[index].nbytes > 0 for index in op.makes)
         return op.phase == "forward" and "batch_norm" in op.name and made > 1
 
-    def source(op: OpTrace) -> int:
-        return max((trace.storages[index] for index in op.reads), key=lambda storage: storage.nbytes).born
+    def given(op: OpTrace) -> StorageTrace:
+        return max((trace.storages[index] for index in op.reads), key=lambda storage: storage.nbytes)
 
-    return [BatchNorm(index, source(op)) for index, op in enumerate(trace.ops) if finds(op)]
+    found = [(index, given(op)) for index, op in enumerate(trace.ops) if finds(op)]
+    return [BatchNorm(index, storage.born, storage.nbytes) for index, storage in found]
 
 
-def statistics_passes(elapsed: Sequence[float], norms: Sequence[BatchNorm], start: int, stop: int) -> Passes:
-    """Over these operators; ``norms`` are those of the step, ``elapsed`` the seconds before every operator."""
+def trained_input_bytes(trace: StepTrace, call: ModuleCall) -> int:
+    """Of what a call is given and needs gradients: as large a tensor before a norm links the passes that meet there."""
+    return sum(trace.storages[index].nbytes for index in call.inputs if trace.storages[index].kind == "activations")
+
+
+def statistics_passes(
+    elapsed: Sequence[float], norms: Sequence[BatchNorm], start: int, stop: int, given_bytes: int
+) -> Passes:
+    """Over these operators; ``norms`` are those of the step, ``elapsed`` the seconds before every operator.
+
+    ``given_bytes``: :func:`trained_input_bytes`.
+    """
     within = norms[_first_from(norms, start) : _first_from(norms, stop)]
     seconds = saved_s = 0.0
     for norm in within:
         norm_s = elapsed[norm.op + 1] - elapsed[norm.op]
         handed_on_s = elapsed[norm.source + 1] - elapsed[norm.source] if norm.source >= start else 0.0
         until_s = elapsed[norm.op] - elapsed[start] - saved_s
-        seconds += 2 * until_s - handed_on_s + _NORM_SHARE * norm_s
+        if norm.nbytes <= given_bytes:
+            seconds += 2 * until_s - handed_on_s
+        else:  # the next pass goes back over it, too
+            seconds += 4 * until_s
+        seconds += _NORM_SHARE * norm_s
         saved_s += (1 - _NORM_SHARE) * norm_s
     ops = sum(norm.op + 1 - start for norm in within)
     return Passes(norms=len(within), ops=ops, seconds=seconds - 2 * saved_s)  # in the last pass too
@@ -208,7 +226,8 @@ class CostModel:
         packed_bytes = sum(self.trace.storages[s].packing_bytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
         ops = block.call.end - block.call.start
-        passes = statistics_passes(self._elapsed, self._norms, block.call.start, block.stop)
+        given = trained_input_bytes(self.trace, block.call)
+        passes = statistics_passes(self._elapsed, self._norms, block.call.start, block.stop, given)
         scale = self.trace.segment_overhead
         overhead = overhead_s(block.segment, forward_s=forward_s, ops=ops, passes=passes, scale=scale)
         return forward_s - saved_s + overhead + packing
@@ -231,7 +250,8 @@ class CostModel:
             block.state_bytes = self._modules[call.path].state_bytes if call.path in self._modules else 0
             if segment.batch_statistics and segment.chunks > 1:
                 first, last = (_first_from(self._norms, op) for op in (call.start, block.stop))
-                block.norms = tuple(norm.op for norm in self._norms[first:last])
+                given = trained_input_bytes(self.trace, call)
+                block.norms = tuple(norm.op for norm in self._norms[first:last] if norm.nbytes <= given)
             block.keeps_graph = self._left_by(call) > block.state_bytes > 0
             block.first_saver = _first_saver(self._ends, call)
             block.length = self._length(segment)

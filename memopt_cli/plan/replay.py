@@ -57,7 +57,8 @@ class ReplayedSegment:
     state_bytes: int = 0
     """What one chunk leaves to the next in attributes."""
     norms: tuple[int, ...] = ()
-    """Of batch norms that get the statistics of all chunks, the operators: each ends a pass over these."""
+    """Of batch norms that get the statistics of all chunks, the operators: at each ends a pass, and the next is linked
+    to it."""
     keeps_graph: bool = False
     """The state that it leaves keeps a part of the graph that backward does not come by."""
     outwards: tuple[ReplayedSegment | None, ...] = ()
@@ -447,9 +448,8 @@ class Replay:
 
     def _linked_bytes(self, block: ReplayedSegment) -> int:
         """Of what goes back from one pass over all chunks to the one before: the gradient of what a norm is given."""
-        return max(
-            (sum(self._trace.storages[s].nbytes for s in norm.makes[:1]) for norm in self._norms(block)), default=0
-        )
+        made = (self._trace.ops[norm].makes for norm in block.norms)
+        return max((self._trace.storages[index].nbytes for indices in made for index in indices), default=0)
 
     def _add_links(self, block: ReplayedSegment) -> None:
         """What a norm is given and its gradient by the statistics, where the pass that ends at it begins to go back.

@@ -15,7 +15,9 @@ to that of the pass before, which alone goes back from there.
 
 Backward of pass 2 ends at the link of every chunk and at the statistics; backward of pass 1 begins with the sum of what
 has reached ``h`` by both.  So every operator of forward is differentiated once, and where the operator before the norm
-is a costly one pass 2 takes its output from pass 1 and runs it in its recomputation alone.
+is a costly one pass 2 takes its output from pass 1 and runs it in its recomputation alone.  But of all chunks together
+the gradients of ``h`` are there at a time: where they would take more than those of ``x``, pass 2 goes back to ``x`` by
+itself.
 
 Norms are met where every class of them ends up, in calls of ``batch_norm``.  To their running statistics and counters
 every chunk does what the whole would, from where the whole starts: what reads them finds the same before and after.
@@ -48,6 +50,7 @@ from memopt_cli.runtime.private_torch import (
     version_counter,
 )
 from memopt_cli.runtime.runs import named_parts
+from memopt_cli.runtime.tree import tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,11 @@ class Met:
 
     statistics: Statistics
     """Of what the chunk gives it."""
-    link: Tensor
-    """Like what the chunk gives it, but without memory of its own: a gradient that reaches it goes there."""
+    link: Tensor | None
+    """Like what the chunk gives it, but without memory of its own: a gradient that reaches it goes there.
+
+    ``None``: the next pass goes back by itself, for the gradients of all chunks would take more here than at its start.
+    """
     source: int | None
     """Which of the costly operators before it, in their order, made that; ``None``: another did."""
     values: Tensor | None
@@ -170,7 +176,8 @@ class BatchStatistics:
         found, hands_on = self._found, self._hands_on
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            norms = _Norms(module, found, index, hands_on)
+            given = sum(t.nbytes for t in tensors_of((args, kwargs)) if t.requires_grad)
+            norms = _Norms(module, found, index, hands_on, given)
             try:
                 with norms:
                     output = forward(*args, **kwargs)
@@ -206,13 +213,17 @@ class _Unknown(Exception):  # no BaseException: at these, modules do not call th
 class _Norms(TorchFunctionMode):
     """Batch norms that would use the statistics of a chunk get those of the whole; what is before them is linked."""
 
-    def __init__(self, module: nn.Module, found: Sequence[_Norm], index: int, hands_on: bool) -> None:
-        """``found``: by the passes before; ``index``: of the chunk; ``hands_on``: to the next pass, values too."""
+    def __init__(self, module: nn.Module, found: Sequence[_Norm], index: int, hands_on: bool, given_bytes: int) -> None:
+        """``found``: by the passes before; ``index``: of the chunk; ``hands_on``: to the next pass, values too.
+
+        ``given_bytes``: of the chunk's inputs that need gradients.
+        """
         super().__init__()
         self._module = module
         self._unused = list(found)
         self._index = index
         self._hands_on = hands_on
+        self._given_bytes = given_bytes
         self._linked = {norm.chunks[index].source: norm.chunks[index] for norm in found}
         self._hooks = hooks_on_saving()
         self._costly = 0
@@ -243,7 +254,8 @@ class _Norms(TorchFunctionMode):
     def _run(self, call: Callable[[], Tensor]) -> Tensor:
         """A costly operator, unless the pass before has handed on what it gives."""
         met = self._linked.get(self._costly)
-        output = call() if met is None else _linked(_values(met, call), met.link, is_seen=True)
+        link = met and met.link
+        output = call() if met is None or link is None else _linked(_values(met, call), link, is_seen=True)
         # A checkpoint within runs the operator again on its own, and counts what it saves.
         is_own = hooks_on_saving() == self._hooks
         self._last = _Output(ref(output), version_of(output), output.requires_grad) if is_own else None
@@ -269,20 +281,23 @@ class _Norms(TorchFunctionMode):
         statistics, met = norm.statistics, norm.chunks[self._index]
         if met.source not in (None, self._source(input, met.link)):
             self._refuse("runs other operators before a batch norm when it runs again")
-        input = _linked(input.detach(), met.link)  # past hooks on the input: those of the pass before get all of it
+        if met.link is not None:
+            input = _linked(input.detach(), met.link)
         _update(running_mean, statistics.mean, momentum)
         _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
         return _normalized(input, statistics, weight, bias, eps)
 
     def _met(self, input: Tensor, *running: Tensor | None) -> Met:
-        measured, link = _measured(input)
+        measured, made = _measured(input)
+        link = made if input.nbytes <= self._given_bytes else None
         source = self._source(input, link)
         values = input.detach() if self._hands_on and source is not None else None
         return Met(measured, link, source, values, tuple(t for t in running if t is not None))
 
-    def _source(self, input: Tensor, link: Tensor) -> int | None:
+    def _source(self, input: Tensor, link: Tensor | None) -> int | None:
         """The costly operator that made the input of a norm, as it is, if the next pass may have it from this one."""
-        return self._costly - 1 if self._last is not None and self._last.is_given(input, link) else None
+        is_made = link is not None and self._last is not None and self._last.is_given(input, link)
+        return self._costly - 1 if is_made else None
 
     def _uncount(self, running_mean: Tensor) -> None:
         """The norm has counted a call that comes once more: if a chunk raises, nobody puts it back."""
@@ -343,16 +358,20 @@ class _Links(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
         of_channel = x.new_empty(x.shape[1], dtype=_precise(x))
         return x.new_empty(()).expand(x.shape), of_channel, torch.empty_like(of_channel)
 
     @staticmethod
-    def backward(ctx: Any, of_x: Tensor, of_mean: Tensor, of_variance: Tensor) -> Tensor:
+    def backward(ctx: Any, of_x: Tensor | None, of_mean: Tensor | None, of_variance: Tensor | None) -> Tensor | None:
         (x,) = ctx.saved_tensors
+        if of_mean is None or of_variance is None:  # of a norm that nothing follows
+            return of_x
         precise, count = x.to(of_mean.dtype), x.numel() // x.shape[1]
         scale = of_variance * (2 / count)
         shift = of_mean / count - scale * precise.mean(_other_dims(x))
-        return torch.addcmul(_by_channel(shift, x), precise, _by_channel(scale, x)).to(x.dtype).add_(of_x)
+        gradient = torch.addcmul(_by_channel(shift, x), precise, _by_channel(scale, x)).to(x.dtype)
+        return gradient if of_x is None else gradient.add_(of_x)
 
 
 class _Linked(torch.autograd.Function):

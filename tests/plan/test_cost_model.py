@@ -289,13 +289,17 @@ def test_every_norm_costs_a_pass_over_what_precedes_it() -> None:
     """In forward and in recomputation, but in forward the next pass is handed what the norm is given."""
     relu = 2  # convolution, norm, relu, convolution, norm
     elapsed = [0.0, 50.0, 60.0, 61.0, 81.0, 91.0]
-    both = functools.partial(statistics_passes, elapsed, [BatchNorm(1, source=0), BatchNorm(4, source=3)])
+    both = functools.partial(
+        statistics_passes, elapsed, [BatchNorm(1, source=0), BatchNorm(4, source=3, nbytes=8)], given_bytes=8
+    )
     norm_s, saved_s = 4.0, 6.0  # of ten seconds each
     first_s = 2 * 50.0 - 50.0 + norm_s
     second_s = 2 * (50.0 + norm_s + 1.0 + 20.0) - 20.0 + norm_s
     assert both(start=0, stop=5) == Passes(norms=2, ops=2 + 5, seconds=first_s + second_s - 2 * 2 * saved_s)
     assert both(start=relu, stop=5) == Passes(norms=1, ops=3, seconds=2 * 21.0 - 20.0 + norm_s - 2 * saved_s)
     assert both(start=relu, stop=4) == Passes()
+    larger = 4 * 21.0 + norm_s - 2 * saved_s  # what the norm is given than what the segment is
+    assert both(start=relu, stop=5, given_bytes=7) == Passes(norms=1, ops=3, seconds=larger)
 
 
 @pytest.mark.parametrize("norms", [1, 2, 3])
@@ -310,7 +314,7 @@ def test_the_runs_that_are_priced_are_those_that_chunks_take(norms: int) -> None
     model(torch.randn(3, 2, 4, 4, requires_grad=True))
     ops, segments_run = 2 * norms, runs.count(layers[0])
     norms_met = sum(isinstance(module, nn.BatchNorm2d) for module in runs)
-    passes = statistics_passes([0.0] * (ops + 1), [BatchNorm(op, op - 1) for op in range(1, ops, 2)], 0, ops)
+    passes = statistics_passes([0.0] * (ops + 1), [BatchNorm(op, op - 1) for op in range(1, ops, 2)], 0, ops, 0)
     assert overhead_s(segment, forward_s=0.0, ops=ops, passes=passes) == pytest.approx(
         SEGMENT_S * segments_run + SEGMENT_OP_S * len(runs) + 3 * OP_S * (len(runs) - ops) + NORM_S * norms_met
     )
