@@ -535,7 +535,7 @@ def test_every_pass_for_batch_statistics_saves_what_it_alone_goes_back_through(b
     """And what goes back from one to the next is there beside the gradient of an input that a later one reads."""
     subject = Subject(nn.Sequential(nn.Conv2d(3, 8, 3), block, nn.Conv2d(8, 4, 1)), torch.randn(12, 3, 24, 24))
     plan = Plan(segments=(SegmentPlan(path="1", chunks=chunks, batch_statistics=True),))
-    assert abs(subject.error(plan)) <= 0.03
+    assert abs(subject.error(plan)) <= 0.04
 
 
 @pytest.mark.slow
