@@ -21,9 +21,11 @@ PART ?=
 COUNT ?= 100000
 SEED ?= 0
 
-# make compat: the oldest PyTorch that pyproject.toml allows, and the most seconds that the tests take on each.
+# make compat: the oldest PyTorch that pyproject.toml allows, what is tested on it and on the newest, which needs no
+# further packages, and the most seconds that this takes on each.
 COMPAT := build/compat
 OLDEST_TORCH := torch==$(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.toml).*
+COMPAT_TESTS ?= tests/runtime tests/loading/test_exported.py $(addprefix tests/,model_batching online sharded trace)
 COMPAT_SECONDS ?= 3600
 
 .PHONY: demo samples test test-fast test-exhaustive compat lint lint-style lint-types lint-layers docs check-docs fuzz check-memory baselines bench clean
@@ -38,7 +40,7 @@ test: $(INSTALLED)
 
 compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed
 	failed=0; for age in oldest newest; do $(COMPAT)/$$age/bin/python -c 'import torch; print("PyTorch", torch.__version__)'; \
-	  OMP_NUM_THREADS=1 timeout $(COMPAT_SECONDS) $(COMPAT)/$$age/bin/python -m pytest -q tests/runtime || failed=1; \
+	  OMP_NUM_THREADS=1 timeout $(COMPAT_SECONDS) $(COMPAT)/$$age/bin/python -m pytest -q $(COMPAT_TESTS) || failed=1; \
 	done; exit $$failed
 
 # Without what starts processes, and without what is marked slow.
