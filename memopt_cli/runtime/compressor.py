@@ -424,7 +424,7 @@ def _load_part(packed: Packed) -> Tensor:
         raise RuntimeError(
             f"a part of shape {tuple(x.shape)} was modified in place after a concatenation was stored by its parts "
             f"(version {packed.version} -> {version_counter(x)}); what is made of it now would be wrong. Make the "
-            "modification out of place, or store the concatenation whole: compressor null, or packed false, in the plan."
+            "modification out of place, or have the plan store concatenations whole: compressor null, packed false."
         )
     return x
 
