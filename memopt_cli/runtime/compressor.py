@@ -412,10 +412,21 @@ class PartsCompressor(SpikeCompressor):
         """As the base class does; of its parts, too, none may have been modified in place."""
         if packed.raw:
             return _load_raw(packed)
-        parts = [self.decompress(part) for part in packed.parts]
+        parts = [_load_part(part) if part.raw else self.decompress(part) for part in packed.parts]
         made = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=parts[0].device)
         with torch.no_grad():
             return torch.cat(parts, dim=packed.dim, out=made)
+
+
+def _load_part(packed: Packed) -> Tensor:
+    (x,) = packed.data
+    if version_counter(x) != packed.version:
+        raise RuntimeError(
+            f"a part of shape {tuple(x.shape)} was modified in place after a concatenation was stored by its parts "
+            f"(version {packed.version} -> {version_counter(x)}); what is made of it now would be wrong. Make the "
+            "modification out of place, or have the plan store concatenations whole: compressor null, packed false."
+        )
+    return x
 
 
 def _flat(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:

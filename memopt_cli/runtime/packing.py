@@ -219,11 +219,12 @@ class PackedSaves:
         """A view holds the whole that it is of, which need not be packed then, and is there for concatenations."""
         whole, stored = _whole_of(tensor), COMPRESSORS["null"].compress(tensor)
         if whole is not tensor:
-            stored = replace(stored, whole=COMPRESSORS["null"].compress(whole))
-            note_stored(whole, stored.whole)
-            packed = self._known(whole)
-            if packed is not None and packed.packed.parts:
-                packed.packed = stored.whole
+            raw = COMPRESSORS["null"].compress(whole)
+            note_stored(whole, raw)
+            known = self._known(whole)
+            if known is not None and known.packed.parts:
+                known.packed = raw
+            stored = replace(stored, whole=raw)
         note_stored(tensor, stored)
         return stored
 

@@ -206,7 +206,7 @@ def test_a_part_that_is_written_afterwards_is_told(there: Callable[[Tensor], Ten
     packed = PARTS.compress(torch.cat([part, made(2, 3)]))
     with torch.no_grad():
         part.add_(1)
-    with pytest.raises(RuntimeError, match="modified in place after it was stored"):
+    with pytest.raises(RuntimeError, match="modified in place after a concatenation was stored by its parts"):
         PARTS.decompress(packed)
 
 
@@ -284,7 +284,8 @@ class Widening(nn.Module):
         self.use = use
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.use(torch.cat([self.some(x).tanh(), self.more(x)], dim=1), self.weight)
+        y: Tensor = self.use(torch.cat([self.some(x).tanh(), self.more(x)], dim=1), self.weight)
+        return y
 
 
 def _halves(x: Tensor, weight: Tensor) -> Tensor:
@@ -344,7 +345,8 @@ class Reading(nn.Module):
         x = torch.cat([part, self.more(x)], dim=1)
         for reader in self.readers:
             y = y + reader(x).sum()
-        return y
+        total: Tensor = y
+        return total
 
 
 def test_a_concatenation_that_several_are_given_is_stored_once() -> None:

@@ -78,6 +78,9 @@ def test_a_tangent_of_zeros_says_so() -> None:
 def test_views_are_told() -> None:
     assert p.is_view(a_view())
     assert not p.is_view(torch.zeros(3))
+    whole = torch.zeros(3)
+    assert p.base_of(whole[1:].view(2, 1)) is whole
+    assert p.base_of(whole) is None
 
 
 def test_a_subclass_without_memory() -> None:
@@ -1049,6 +1052,24 @@ def test_tensors_made_without_a_device_are_on_the_default_one() -> None:
     assert torch.device(p.default_device()) == torch.ops.aten.empty.memory_format([1]).device
 
 
+def test_the_name_of_a_node() -> None:
+    class Named(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.name = "own"
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * 2
+
+    x = torch.ones(2, requires_grad=True)
+    for tensor in (x * 2, x.exp(), x.view(1, 2), torch.cat([x, x]), x.chunk(2)[1]):
+        node: Any = tensor.grad_fn
+        assert p.name_of_node(node) == node.name()
+    assert p.name_of_node(Named.apply(x).grad_fn) == "NamedBackward"  # type: ignore[no-untyped-call]
+
+
 def test_what_a_tensor_was_concatenated_from() -> None:
     leaf, plain = torch.randn(2, 3, requires_grad=True), torch.randn(2, 1)
     twice, (low, high) = leaf * 2, torch.ones(2, 4, requires_grad=True).aminmax(dim=0)
@@ -1057,5 +1078,8 @@ def test_what_a_tensor_was_concatenated_from() -> None:
     assert p.edge_of(twice) == (p.number_of(twice.grad_fn), 0)
     assert [p.edge_of(t) for t in (low, high)] == [(p.number_of(low.grad_fn), 0), (p.number_of(low.grad_fn), 1)]
     assert p.edge_of(leaf) is p.edge_of(plain) is None
+    nothing = torch.empty(0, requires_grad=True) * 1
+    found = p.parts_of_concatenation(torch.cat([nothing, twice], dim=1))
+    assert found == (1, [(p.edge_of(nothing), 0), (p.edge_of(twice), 3)])
     for tensor in (twice, plain, torch.stack([twice, twice])):
         assert p.parts_of_concatenation(tensor) is None
