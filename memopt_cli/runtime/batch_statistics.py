@@ -254,7 +254,7 @@ class _Norms(TorchFunctionMode):
     def _run(self, call: Callable[[], Tensor]) -> Tensor:
         """A costly operator, unless the pass before has handed on what it gives."""
         met = self._linked.get(self._costly)
-        link = met and met.link
+        link = None if met is None else met.link
         output = call() if met is None or link is None else _linked(_values(met, call), link, is_seen=True)
         # A checkpoint within runs the operator again on its own, and counts what it saves.
         is_own = hooks_on_saving() == self._hooks
