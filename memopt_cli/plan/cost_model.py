@@ -15,7 +15,7 @@ import bisect
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -263,12 +263,26 @@ class CostModel:
         within: dict[ReplayedSegment | None, list[ModuleCall]] = defaultdict(list)
         for block in blocks:
             within[block.parent].append(block.call)
+        stored: set[int] = set()
         for block in blocks:
-            if block.parent is None and block.segment.compressor != "null":
-                block.packed = self._packed(block)
+            if block.parent is None:
+                block.packed = self._packed(
+                    block, stored | self._saved_before(block, blocks) if plan.packed else stored
+                )
+                stored.update(block.call.inputs if block.segment.chunks == 1 else ())
             if block.segment.keep:
                 block.kept = self._kept(block, within[block])
         return blocks
+
+    def _saved_before(self, block: ReplayedSegment, blocks: Sequence[ReplayedSegment]) -> set[int]:
+        """Parts of the block's inputs that autograd has saved outside of segments until then."""
+        segments = [range(other.call.start, other.call.end) for other in blocks]
+
+        def is_saved(index: int) -> bool:
+            savers = [op for op in self._original.savers[index] if op < block.call.start]
+            return any(not any(op in segment for segment in segments) for op in savers)
+
+        return set(filter(is_saved, (part for index in block.call.inputs for part in self._parts_of(index))))
 
     def _left_by(self, call: ModuleCall) -> int:
         """Bytes born in the call that are there when the step has ended."""
@@ -303,8 +317,22 @@ class CostModel:
                 end = call.end
                 yield call
 
-    def _packed(self, block: ReplayedSegment) -> dict[int, int]:
-        return packed_inputs(self.trace, self._modules.get(block.call.path), block.call, block.segment.compressor)
+    def _packed(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
+        """``stored``: what a concatenation need not be stored for again."""
+        codec = block.segment.compressor
+        if codec == "null":
+            return {}
+        packed = packed_inputs(self.trace, self._modules.get(block.call.path), block.call, codec)
+        if codec != "parts":
+            return packed
+        storages = self.trace.storages
+        held = {index: sum(storages[part].nbytes for part in self._parts_of(index) & stored) for index in packed}
+        return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in held.items() if nbytes}
+
+    def _parts_of(self, storage: int) -> Set[int]:
+        """What a storage was made of."""
+        born = self.trace.storages[storage].born
+        return set(self.trace.ops[born].reads) if born >= 0 else set()
 
 
 def _timed_alike(trace: StepTrace) -> list[tuple[float, float]]:

@@ -218,7 +218,7 @@ class _Lives:
         That is when it died, if nobody else held it longer: what is made again nobody else holds.
         """
         first = min(savers)
-        if first == min(storage.saved_by) and storage.died != storage.freed:
+        if first == min(storage.saved_by, default=None) and storage.died != storage.freed:
             return self._order.after(storage.died)
         return self._order.after(self._original.backward_end[first])
 
@@ -252,7 +252,8 @@ class _Lives:
         The recomputation around another segment gives it away.
         """
         if block.parent is None and block.first_saver is not None:
-            return max(self._order.end_of(block), self._order.after(self._original.backward_end[block.first_saver]))
+            storage = self._original.trace.storages[index]
+            return max(self._order.end_of(block), self.release(storage, [block.first_saver]))
         saved = any(block in _outwards(saver) for saver in self.savers_in(index))
         return self._order.after(block.call.backward_end) if saved else self._order.end_of(block)
 
@@ -404,12 +405,13 @@ class Replay:
         return end
 
     def _add_stored_input(self, block: ReplayedSegment) -> None:
-        """A packed input lives from the segment's start; unpacked it is one tensor more while it is needed."""
+        """A packed input lives from the segment's start on; unpacked it is one tensor more while it is needed."""
         start = self._order.at(block.parent, block.call.start)
         for index, packed_bytes in block.packed.items():
             nbytes = self._trace.storages[index].nbytes
-            self._ledger.live(start, block.offset, packed_bytes)
-            self._ledger.live(block.offset, self._lives.held_until(index, block), nbytes // block.segment.chunks)
+            end = self._lives.held_until(index, block)
+            self._ledger.live(start, end, packed_bytes)
+            self._ledger.live(block.offset, end, nbytes // block.segment.chunks)
 
     def _add_chunks(self, block: ReplayedSegment) -> None:
         """What chunks hold beside their share: states, and of output and input gradient both pieces and whole.

@@ -26,6 +26,7 @@ from memopt_cli.runtime.private_torch import (
     Edge,
     edge_of,
     is_fake,
+    is_made_of_others,
     parts_of_concatenation,
     version_counter,
 )
@@ -661,9 +662,9 @@ def _octets(device: torch.device) -> Tensor:
 def is_dense(x: Tensor) -> bool:
     """Whether no two elements share memory and there are no gaps, in whatever order the dimensions lie.
 
-    One of another layout than the strided one, a sparse one say, is not.
+    One of another layout than the strided one, a sparse one say, is not, nor is one that is made of others.
     """
-    if x.layout is not torch.strided:
+    if x.layout is not torch.strided or is_made_of_others(type(x)):
         return False
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):

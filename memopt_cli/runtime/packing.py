@@ -282,8 +282,11 @@ class PackedSaves:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Not a tangent of zeros, of which ``torch.func.jvp`` makes some, nor what ``vmap`` hands to a checkpoint."""
-    is_wrapped = is_of_transform(tensor)
+    """Not a tangent of zeros, of which ``torch.func.jvp`` makes some, nor what ``vmap`` hands to a checkpoint.
+
+    Nor a nested tensor, which has no shape.
+    """
+    is_wrapped = is_of_transform(tensor) or tensor.is_nested
     return tensor.layout is torch.strided and not stands_for_zeros(tensor) and not is_wrapped
 
 

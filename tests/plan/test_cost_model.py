@@ -35,7 +35,7 @@ from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.plan.search import Solver
 from memopt_cli.plan.segment_ways import Allowed, Around
-from memopt_cli.records import ChunkRule, Plan, SegmentPlan, StepSettings
+from memopt_cli.records import ChunkRule, CompressorName, Plan, SegmentPlan, StepSettings
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, record, resident_bytes
 from memopt_cli.workspace import Workspaces
@@ -577,3 +577,68 @@ def test_the_search_stores_concatenations_by_their_parts() -> None:
     assert {segment.compressor for segment in least.plan.segments} & {"parts"} or least.plan.packed
     raw = Plan(segments=tuple(replace(segment, compressor="null") for segment in least.plan.segments))
     assert least.peak_bytes < 0.8 * subject.count(raw).allocated_peak_bytes
+
+
+class Joining(nn.Module):
+    """A U-Net of two levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(_convolved(inputs, outputs) for inputs, outputs in ((3, 32), (32, 64), (64, 64)))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(64, outputs, 2, stride=2) for outputs in (64, 32))
+        self.join = nn.ModuleList((_convolved(128, 64), _convolved(64, 32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = []
+        for index, down in enumerate(self.down):
+            x = down(x if not index else nn.functional.max_pool2d(x, 2))
+            left.append(x)
+        left.pop()
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat([left.pop(), up(x)], dim=1))
+        return x
+
+
+def _convolved(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_concatenation_is_whole_where_nothing_stores_its_parts(packed: bool) -> None:
+    """What autograd saves on its own, without packing, is none that a segment could share."""
+    subject = Subject(nn.Sequential(Joining(), nn.Conv2d(32, 2, 1)), torch.randn(4, 3, 32, 32))
+    join = SegmentPlan(path="0.join.0", compressor="parts")
+    raw, parts = (Plan(segments=(s,), packed=packed) for s in (replace(join, compressor="null"), join))
+    assert abs(subject.error(parts)) <= 0.01
+    assert (subject.dry_run(parts) < subject.dry_run(raw)) == packed
+
+
+class Twice(nn.Module):
+    """A convolution that is given a part of its second input before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both = _convolved(3, 8), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y: Tensor = self.both(torch.cat([x, self.both(x).tanh()]))
+        return y
+
+
+@pytest.mark.slow
+def test_copies_of_parts_are_held_until_backward_is_done() -> None:
+    subject = Subject(Twice(), torch.randn(8, 3, 16, 16))
+    assert abs(subject.error(Plan(segments=(SegmentPlan(path="both", compressor="parts"),)))) <= 0.02
+
+
+_STORED: tuple[CompressorName, ...] = ("null", "parts")
+
+
+@pytest.mark.slow
+def test_what_a_segment_was_given_is_gone_before_gradients_are_added_up() -> None:
+    subject = Subject(nn.Sequential(nn.Conv2d(3, 8, 1), Dense()), torch.randn(4, 3, 12, 12))
+    for compressor in _STORED:
+        plan = Plan(segments=tuple(SegmentPlan(path=f"1.layers.{i}", compressor=compressor) for i in range(8)))
+        assert abs(subject.error(plan)) <= 0.01

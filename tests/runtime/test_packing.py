@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from memopt_cli.runtime.compressor import BitSpikeCompressor, IndexCompressor, SpikeCompressor, TwoValuedCompressor
@@ -325,3 +327,37 @@ def test_without_data_the_recorded_answer_counts() -> None:
             packed = codec.compress(indices)
             assert packed.nbytes == indices.numel() + 8 * 16 * 16
             assert codec.decompress(packed).shape == indices.shape
+
+
+class Ragged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor([self.linear(row) for row in x.unbind()])
+        y: Tensor = self.linear(nested).to_padded_tensor(0.0)
+        return y
+
+
+def test_nested_tensors_are_saved_as_they_are() -> None:
+    plain = Ragged()
+    saves = PackedSaves(tuple(plain.parameters()))
+    x = torch.randn(3, 20, 64)
+    _assert_alike(lambda: (plain(x).square().sum(), list(plain.parameters())), saves)
+
+
+def _assert_alike(run: Callable[[], tuple[Tensor, list[Tensor]]], saves: PackedSaves) -> None:
+    for one, other in zip(gradients(run), gradients(run, saves), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_tensors_that_are_made_of_others_are_saved_as_they_are() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)]).requires_grad_()
+        saves = PackedSaves(())
+        _assert_alike(lambda: (torch.cat([x.tanh(), x.sin()]).square().sum().to_local(), [x]), saves)
+    finally:
+        distributed.destroy_process_group()
