@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.collecting import pytest_collection, pytest_make_collect_report  # noqa: F401
 from tests.starting import _no_process_but_of_the_marked, _watched, pytest_collection_modifyitems  # noqa: F401
+
+settings.register_profile("busy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machines")
 
 
 def quickly(arguments: tuple[str, ...]) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_cli.errors import UsageError
@@ -97,13 +97,11 @@ def specs(draw: st.DrawFn) -> TensorSpec:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(specs())
 def test_format_then_parse_is_the_identity(spec: TensorSpec) -> None:
     assert parse_tensor(format_tensor(spec)) == spec
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("4x,[]:@=.BSspikes0-int6 "), max_size=20) | st.text(max_size=20))
 def test_any_text_is_a_spec_or_a_usage_error(text: str) -> None:
     try:
@@ -113,7 +111,6 @@ def test_any_text_is_a_spec_or_a_usage_error(text: str) -> None:
     assert parse_tensor(format_tensor(spec)) == spec
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(st.sampled_from("BS=x0129 -_é²"), max_size=8) | st.text(max_size=8), max_size=3))
 def test_any_dimensions_are_sizes_or_a_usage_error(texts: list[str]) -> None:
     try:
@@ -125,7 +122,6 @@ def test_any_dimensions_are_sizes_or_a_usage_error(texts: list[str]) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.text(max_size=20) | st.from_regex(r"[a-z.]{0,5}:[a-z.]{0,5}"))
 def test_any_text_names_a_factory_or_none(text: str) -> None:
     found = parse_factory(text)

@@ -333,7 +333,6 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(header=headers, plan=plans)
 def test_reading_a_written_plan_is_the_identity(header: FileHeader, plan: Plan, plan_file: Path) -> None:
     plan_file.write_bytes(plan_yaml(header, plan, 3))
@@ -350,7 +349,6 @@ def test_every_field_of_a_segment_is_written_and_generated(name: str) -> None:
     assert f"{name}:" in plan_yaml(HEADER, Plan(segments=(other,)), 3).decode()
 
 
-@settings(deadline=None)
 @given(data=st.binary(max_size=80) | st.text("{}[]:-&*!|>?%@`'\" \n\tab1.0", max_size=60).map(str.encode))
 def test_any_bytes_are_a_plan_or_a_usage_error(data: bytes, plan_file: Path) -> None:
     plan_file.write_bytes(data)
@@ -359,7 +357,6 @@ def test_any_bytes_are_a_plan_or_a_usage_error(data: bytes, plan_file: Path) -> 
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(at=st.integers(0, 400), byte=st.integers(0, 255))
 def test_a_damaged_plan_never_gives_a_traceback(at: int, byte: int, plan_file: Path) -> None:
     data = bytearray(plan_yaml(HEADER, PLAN, 3))
@@ -383,7 +380,6 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(draw=st.data(), value=values)
 def test_a_plan_with_any_value_anywhere_is_a_plan_or_a_usage_error(
     draw: st.DataObject, value: Any, plan_file: Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_cli.batch_size.length_strategies import BatchExtent, compare_length_strategies, read_histogram, read_lengths
@@ -33,7 +33,6 @@ def test_the_models_see_every_batch() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(1, 16))
 def test_buckets_beat_padding_and_packing_beats_all(lengths: list[int], batch_size: int) -> None:
     padding, buckets, packing, budget = compare_length_strategies(lengths, batch_size=batch_size)

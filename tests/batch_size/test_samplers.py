@@ -6,7 +6,7 @@ import random
 from itertools import pairwise, permutations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from memopt_cli.batch_size.samplers import LengthBucketSampler, LengthSampler, TokenBudgetSampler, divisible
@@ -25,7 +25,6 @@ def positions(sampler: LengthSampler, lengths: list[int]) -> int:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 99), st.booleans(), st.integers(0, 5), st.integers(0, 3))
 def test_a_token_budget_is_kept_and_every_index_comes_once(
     lengths: list[int], budget: int, shuffle: bool, seed: int, epoch: int
@@ -40,7 +39,6 @@ def test_a_token_budget_is_kept_and_every_index_comes_once(
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 20), st.integers(0, 5))
 def test_buckets_have_their_size_and_every_index_comes_once(lengths: list[int], size: int, seed: int) -> None:
     batches = list(LengthBucketSampler(lengths, size, seed=seed))
@@ -51,7 +49,6 @@ def test_buckets_have_their_size_and_every_index_comes_once(lengths: list[int], 
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 20), st.integers(0, 99))
 def test_buckets_never_pad_more_than_random_batches(lengths: list[int], size: int, seed: int) -> None:
     indices = list(range(len(lengths)))
@@ -62,7 +59,6 @@ def test_buckets_never_pad_more_than_random_batches(lengths: list[int], size: in
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4))
 def test_buckets_are_the_best_there_are(lengths: list[int], size: int) -> None:
     least = min(
@@ -73,7 +69,6 @@ def test_buckets_are_the_best_there_are(lengths: list[int], size: int) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(LENGTHS, st.integers(30, 120), st.integers(1, 5), st.integers(0, 3))
 def test_ranks_share_the_batches_equally(lengths: list[int], budget: int, ranks: int, epoch: int) -> None:
     samplers = [TokenBudgetSampler(lengths, budget, rank=rank, ranks=ranks) for rank in range(ranks)]
@@ -91,7 +86,6 @@ def test_ranks_share_the_batches_equally(lengths: list[int], budget: int, ranks:
             assert max(lengths[i] for i in batch) * len(batch) <= budget
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(1, 6))
 def test_batches_are_halved_rather_than_repeated(sizes: list[int], ranks: int) -> None:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -141,7 +135,6 @@ def test_a_sequence_beyond_the_budget() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(LENGTHS, st.integers(30, 200))
 def test_a_batch_is_as_full_as_it_can_be(lengths: list[int], budget: int) -> None:
     assume(len(lengths) > 1)

@@ -44,7 +44,7 @@ def test_results_are_those_of_a_plain_loop(memory: Any, metered: Callable[..., n
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     samples=st.integers(1, 200),
     fails_above=st.integers(1, 40),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -99,7 +99,6 @@ def test_the_training_loop_as_the_guide_prints_it(memory: Any, rows: int, begun:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 9), max_size=12),
     usages=st.lists(st.sampled_from([0.1, 0.5, 0.8, 0.97]), min_size=1, max_size=5),
@@ -180,7 +179,6 @@ def test_inputs_and_targets_must_be_told_apart(memory: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 7), max_size=8), st.lists(st.integers(1, 9), min_size=40, max_size=40))
 def test_the_queue_is_first_in_first_out(puts: list[int], takes: list[int]) -> None:
     queue, taken = RowQueue(), []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
@@ -51,7 +51,6 @@ INVERSES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", INVERSES)
-@settings(deadline=None)
 @given(lengths=LENGTHS, sizes=st.sampled_from([(), (1,), (3,), (2, 2)]))
 def test_there_and_back(way: str, lengths: list[int], sizes: tuple[int, ...]) -> None:
     sequences = sequences_of(lengths, *sizes)
@@ -60,7 +59,6 @@ def test_there_and_back(way: str, lengths: list[int], sizes: tuple[int, ...]) ->
     assert all(torch.equal(a, b) for a, b in zip(sequences, back, strict=True))
 
 
-@settings(deadline=None)
 @given(LENGTHS)
 def test_sorting_is_stable_and_longest_first(lengths: list[int]) -> None:
     order = length_order(lengths).tolist()
@@ -68,7 +66,6 @@ def test_sorting_is_stable_and_longest_first(lengths: list[int]) -> None:
     assert torch.equal(length_order(lengths)[inverse_order(length_order(lengths))], torch.arange(len(lengths)))
 
 
-@settings(deadline=None)
 @given(LENGTHS)
 def test_padding_and_mask(lengths: list[int]) -> None:
     padded = pad(sequences_of(lengths, 2), value=7.0)
@@ -180,7 +177,6 @@ def test_collated_types() -> None:
     assert labels["y"].tolist() == [0, 1]
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 30), max_size=6), max_size=6))
 def test_the_padding_report_counts(batches: list[list[int]]) -> None:
     report = padding_report(batches)

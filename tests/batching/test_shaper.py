@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
@@ -58,7 +58,6 @@ def test_elements_must_match(shape: tuple[int, ...]) -> None:
         MemoryAwareShaper().reshape_with_memory_check(torch.zeros(2, 12), shape)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.lists(st.integers(-1, 8), min_size=1, max_size=4))
 def test_shapes_resolve_as_torch_does(sizes: list[int], target: list[int]) -> None:
     x = torch.zeros(sizes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -202,7 +202,6 @@ def test_a_lowered_limit_is_answered_before_the_next_step(memory: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(
     base=st.integers(0, 500),
     per_sample=st.integers(1, 100),
@@ -286,7 +285,6 @@ def test_other_errors_of_the_model_are_not_taken_for_memory(memory: Any, metered
         AdaptiveBatchSizer(memory=memory).get_optimal_batch_size(metered(), (4, 5))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 300), st.integers(0, 300), st.integers(1, 300))
 def test_bisection_finds_the_largest(low: int, extra: int, largest: int, guess: int) -> None:
     high = low + extra

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -188,7 +188,6 @@ def test_without_performance_validation_there_are_no_warnings() -> None:
     assert len(BatchShapeValidator().check_performance_implications((7, 4096, 8), ["attention"])["warnings"]) == 2
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_any_shape_has_a_cost(shape: list[int]) -> None:
     known = ["embedding", "linear", "feedforward", "attention", "convolution", "recurrent", "normalization", "spiking"]

@@ -40,14 +40,14 @@ values = st.recursive(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.dictionaries(st.sampled_from(KEYS), values, max_size=4).map(yaml.safe_dump).map(str.encode))
 def test_a_config_file_of_any_values(data: bytes, pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert_runs_or_is_refused(data, capsys)
 
 
 @pytest.mark.slow
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.binary(max_size=80) | st.text("{}[]:-&*!|>?%@`'\" \n\tab1.0", max_size=60).map(str.encode))
 def test_a_config_file_of_any_bytes(data: bytes, pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert_runs_or_is_refused(data, capsys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_cli.errors import UsageError
@@ -117,7 +117,6 @@ sizes = st.integers(1, 4 * MIB) | st.integers(1, 64 * MIB) | st.integers(1, 2000
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(sizes | st.integers(0, 20).map(lambda n: -n), max_size=80))
 def test_of_every_sequence(sequence: list[int]) -> None:
     """Numbers above 0 are allocated; others release the block that they count."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pad_packed_sequence
@@ -49,7 +49,6 @@ def test_letters_are_written_in_the_order_of_memory() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(st.text(alphabet=LETTERS, min_size=1, max_size=12), min_size=1, max_size=6))
 def test_a_name_can_be_read_back(names: list[str]) -> None:
     for rep in (batched_name_rep(names, 12), pad_packed_sequence(pack_names(names))[0]):

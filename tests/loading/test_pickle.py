@@ -656,7 +656,7 @@ def test_the_only_model_in_a_container_is_taken(tmp_path: Path, wrap: Any) -> No
 
 
 @given(data=st.binary(max_size=300), start=st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"(c"]))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_any_bytes_give_one_of_our_errors(tmp_path: Path, data: bytes, start: bytes) -> None:
     (tmp_path / "model.pt").write_bytes(start + data)
     with pytest.raises(MemoptError):
@@ -665,7 +665,7 @@ def test_any_bytes_give_one_of_our_errors(tmp_path: Path, data: bytes, start: by
 
 @pytest.mark.slow
 @given(position=st.integers(0, 10**6), value=st.integers(0, 255), case=st.sampled_from(["zip", "legacy"]))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_flipped_byte_gives_a_model_or_one_of_our_errors(
     tmp_path: Path, position: int, value: int, case: str
 ) -> None:

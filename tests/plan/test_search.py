@@ -99,7 +99,7 @@ def every_plan(root: Block) -> Iterator[tuple[int, float]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(trees(), st.floats(0, 1))
 def test_the_fastest_plan_is_found(root: Block, share: float) -> None:
     plans = list(every_plan(root))
@@ -139,7 +139,7 @@ LIMITED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees(most=6), st.integers(0, 3), st.floats(0, 1))
 def test_the_fastest_plan_within_limits_is_found(limit: str, root: Block, most: int, share: float) -> None:
     allowed, admits = LIMITED[limit]
@@ -162,7 +162,7 @@ def test_the_fastest_plan_within_limits_is_found(limit: str, root: Block, most: 
     assert solver.fastest(least - 1) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees(most=6), st.floats(0, 1), st.booleans())
 def test_the_least_peak_that_adds_so_much_time_at_most_is_found(root: Block, share: float, nested: bool) -> None:
     plans = [
@@ -209,7 +209,7 @@ def chunked_step(root: Block, plan: Chunked) -> tuple[int, int, float]:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees(most=3), st.none() | st.integers(0, 4), st.floats(0, 1), st.sets(st.integers(0, 2)), st.integers(0, 30))
 def test_the_fastest_plan_of_so_many_chunks_is_found(
     root: Block, most: int | None, share: float, able: set[int], output: int
@@ -294,7 +294,7 @@ def every_keeping_plan(root: Block) -> Iterator[Kept]:
             yield from (dict(zip(chosen, kept, strict=True)) for kept in itertools.product(*ways))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees(most=4, keeps=True), st.floats(0, 1))
 def test_the_fastest_plan_that_keeps_outputs_is_found(root: Block, share: float) -> None:
     plans = [keeping_step(root, kept)[1:3] for kept in every_keeping_plan(root)]
@@ -338,7 +338,7 @@ def test_a_segment_keeps_what_costs_most_time_for_its_bytes() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(trees())
 def test_nothing_fits_below_the_least_peak(root: Block) -> None:
     least = min(p for p, _ in every_plan(root))

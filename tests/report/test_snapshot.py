@@ -101,7 +101,7 @@ def test_what_is_left_is_in_the_segment() -> None:
 LIVES = st.tuples(st.integers(1, 5000), st.integers(-1, 8), st.integers(1, 6))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lives=st.lists(LIVES, max_size=40), workspaces=st.lists(st.integers(0, 900), min_size=9, max_size=9))
 def test_no_two_things_share_an_address(lives: list[tuple[int, int, int]], workspaces: list[int]) -> None:
     storages = tuple(storage(size, born, born + ops if born + ops < 9 else None) for size, born, ops in lives)

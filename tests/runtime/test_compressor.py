@@ -89,7 +89,7 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [lambda x: x, _permuted, _channels_l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(x=tensors())
 @example(x=torch.zeros(3, 0))
 @example(x=torch.tensor(1.0))
