@@ -264,6 +264,64 @@ class _Lives:
         return outlives or any(block not in _outwards(saver) for saver in savers)
 
 
+class _Passes:
+    """What chunks hold that gather batch statistics, in the passes that go back over them."""
+
+    def __init__(self, original: Original, order: _Order) -> None:
+        self._original, self._trace, self._order = original, original.trace, order
+
+    def linked_bytes(self, block: ReplayedSegment) -> int:
+        """Of what goes back from one pass over all chunks to the one before: the gradient of what a norm is given."""
+        made = (self._trace.ops[norm].makes for norm in block.norms)
+        return max((self._trace.storages[index].nbytes for indices in made for index in indices), default=0)
+
+    def add_links(self, block: ReplayedSegment, ledger: _Ledger) -> None:
+        """What a norm is given and its gradient by the statistics, where the pass that ends at it begins to go back.
+
+        What the operator makes that then goes back is not there yet.
+        """
+        storages = self._trace.storages
+        for norm in block.norms:
+            instant = self._order.after(self._original.backward_end[norm])
+            if instant < block.joined:
+                given = max(_share_of(storages[index], block) for index in self._trace.ops[norm].makes)
+                ledger.extra[instant] = max(ledger.extra[instant], 2 * given - ledger.made[instant])
+
+    def waiting_bytes(self, block: ReplayedSegment) -> int:
+        """Of what all chunks have made when a pass goes back, and one before uses: as beside a residual connection."""
+        most, begin = 0, block.call.backward_start
+        for norm in block.norms:
+            end = self._original.backward_end[norm]
+            made = (s for s in self._trace.storages if begin <= s.born < end and s.kind != "gradients")
+            waiting = (s for s in made if self._trace.ops[s.born].name != _NORM_BACKWARD)
+            most = max(most, sum(s.nbytes for s in waiting if s.died is None or s.died > end))
+        return most
+
+    def statistics_bytes(self, block: ReplayedSegment) -> int:
+        """What the first pass over its chunks, which comes last in backward, holds beside the gradients of all.
+
+        Of the longest chunk of what is normalized: its gradient by the statistics.
+        """
+        norms = self._norms(block)
+        return max((_share_of(self._trace.storages[index], block) for op in norms for index in op.makes), default=0)
+
+    def _norms(self, block: ReplayedSegment) -> list[OpTrace]:
+        """What differentiates those that get the statistics of all chunks."""
+        if not block.segment.batch_statistics:
+            return []
+        ops = self._trace.ops[block.call.backward_start : block.call.backward_end]
+        return [op for op in ops if op.name == _NORM_BACKWARD]
+
+    def product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
+        """Of the derivative of a norm in chunks, which get the statistics of all: its kernel holds none of this.
+
+        That by the scale is a sum over the product of input and gradient, which takes as much as the input's gradient.
+        """
+        if not any(around is not None and around.segment.batch_statistics for around in block.outwards):
+            return 0
+        return max((_share_of(self._trace.storages[index], block) for index in norm.makes), default=0)
+
+
 class Replay:
     """The operators of a step under a plan, in their new order, and the bytes alive after each."""
 
@@ -284,6 +342,7 @@ class Replay:
         self._order = _Order(trace, blocks)
         self._lives = _Lives(original, blocks, self._inner, self._order)
         self._ledger = _Ledger(self._order.length)
+        self._passes = _Passes(original, self._order)
 
     # ------------------------------------------------------------------------------------------ bytes
 
@@ -302,7 +361,7 @@ class Replay:
                 self._add_chunks(block)
         operators = self._add_workspaces()
         for block in self.blocks:
-            self._add_links(block)
+            self._passes.add_links(block, self._ledger)
         best, at = self._ledger.highest(self._original.held_before)
         return best, operators[at]
 
@@ -430,14 +489,14 @@ class Replay:
             for s in storages
             if s.born in backward and s.kind != "gradients" and (s.died is None or s.died > backward.stop)
         )
-        self._ledger.extra[block.joined] += max(gradients // share, self._statistics_bytes(block))
+        self._ledger.extra[block.joined] += max(gradients // share, self._passes.statistics_bytes(block))
         segment = replace(block.segment, recompute_states=block.segment.recompute_states and block.parent is None)
         between, in_backward = chunk_state_bytes(segment, block.state_bytes)
         handed_on = self._handed_on(block)
         longest = block.length % segment.chunks or segment.chunks
         # The longest are the first: when backward comes to them, those before them are there, and a gradient of one.
         between, in_backward = between + (segment.chunks - 1) * handed_on, in_backward + longest * handed_on
-        pieces = max(gradients, self._linked_bytes(block)) + self._waiting_bytes(block)
+        pieces = max(gradients, self._passes.linked_bytes(block)) + self._passes.waiting_bytes(block)
         pieces -= pieces // segment.chunks
         self._ledger.live(self._order.at(block.parent, block.call.start), block.offset, between // share)
         self._ledger.live(block.offset, block.joined, max(in_backward, pieces) // share)
@@ -447,57 +506,6 @@ class Replay:
         storages, call = self._trace.storages, block.call
         made = (storages[index] for index in call.outputs[block.segment.seq_outputs :])
         return sum(storage.nbytes for storage in made if storage.born >= call.start)
-
-    def _linked_bytes(self, block: ReplayedSegment) -> int:
-        """Of what goes back from one pass over all chunks to the one before: the gradient of what a norm is given."""
-        made = (self._trace.ops[norm].makes for norm in block.norms)
-        return max((self._trace.storages[index].nbytes for indices in made for index in indices), default=0)
-
-    def _add_links(self, block: ReplayedSegment) -> None:
-        """What a norm is given and its gradient by the statistics, where the pass that ends at it begins to go back.
-
-        What the operator makes that then goes back is not there yet.
-        """
-        ledger, storages = self._ledger, self._trace.storages
-        for norm in block.norms:
-            instant = self._order.after(self._original.backward_end[norm])
-            if instant < block.joined:
-                given = max(_share_of(storages[index], block) for index in self._trace.ops[norm].makes)
-                ledger.extra[instant] = max(ledger.extra[instant], 2 * given - ledger.made[instant])
-
-    def _waiting_bytes(self, block: ReplayedSegment) -> int:
-        """Of what all chunks have made when a pass goes back, and one before uses: as beside a residual connection."""
-        most, begin = 0, block.call.backward_start
-        for norm in block.norms:
-            end = self._original.backward_end[norm]
-            made = (s for s in self._trace.storages if begin <= s.born < end and s.kind != "gradients")
-            waiting = (s for s in made if self._trace.ops[s.born].name != _NORM_BACKWARD)
-            most = max(most, sum(s.nbytes for s in waiting if s.died is None or s.died > end))
-        return most
-
-    def _statistics_bytes(self, block: ReplayedSegment) -> int:
-        """What the first pass over its chunks, which comes last in backward, holds beside the gradients of all.
-
-        Of the longest chunk of what is normalized: its gradient by the statistics.
-        """
-        norms = self._norms(block)
-        return max((_share_of(self._trace.storages[index], block) for op in norms for index in op.makes), default=0)
-
-    def _norms(self, block: ReplayedSegment) -> list[OpTrace]:
-        """What differentiates those that get the statistics of all chunks."""
-        if not block.segment.batch_statistics:
-            return []
-        ops = self._trace.ops[block.call.backward_start : block.call.backward_end]
-        return [op for op in ops if op.name == _NORM_BACKWARD]
-
-    def _product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
-        """Of the derivative of a norm in chunks, which get the statistics of all: its kernel holds none of this.
-
-        That by the scale is a sum over the product of input and gradient, which takes as much as the input's gradient.
-        """
-        if not any(around is not None and around.segment.batch_statistics for around in block.outwards):
-            return 0
-        return max((_share_of(self._trace.storages[index], block) for index in norm.makes), default=0)
 
     def _add_workspaces(self) -> list[OpTrace]:
         """The operator that runs at every instant."""
@@ -513,7 +521,7 @@ class Replay:
             inner = self._inner[index]
             run(self._order.place[index], op, inner.shares if inner else 1)
             if inner is not None and op.name == _NORM_BACKWARD:
-                self._ledger.extra[self._order.place[index]] += self._product_bytes(inner, op)
+                self._ledger.extra[self._order.place[index]] += self._passes.product_bytes(inner, op)
         for block in self.blocks:
             if block.segment.chunks > 1:
                 running[block.joined] = ops[block.call.backward_end - 1]
