@@ -155,7 +155,9 @@ def _counts(cases: tuple[Case, ...]) -> dict[str, Counted]:
         torch.manual_seed(0)
         step = real_step(case)
         warm_up(step)
-        found[case.name] = median_count(with_buckets(step))
+        bucketed = with_buckets(step)
+        counted = [median_count(bucketed) for _ in range(3)]  # a thread of gloo's may let go of a buffer late
+        found[case.name] = sorted(counted, key=lambda count: count.tensor_peak_bytes)[1]
         dist.barrier()
     return found
 
