@@ -74,8 +74,7 @@ class Segments:
 
         ``counts``: among the segments that lie in no other, of which there may be a limit.
         """
-        may_pack = self._allowed.compress and block.packed_input_bytes < block.input_bytes
-        packs = may_pack and block.compressor != "null"
+        packs = self._allowed.compress and block.packed_input_bytes < block.input_bytes
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packs else "null")
         if kept:
             plain = replace(plain, keep=keep_names(block.costly, kept, [s.path for s in inside.segments()]))

@@ -420,14 +420,13 @@ class PartsCompressor(SpikeCompressor):
 
 
 def _load_part(packed: Packed) -> Tensor:
-    (x,) = packed.data
-    if version_counter(x) != packed.version:
-        raise RuntimeError(
-            f"a part of shape {tuple(x.shape)} was modified in place after a concatenation was stored by its parts "
-            f"(version {packed.version} -> {version_counter(x)}); what is made of it now would be wrong. Make the "
-            "modification out of place, or have the plan store concatenations whole: compressor null, packed false."
-        )
-    return x
+    return _unmodified(
+        packed,
+        "a part",
+        "was modified in place after a concatenation was stored by its parts",
+        "what is made of it now would be wrong. Make the modification out of place, or have the plan store "
+        "concatenations whole: compressor null, packed false.",
+    )
 
 
 def _flat(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
@@ -690,11 +689,19 @@ def _store_raw(x: Tensor) -> Packed:
 
 
 def _load_raw(packed: Packed) -> Tensor:
+    return _unmodified(
+        packed,
+        "an input",
+        "stored for recomputation was modified in place after it was stored",
+        "recomputing from it would be wrong. Do not make a segment of the module that takes it, or make the "
+        "modification out of place.",
+    )
+
+
+def _unmodified(packed: Packed, what: str, happened: str, then: str) -> Tensor:
+    """What is stored raw.  Raises :class:`RuntimeError`, of these words, if it was modified in place since."""
     (x,) = packed.data
     if version_counter(x) != packed.version:
-        raise RuntimeError(
-            f"an input of shape {tuple(x.shape)} stored for recomputation was modified in place after it was stored "
-            f"(version {packed.version} -> {version_counter(x)}); recomputing from it would be wrong. "
-            "Do not make a segment of the module that takes it, or make the modification out of place."
-        )
+        versions = f"version {packed.version} -> {version_counter(x)}"
+        raise RuntimeError(f"{what} of shape {tuple(x.shape)} {happened} ({versions}); {then}")
     return x

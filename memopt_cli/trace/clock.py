@@ -57,7 +57,7 @@ class Clock(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_bookkeeping(func):
             return func(*args, **(kwargs or {}))
-        output, seconds = self._timed(lambda: func(*args, **(kwargs or {})))
+        output, seconds = _timed(lambda: func(*args, **(kwargs or {})), self._device)
         self.times.append(OperatorTime(name_of(func), seconds, self._repeat_s(func, args, output)))
         return output
 
@@ -65,18 +65,11 @@ class Clock(TorchDispatchMode):
         """Of a norm, where the memory that the step leaves is enough to run it once more."""
         norm = repeatable_norm(func, args, output)
         try:
-            return self._timed(lambda: norm.repeat(args))[1] if norm else None
+            return _timed(lambda: norm.repeat(args), self._device)[1] if norm else None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return None
-
-    def _timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        synchronize(self._device)
-        started = time.perf_counter()
-        output = call()
-        synchronize(self._device)
-        return output, time.perf_counter() - started
 
 
 def time_operators(step: Step) -> tuple[OperatorTime, ...]:
@@ -106,15 +99,17 @@ def _take(step: Step) -> None:
 
 
 def seconds_of(run: Callable[[], object], device: str, *, runs: int) -> float:
-    """The shortest of several runs, from when the device is idle until it is again."""
-    taken = []
-    for _ in range(runs):
-        synchronize(device)
-        started = time.perf_counter()
-        run()
-        synchronize(device)
-        taken.append(time.perf_counter() - started)
-    return min(taken)
+    """The shortest of several runs."""
+    return min(_timed(run, device)[1] for _ in range(runs))
+
+
+def _timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:
+    """What it gives, and its seconds from when the device is idle until it is again."""
+    synchronize(device)
+    started = time.perf_counter()
+    output = run()
+    synchronize(device)
+    return output, time.perf_counter() - started
 
 
 @functools.cache
