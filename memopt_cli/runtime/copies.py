@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -30,12 +30,13 @@ def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
     """Copies of the values that tensors have now, by the ``id`` of each."""
     distinct = {id(t): t for t in tensors}
     copies: dict[int, Copy] = {}
-    for piece in _pieces([t for t in distinct.values() if _lies_in_memory(t)]):
-        if len(piece) > 1 or _span(piece[0]) < piece[0].numel():
-            copies |= _copied_together(piece)
+    for group in _by_memory([t for t in distinct.values() if _lies_in_memory(t)]):
+        for piece in [group] if len(group) == 1 else _pieces(group):
+            if len(piece) > 1 or _overlaps_itself(piece[0]):
+                copies |= _copied_together(piece)
     for key, tensor in distinct.items():
         if key not in copies:
-            is_gapped = _lies_in_memory(tensor) and not is_dense(tensor)
+            is_gapped = _lies_in_memory(tensor) and not (tensor.is_contiguous() or is_dense(tensor))
             copies[key] = Copy(tensor.detach().clone(), tensor.stride() if is_gapped else ())
     return copies
 
@@ -74,22 +75,29 @@ def _end(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) + _span(tensor)
 
 
+def _overlaps_itself(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and _span(tensor) < tensor.numel()
+
+
+def _by_memory(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Together those of one memory and one dtype."""
+    groups: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[memory_of(tensor), tensor.dtype].append(tensor)
+    return groups.values()
+
+
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors, together those that overlap in memory."""
-
-    def memory(tensor: Tensor) -> tuple[int, str]:
-        return memory_of(tensor), str(tensor.dtype)
-
-    for _, group in groupby(sorted(tensors, key=lambda t: (memory(t), t.storage_offset())), key=memory):
-        piece: list[Tensor] = []
-        end = 0
-        for tensor in group:
-            if piece and tensor.storage_offset() >= end:
-                yield piece
-                piece = []
-            piece.append(tensor)
-            end = max(end, _end(tensor))
-        yield piece
+    """Of tensors in one memory, together those that overlap."""
+    piece: list[Tensor] = []
+    end = 0
+    for tensor in sorted(tensors, key=Tensor.storage_offset):
+        if piece and tensor.storage_offset() >= end:
+            yield piece
+            piece = []
+        piece.append(tensor)
+        end = max(end, _end(tensor))
+    yield piece
 
 
 def _copied_together(piece: Sequence[Tensor]) -> dict[int, Copy]:

@@ -29,9 +29,12 @@ class Generators:
             positions |= {device: _position(device) for device in self._devices}
         self._positions = {generator: _shared(generator, position) for generator, position in positions.items()}
 
-    def restore(self) -> None:
-        """Put them back there."""
+    def restore(self, present: Generators | None = None) -> None:
+        """Put them back there; ``present``: where they stand, if that is known."""
+        there = {} if present is None else present._positions
         for generator, position in self._positions.items():
+            if there.get(generator) is position:  # as held by :func:`_shared`
+                continue
             if isinstance(generator, torch.device):
                 with unseen():
                     _put(generator, position)

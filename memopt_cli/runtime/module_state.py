@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -124,15 +126,44 @@ def _attributes_of(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
         yield _Slots(module)
 
 
+class _Attributes:
+    """What a module keeps in one mapping, and what it held."""
+
+    __slots__ = ("_atoms", "_mapping", "_names", "held")
+
+    def __init__(self, mapping: MutableMapping[str, Any]) -> None:
+        self._mapping, self._names = mapping, tuple(mapping)
+        self._atoms: dict[str, Any] = {}
+        """What is put back as it is."""
+        self.held: dict[str, Any] = {}
+        """What needs a look."""
+        for name in _names_of_state(self._names):
+            value = mapping[name]
+            if type(value) in _ATOMS or _is_atom(value):
+                self._atoms[name] = value
+            else:
+                self.held[name] = _hold(value)
+
+    def restore(self, replaced: Mapping[int, Any]) -> None:
+        if tuple(self._mapping) != self._names:
+            for name in self._mapping.keys() - self._atoms.keys() - self.held.keys() - _STRUCTURE:
+                del self._mapping[name]
+        self._mapping.update(self._atoms)
+        for name, value in self.held.items():
+            self._mapping[name] = _restored(value, replaced)
+
+
 class ModuleState:
     """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`."""
 
-    def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
-        self._attributes = [(attributes, *_held(attributes)) for m in modules for attributes in _attributes_of(m)]
+    def __init__(self, module: nn.Module, modules: Sequence[nn.Module] | None = None) -> None:
+        """``modules``: of its tree, if whoever asks has them."""
+        modules = list(module.modules()) if modules is None else modules
+        self._attributes = [_Attributes(mapping) for m in modules for mapping in _attributes_of(m)]
+        self._leaves: list[Any] | None = None
         self._kinds = {type(m): None for m in modules}
         # A ScriptModule's cannot be exchanged.
-        self._children = [(children_of(m), dict(children_of(m))) for m in modules if isinstance(children_of(m), dict)]
+        self._children = [(held, dict(held)) for held in map(children_of, modules) if isinstance(held, dict)]
 
     def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
         """Put everything back; a tensor or iterator whose ``id`` is in ``replaced`` as that other one."""
@@ -140,20 +171,17 @@ class ModuleState:
             if children != held:
                 children.clear()
                 children.update(held)
-        for attributes, atoms, held in self._attributes:
-            for key in attributes.keys() - atoms.keys() - held.keys() - _STRUCTURE:
-                del attributes[key]
-            attributes.update(atoms)
-            for key, value in held.items():
-                attributes[key] = _restored(value, replaced or {})
+        for attributes in self._attributes:
+            attributes.restore(replaced or {})
 
     def forget(self, keys: Sequence[int]) -> None:
         """Do not hold the tensors of these ids any longer; :meth:`restore` must be given others in their place."""
+        if not keys:
+            return
         forgotten = {key: _Forgotten(key) for key in keys}
-        self._attributes = [
-            (attributes, atoms, {name: _without(value, forgotten) for name, value in held.items()})
-            for attributes, atoms, held in self._attributes
-        ]
+        for attributes in self._attributes:
+            attributes.held = {name: _without(value, forgotten) for name, value in attributes.held.items()}
+        self._leaves = None
 
     def kinds(self) -> Iterator[type[nn.Module]]:
         """The classes of its modules."""
@@ -161,13 +189,18 @@ class ModuleState:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor among the attributes."""
-        for *_, held in self._attributes:
-            yield from _tensors(held.values())
+        # Of a parameter it is known elsewhere; what a transform of torch.func left can be neither read nor copied.
+        found = (leaf for leaf in self._held_leaves() if isinstance(leaf, Tensor))
+        return (t for t in found if not is_of_transform(t) and (type(t) is Tensor or not isinstance(t, nn.Parameter)))
 
     def others(self) -> Iterator[Any]:
         """What else there is among them: neither tensors, nor what is put back as it is."""
-        for *_, held in self._attributes:
-            yield from _others(held.values())
+        return (leaf for leaf in self._held_leaves() if not isinstance(leaf, Tensor | _Drawing))
+
+    def _held_leaves(self) -> list[Any]:
+        if self._leaves is None:
+            self._leaves = [leaf for attributes in self._attributes for leaf in _leaves(attributes.held.values())]
+        return self._leaves
 
     def large_tensors(self) -> list[Tensor]:
         """Each of those once that are no vectors: batch statistics are, which forward writes in place."""
@@ -258,18 +291,9 @@ def detach_state(module: nn.Module) -> None:
     state.restore({id(t): t.detach() for t in state.tensors() if t.grad_fn is not None})
 
 
-def _held(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state among a module's attributes: what is put back as it is, and what needs a look."""
-    atoms: dict[str, Any] = {}
-    held: dict[str, Any] = {}
-    for key, value in attributes.items():
-        if key in _STRUCTURE:
-            continue
-        if _is_atom(value):
-            atoms[key] = value
-        else:
-            held[key] = _hold(value)
-    return atoms, held
+@functools.lru_cache(maxsize=1000)
+def _names_of_state(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _STRUCTURE)
 
 
 def _is_atom(value: Any) -> bool:
@@ -289,6 +313,8 @@ def _hold(value: Any) -> Any:
 
 
 def _restored(value: Any, replaced: Mapping[int, Any]) -> Any:
+    if type(value) is Tensor or type(value) in _ATOMS:  # as most are
+        return replaced.get(id(value), value)
     if isinstance(value, _Container):
         return value.restore(replaced)
     if isinstance(value, _Drawing):
@@ -309,28 +335,17 @@ def _without(value: Any, forgotten: dict[int, _Forgotten]) -> Any:
 
 
 def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    if all(new is old for new, old in zip(items, value, strict=True)):
+    if all(map(is_, items, value)):
         return value
     return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
-def _others(values: Iterable[Any]) -> Iterator[Any]:
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """What lies in them, containers followed: neither those nor what is put back as it is."""
     for value in values:
         if isinstance(value, _Container):
-            yield from _others(value.items)
+            yield from _leaves(value.items)
         elif isinstance(value, tuple):
-            yield from _others(value)
-        elif not isinstance(value, Tensor | _Drawing) and not _is_atom(value):
+            yield from _leaves(value)
+        elif type(value) not in _ATOMS:
             yield value
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            # What a transform of torch.func has left behind can be neither read nor copied.
-            if not isinstance(value, nn.Parameter) and not is_of_transform(value):
-                yield value
-        elif isinstance(value, _Container):
-            yield from _tensors(value.items)
-        elif isinstance(value, tuple):
-            yield from _tensors(value)

@@ -370,12 +370,9 @@ def has_gradient_hooks(module: nn.Module) -> bool:
     return any((module._backward_hooks, module._backward_pre_hooks, *of_all))
 
 
-def hook_tables(module: nn.Module) -> Iterator[dict[Any, Any]]:
+def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     """The dictionaries of a module's hooks on its forward and backward, to be read and written in place."""
-    attributes = vars(module)
-    for name in _HOOK_ATTRIBUTES:
-        if isinstance(table := attributes.get(name), dict):
-            yield table
+    return [table for table in map(vars(module).get, _HOOK_ATTRIBUTES) if isinstance(table, dict)]
 
 
 def hooks_on_gradient(parameter: Tensor) -> list[Any]:
@@ -383,11 +380,10 @@ def hooks_on_gradient(parameter: Tensor) -> list[Any]:
     return [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
 
 
-def global_hook_tables() -> Iterator[dict[Any, Any]]:
+def global_hook_tables() -> list[dict[Any, Any]]:
     """The same of those that every module calls."""
-    for name in _HOOK_TABLES:
-        if isinstance(table := getattr(nn.modules.module, f"_global_{name}", None), dict):
-            yield table
+    there = (getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS)
+    return [table for table in there if isinstance(table, dict)]
 
 
 _HOOK_TABLES: Final = (
@@ -395,6 +391,7 @@ _HOOK_TABLES: Final = (
     *("forward_pre_hooks_with_kwargs", "backward_hooks", "backward_pre_hooks"),
 )
 _HOOK_ATTRIBUTES: Final = tuple(f"_{name}" for name in _HOOK_TABLES)
+_GLOBAL_HOOKS: Final = tuple(f"_global_{name}" for name in _HOOK_TABLES)
 
 weights_in_use: Final[Callable[[Any], list[Any]]] = attrgetter("_flat_weights")
 """The weights that a recurrent layer hands to its kernel, which it holds beside its parameters."""

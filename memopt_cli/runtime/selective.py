@@ -316,13 +316,17 @@ def _given(args: Any, kwargs: Any) -> tuple[Any, ...]:
     return tuple((tuple(t.shape), t.dtype) for t in _tensors_in((args, tuple(kwargs.values()))))
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: Any) -> list[Tensor]:
     """Those that an operator is given or returns, which come in tuples and lists; PyTorch's own walk takes longer."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for inner in value:
-            yield from _tensors_in(inner)
+        return [value]
+    found: list[Tensor] = []
+    for inner in value if isinstance(value, tuple | list) else ():
+        if isinstance(inner, Tensor):
+            found.append(inner)
+        elif isinstance(inner, tuple | list):
+            found += _tensors_in(inner)
+    return found
 
 
 @functools.cache
@@ -332,7 +336,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return _tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)])
 
 
@@ -342,7 +346,7 @@ def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Gen
         return None
     generator = kwargs.get("generator")
     if generator is None:
-        first = next(_tensors_in(result), None)
+        first = next(iter(_tensors_in(result)), None)
         if first is None or is_fake(first):  # nothing is drawn without data
             return None
         device = first.device

@@ -31,6 +31,7 @@ and ``replay(lent)`` fills the gaps with what the checkpoint gives back, in the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -55,6 +56,7 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.recurrent import has_recurrent_dropout
 from memopt_cli.runtime.settings import Settings
+from memopt_cli.runtime.variables import variables_of
 
 
 def _parameters_of(module: nn.Module) -> dict[str, Any]:
@@ -70,21 +72,17 @@ class _Parameters:
     others in their place for the time of one call.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        held = map(_parameters_of, module.modules())
-        self._used = [(parameters, dict(parameters)) for parameters in held]
-        self._trainable = {id(p): p.requires_grad for p in self.tensors()}
-        self._versions = {id(p): version_of(p) for p in self.tensors() if not is_lazy(p)}
-        self._places = {id(p): _place_of(p) for p in self.tensors() if _is_plain(p) and _has_place(p)}
-        self._gradients = [(p, p.grad, _version(p.grad)) for p in self.tensors() if p.is_leaf]
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._used = [(parameters, dict(parameters)) for parameters in map(_parameters_of, modules)]
+        self.tensors = [p for _, used in self._used for p in used.values() if p is not None]
+        self._trainable = {id(p): p.requires_grad for p in self.tensors}
+        self._versions = {id(p): version_of(p) for p in self.tensors if not is_lazy(p)}
+        self._places = {id(p): _place_of(p) for p in self.tensors if _is_plain(p) and _has_place(p)}
+        self._gradients = [(p, p.grad, _version(p.grad)) for p in self.tensors if p.is_leaf]
         self.written = ""
         """Name of a parameter that forward itself wrote."""
         self.has_gradients = False
         """Whether forward itself called backward, which adds to theirs."""
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Those that there are."""
-        return (p for _, used in self._used for p in used.values() if p is not None)
 
     def settle(self) -> None:
         """Forward has ended: from now on they stay as they are."""
@@ -93,7 +91,7 @@ class _Parameters:
         self._places.clear()
         self.has_gradients = any(p.grad is not g or _version(g) != version for p, g, version in self._gradients)
         self._gradients.clear()
-        self._versions = {id(p): version_of(p) for p in self.tensors()}
+        self._versions = {id(p): version_of(p) for p in self.tensors}
 
     def _is_written(self, p: Tensor) -> bool:
         """Whether it has another version, or by ``.data`` other memory; one that was made meanwhile has not."""
@@ -124,7 +122,7 @@ class _Parameters:
         Those of before are back afterwards wherever forward has put others, or was ended before it took them off again.
         """
         others = [(current, dict(current)) for current, _ in self._used]
-        present = [(p, p.requires_grad) for p in self.tensors() if p.is_leaf and not p.is_inference()]
+        present = [(p, p.requires_grad) for p in self.tensors if p.is_leaf and not p.is_inference()]
         for p, _ in present:
             p.requires_grad_(self._trainable[id(p)])
         try:
@@ -173,8 +171,8 @@ class _Hooks:
     Not the module's own, which run before and after the whole.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        inner = (table for m in module.modules() if m is not module for table in hook_tables(m))
+    def __init__(self, within: Sequence[nn.Module]) -> None:
+        inner = itertools.chain.from_iterable(map(hook_tables, within))
         self._tables = [(table, dict(table) if table else _NO_HOOKS) for table in (*global_hook_tables(), *inner)]
         self.changed = False
         """Whether forward itself added or removed some."""
@@ -222,12 +220,14 @@ class StartingState:
         """``inputs``, ``others``: the tensors among the arguments of forward, and what else is among them."""
         self._module = module
         self._settings = Settings()
-        self._state = ModuleState(module)
-        self._objects = Objects((*self._state.others(), *others, *self._state.kinds()))
-        self._parameters = _Parameters(module)
-        self._hooks = _Hooks(module)
+        modules = list(module.modules())
+        self._state = ModuleState(module, modules)
+        code = itertools.chain.from_iterable(map(variables_of, self._state.kinds()))
+        self._objects = Objects((*self._state.others(), *others, *code))
+        self._parameters = _Parameters(modules)
+        self._hooks = _Hooks([m for m in modules if m is not module])
         tensors = list(self._state.tensors())
-        self._devices = {tensor.device for tensor in (*inputs, *self._parameters.tensors(), *tensors)}
+        self._devices = {tensor.device for tensor in (*inputs, *self._parameters.tensors, *tensors)}
         self._generators = Generators(self._devices)
         self._taken = {id(t): (t, version_of(t), t.requires_grad) for t in tensors}
         self._copies = copies_of(tensors)
@@ -299,13 +299,14 @@ class StartingState:
         """Put the module and the generators into the starting state."""
         self._enter(lent)
 
-    def _enter(self, lent: Sequence[Tensor]) -> dict[int, Any]:
+    def _enter(self, lent: Sequence[Tensor], present: Generators | None = None) -> dict[int, Any]:
+        """``present``: where the generators stand, if that is known."""
         replaced: dict[int, Any] = dict(zip(self._lent, lent, strict=True))
         replaced |= remade(self._copies) | self._objects.again()
         self._parameters.put()
         self._state.restore(replaced)
         self._objects.restore(replaced)
-        self._generators.restore()
+        self._generators.restore(present)
         return replaced
 
     @contextmanager
@@ -322,7 +323,7 @@ class StartingState:
         generators = self._generators.now()
         with self._settings.in_force(), self._parameters.in_place(), self._hooks.in_place():
             try:
-                yield self._enter(lent)
+                yield self._enter(lent, generators)
             finally:
                 objects.restore()
                 current.restore()
