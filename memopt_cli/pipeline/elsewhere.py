@@ -12,9 +12,9 @@ from dataclasses import replace
 from memopt_cli.batch_size.capacity import runnable_bytes
 from memopt_cli.errors import MemoryBudgetError, NothingFitsError, OptionError
 from memopt_cli.estimation import estimate
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, TraceJob
 from memopt_cli.pipeline.climb import found_row, is_worth_it, not_worth_it
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.goal import TOO_SLOW, budget_bytes, nothing_fits
 from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.prediction import predict, without_data
@@ -31,14 +31,12 @@ from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
-    Counted,
     LevelRow,
     OptimizeRequest,
     PlanEstimates,
     PlannedRanks,
     RankPrediction,
     SearchGoal,
-    Verification,
     predicted,
 )
 from memopt_cli.units import format_bytes
@@ -106,9 +104,8 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         progress.stage(f"recording a step for {where}")
         started = time.monotonic()
         traced = record_step(sessions(), ORIGINAL, None, notes)
-        counted = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
-        if not isinstance(counted, Counted):
-            raise_failure(counted, "a step of the model could not be counted: ")
+        answer = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
+        counted = required(answer, "a step of the model could not be counted: ")
         first = CountedPlan(plan=ORIGINAL, counted=counted)
         original = Priced(dry_run=first, level=0, slowdown=1.0)
         rows = [found_row(0, original, 0, started, dry_run=True)]
@@ -120,8 +117,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
             rows.append(_searched(request, resolved, planner, first.peak_bytes, notes))
         plan = rows[-1].plan
         planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
-        if not isinstance(planned, Traced):
-            raise_failure(planned, "a step with the plan could not be recorded: ")
+        planned = required(planned, "a step with the plan could not be recorded: ")
         of_first = None if layout is None else predict(sessions(), layout, 0, plan)
     parallel = None if of_first is None else _of_ranks(request, of_first, searched, first)
     estimates = (
@@ -134,8 +130,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     notes += left_out(selection.refused) if selection is not None else []
     notes += [_UNVERIFIED] * request.unverified
     verification = None if request.unverified else verified_small(prepared, plan, request.timeout_s, progress)
-    if not isinstance(verification, Verification | None):
-        raise_failure(verification, "verification could not be run: ")
+    verification = required(verification, "verification could not be run: ")
     return Findings(
         resolved=resolved,
         asked_codecs=prepared.facts.asked_codecs,

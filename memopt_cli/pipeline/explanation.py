@@ -16,7 +16,7 @@ from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.oom_text import read_oom
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
@@ -143,8 +143,7 @@ def _fragmented(error: OutOfMemoryText | None) -> tuple[str, ...]:
 def _snapshot_of(request: ExplainRequest) -> SnapshotFacts:
     assert request.snapshot_path is not None
     with Session(Subject(source=ModelSource(location=request.snapshot_path)), request.timeout_s) as session:
-        found = session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute())))
-    return found if isinstance(found, SnapshotFacts) else raise_failure(found)
+        return required(session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute()))))
 
 
 def _limit(
@@ -174,8 +173,8 @@ def _recorded(prepared: Prepared, timeout_s: float) -> tuple[StepTrace, list[str
         traced = record_step(session, ORIGINAL, None, notes)
     device = prepared.subject.settings.device
     if traced.trace.allocated_peak_bytes < _ROOMY * runnable_bytes(device):
-        with prepared.session(timeout_s if traced.unknown else min(timeout_s, _LONGEST_LOOK_S)) as session:
-            whole = session.ask(TraceJob(plan=ORIGINAL, fake=True))
+        look_s = timeout_s if traced.unknown else min(timeout_s, _LONGEST_LOOK_S)
+        whole = prepared.ask(TraceJob(plan=ORIGINAL, fake=True), look_s)
         if isinstance(whole, Traced):
             return whole.trace, [f"{reason}." for reason in whole.unknown]
     return traced.trace, notes
@@ -369,12 +368,10 @@ class _Trial:
             raise UsageError(f"the step is run in {settings.precision} already")
         cast = self._changed(precision="bf16")
         self._progress.stage("trying bfloat16")
-        with cast.session(self._request.timeout_s, "small batch") as session:
-            counted = session.ask(CountJob(plan=ORIGINAL, fake=True))
+        counted = cast.ask(CountJob(plan=ORIGINAL, fake=True), self._request.timeout_s, "small batch")
         if isinstance(counted, Counted) and counted.allocated_peak_bytes > self._limit_bytes:
             raise NothingFitsError(f"needs about {format_bytes(counted.allocated_peak_bytes)}")
-        with cast.session(self._request.timeout_s) as session:
-            measured = session.ask(MeasureJob(plan=ORIGINAL))
+        measured = cast.ask(MeasureJob(plan=ORIGINAL), self._request.timeout_s)
         if not isinstance(measured, Measured):
             raise NothingFitsError(describe(measured))
         peak_bytes = measured.measurement.allocated_peak_bytes

@@ -223,8 +223,7 @@ class _Job:
     def _record(self, plan: Plan, batch: int) -> Traced | Failure:
         is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)
         data: Data = "full size" if is_run else "small batch"
-        with self.prepared.at(batch).session(self.request.timeout_s, data) as session:
-            return session.ask(TraceJob(plan=plan, fake=True))
+        return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), self.request.timeout_s, data)
 
     def _plans(self, case: Case, pricing: Pricing, session: Callable[[], Session]) -> None:
         priced_ratio = _priced_ratio(self.trials, pricing)

@@ -55,8 +55,7 @@ class PlanMeasurements:
         return row
 
     def _time_in_turns(self, plan: Plan, most_slowdown: float | None) -> None:
-        with self.session() as session:
-            found = session.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown))
+        found = self.prepared.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown), self.timeout_s)
         if isinstance(found, TimedInTurns):
             self._retimed(ORIGINAL, found.original_times_s)
             self._retimed(plan, found.planned_times_s)

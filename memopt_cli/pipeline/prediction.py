@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Opening, Prepared
 from memopt_cli.progress import Progress
-from memopt_cli.records import Counted, DeviceProfile, Layout, Plan, RankPrediction, predicted
+from memopt_cli.records import DeviceProfile, Layout, Plan, RankPrediction, predicted
 from memopt_cli.spec_text import is_factory, ranks_asked
 
 
@@ -66,7 +66,4 @@ def predicted_ranks(
 
 def predict(session: Session, layout: Layout, rank: int, plan: Plan) -> RankPrediction:
     """The step of the rank that a session is.  Raises :class:`MemoptError`."""
-    counted = session.ask(CountJob(plan=plan, fake=True))
-    if not isinstance(counted, Counted):
-        raise_failure(counted)
-    return predicted(counted, layout, rank, plan)
+    return predicted(required(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)

@@ -12,13 +12,14 @@ from memopt_cli import __version__
 from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.devices import resolve_device
 from memopt_cli.errors import UsageError
-from memopt_cli.measure.jobs import ORIGINAL, Data, DescribeJob, Saved, SaveJob, Subject
+from memopt_cli.measure.jobs import ORIGINAL, Answer, Data, DescribeJob, Job, Saved, SaveJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     SCHEMA_VERSION,
     STEP,
+    Failure,
     FileHeader,
     InputSpec,
     ModelFacts,
@@ -52,6 +53,11 @@ class Prepared:
     def session(self, timeout_s: float, data: Data = "full size") -> Session:
         """A fresh profiling subprocess; ``timeout_s`` bounds each of its answers, ``data`` what it may run."""
         return (self.open_session or Session)(replace(self.subject, data=data), timeout_s)
+
+    def ask(self, job: Job[Answer], timeout_s: float, data: Data = "full size") -> Answer | Failure:
+        """The answer to a job, in such a subprocess of its own."""
+        with self.session(timeout_s, data) as session:
+            return session.ask(job)
 
     def at(self, batch: int) -> Prepared:
         """The same with inputs of another batch size.  Raises :class:`UsageError` where they have one alone."""

@@ -10,9 +10,9 @@ from dataclasses import replace
 from memopt_cli.contents import read_plan
 from memopt_cli.errors import OptionError, StepError
 from memopt_cli.estimation import estimate, timed
-from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, Data, Measured, MeasureJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, Data, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
@@ -147,17 +147,14 @@ def _compiled(
     prepared: Prepared, plan: Plan, backend: str, timeout_s: float, progress: Progress
 ) -> CompiledStep | OutOfMemory:
     progress.stage("measuring a compiled step")
-    with prepared.session(timeout_s) as session:
-        found = session.ask(CompiledJob(plan=plan, backend=backend))
-    return found if isinstance(found, CompiledStep | OutOfMemory) else raise_failure(found, f"compiled by {backend}: ")
+    found = prepared.ask(CompiledJob(plan=plan, backend=backend), timeout_s)
+    return found if isinstance(found, OutOfMemory) else required(found, f"compiled by {backend}: ")
 
 
 def _measure(session: Session, plan: Plan, progress: Progress) -> Measurement | OutOfMemory:
     progress.stage("measuring a step")
     measured = session.ask(MeasureJob(plan=plan))
-    if isinstance(measured, Measured):
-        return measured.measurement
-    return measured if isinstance(measured, OutOfMemory) else raise_failure(measured)
+    return measured if isinstance(measured, OutOfMemory) else required(measured).measurement
 
 
 def record_step(
@@ -188,8 +185,7 @@ def record_step(
             )
             on_data = replace(job, fake=False)
             traced = session.ask(on_data) if traced.fake else replace(traced, dry_run_bytes=None)
-    if not isinstance(traced, Traced):
-        raise_failure(traced, "a step of the model could not be recorded: ")
+    traced = required(traced, "a step of the model could not be recorded: ")
     if traced.note:
         notes.append(f"{traced.note}; {consequence}.")
     notes.extend(f"{reason}." for reason in traced.unknown)

@@ -15,14 +15,13 @@ from memopt_cli.devices import resolve_device
 from memopt_cli.errors import MemoptError, Terminated, first_line
 from memopt_cli.measure.conditions import conditions_of
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.optimization import optimize
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.recommendation import recommend_batch
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchRequest,
-    Counted,
     Failure,
     InputSpec,
     LevelRow,
@@ -238,8 +237,7 @@ def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
     with _prepared(case, device).session(_TIMEOUT_S) as session:
         outcome = _measurement(session.ask(MeasureJob(plan=ORIGINAL)))
         counted = session.ask(CountJob(plan=ORIGINAL, fake=True))
-    if not isinstance(counted, Counted):
-        raise_failure(counted, "without data it could not be run: ")
+    counted = required(counted, "without data it could not be run: ")
     predicted = {peak.phase: peak.allocated_peak_bytes for peak in counted.phases}
     measured = {peak.phase: peak.allocated_peak_bytes for peak in getattr(outcome, "phases", ())}
     for phase in _phases_of(case.settings):
@@ -279,8 +277,7 @@ def _tensor_peak(outcome: Measurement | Failure) -> int | str:
 
 def _measured(prepared: Prepared) -> Measurement | Failure:
     """A step in a subprocess of its own."""
-    with prepared.session(_TIMEOUT_S) as session:
-        return _measurement(session.ask(MeasureJob(plan=ORIGINAL)))
+    return _measurement(prepared.ask(MeasureJob(plan=ORIGINAL), _TIMEOUT_S))
 
 
 def _measurement(answer: Measured | Failure) -> Measurement | Failure:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import MeasurementError
 from memopt_cli.measure.jobs import VerifyJob
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.pipeline.in_backward import does_not_run
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
@@ -69,8 +69,7 @@ class Prover:
             self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
             best = self._without_chunks()
             found = self._verify(best.plan)
-        if not isinstance(found, Verification):
-            raise_failure(found, "verification could not be run: ")
+        found = required(found, "verification could not be run: ")
         return (best, found) if found.passed or self.is_asked_for else self._narrowed(best, found)
 
     def fault(self, plan: Plan) -> str:

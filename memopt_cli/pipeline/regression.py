@@ -13,10 +13,10 @@ from memopt_cli.contents import baseline_json, read_measured, read_plan
 from memopt_cli.devices import resolve_device
 from memopt_cli.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.errors import BaselineError, UnsafeFileError
-from memopt_cli.measure.jobs import ConditionsJob, Measured, MeasureJob, RecordJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, StepRequest, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.profiling import is_alive, live_bytes, saved_tensors
@@ -304,8 +304,7 @@ def _shorter(
 
 def _conditions(session: Session) -> Conditions:
     """Where the step will be run, and how."""
-    found = session.ask(ConditionsJob())
-    return found if isinstance(found, Conditions) else raise_failure(found)
+    return required(session.ask(ConditionsJob()))
 
 
 def _memory(session: Session, rank: RankPrediction | None, plan: Plan, progress: Progress) -> StepMemory:
@@ -314,22 +313,16 @@ def _memory(session: Session, rank: RankPrediction | None, plan: Plan, progress:
 
 def _measure(session: Session, plan: Plan, progress: Progress) -> StepMemory:
     progress.stage("measuring a step")
-    measured = session.ask(MeasureJob(plan=plan))
-    if not isinstance(measured, Measured):
-        raise_failure(measured)
+    measured = required(session.ask(MeasureJob(plan=plan))).measurement
     progress.stage("recording a step")
-    recorded = session.ask(RecordJob(plan=plan))
-    if not isinstance(recorded, StepTrace):
-        raise_failure(recorded, "a step of the model could not be recorded: ")
-    return _step_memory(plan, measured.measurement, recorded)
+    recorded = required(session.ask(RecordJob(plan=plan)), "a step of the model could not be recorded: ")
+    return _step_memory(plan, measured, recorded)
 
 
 def _predicted(session: Session, rank: RankPrediction, progress: Progress) -> StepMemory:
     progress.stage("recording a step")
-    traced = session.ask(TraceJob(plan=rank.plan, fake=True))
-    if not isinstance(traced, Traced):
-        raise_failure(traced, "a step of the rank could not be recorded: ")
-    trace = traced.trace
+    answer = session.ask(TraceJob(plan=rank.plan, fake=True))
+    trace = required(answer, "a step of the rank could not be recorded: ").trace
     return _memory_of(rank.plan, trace, trace.tensor_peak_bytes, trace.allocated_peak_bytes, 0.0, rank.breakdown)
 
 

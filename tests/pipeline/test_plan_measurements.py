@@ -30,7 +30,7 @@ class FakePrepared:
     def session(self, timeout_s: float, data: str) -> Any:
         return contextlib.nullcontext(self)
 
-    def ask(self, job: Job[Any]) -> Any:
+    def ask(self, job: Job[Any], timeout_s: float = 1.0) -> Any:
         self.asked.append(type(job))
         if isinstance(job, TimeInTurnsJob):
             return self.in_turns
