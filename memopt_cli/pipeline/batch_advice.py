@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 from memopt_cli.batch_size.capacity import device_capacity
 from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Progress
 from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measurement, NoBatchFits, OptimizeRequest, Plan
 
@@ -46,8 +44,7 @@ def advise(
         least_s = _LEAST_S if device == "cpu" else _LEAST_GPU_S
         longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MOST_S), measured.step_s), 1)
     limits = _limits(device, longest_s)
-    open_session = functools.partial(prepared.session, request.timeout_s)
-    with Sessions(open_session, lambda: notes.append(SESSION_LOST), "small batch") as session:
+    with Sessions(prepared, request.timeout_s, "small batch", notes) as session:
         probes = BatchProbes(session=session, plan=plan, progress=progress)
         search = probes.search(batch, limits)
         search.runs[batch] = BatchProbe(

@@ -8,7 +8,6 @@ is measured, and estimates say what fits.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -207,11 +206,14 @@ class _ByLength:
         self._request, self._resolved, self._prepared, self._progress = request, resolved, prepared, progress
         self._varied, self._counts, self._find_plan = varied, counts, find_plan
         self._work = Work.of(counts)
-        there = replace(prepared, subject=replace(prepared.subject, card=request.card))
-        self._open_session = functools.partial(there.session, request.timeout_s)
-        self._data: Data = "full size" if request.card is None else "small batch"
         self.interrupted = False
         self.notes: list[str] = []
+
+    def _sessions(self) -> Sessions:
+        """For dry runs, as on the device that the plan is for."""
+        there = replace(self._prepared, subject=replace(self._prepared.subject, card=self._request.card))
+        data: Data = "full size" if self._request.card is None else "small batch"
+        return Sessions(there, self._request.timeout_s, data, notes=[])
 
     def at(self, length: int) -> Prepared:
         """The model with inputs of a length."""
@@ -221,7 +223,7 @@ class _ByLength:
         """Raises :class:`MemoptError` for a model that cannot look at its input, or does not run at both lengths."""
         symbol, looking = self._varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self._varied.high),))
         lengths = dict.fromkeys((self._varied.low, self._varied.high))
-        with Sessions(self._open_session, lambda: None, self._data) as sessions:
+        with self._sessions() as sessions:
             for length in lengths:
                 job = CountJob(plan=looking, fake=True, dims={symbol: length})
                 found = sessions().ask(job)
@@ -301,7 +303,7 @@ class _ByLength:
         candidates = [length for length in self._work.lengths if length < longest.up_to]
         original = longest.found.rows[0]
         share, is_fake = allocated_share(original), original.predicted_tensor_peak_bytes is not None
-        with Sessions(self._open_session, lambda: None, self._data) as sessions:
+        with self._sessions() as sessions:
             peaks = Peaks(sessions, self._varied.symbol, fake=is_fake)
             if self._request.card is not None:
                 return self._plain_elsewhere(largest(candidates, peaks.allocated, budget), peaks)

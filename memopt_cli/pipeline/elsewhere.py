@@ -21,7 +21,7 @@ from memopt_cli.pipeline.prediction import predict, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import verified_small
 from memopt_cli.plan.interface import CountedPlan, ModuleTree
@@ -98,9 +98,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     notes, options = [*resolved.notes, *prepared.notes], resolved.options
     data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
-    with Sessions(
-        lambda data: searched.session(request.timeout_s, data), lambda: notes.append(SESSION_LOST), data
-    ) as sessions:
+    with Sessions(searched, request.timeout_s, data, notes) as sessions:
         progress.stage(f"recording a step for {where}")
         started = time.monotonic()
         traced = record_step(sessions(), ORIGINAL, None, notes)

@@ -24,7 +24,7 @@ from memopt_cli.pipeline.kept import Kept
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.proof import Prover, applied_row
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.interface import CountedPlan, ModuleTree
@@ -171,7 +171,8 @@ class _Job:
         started = time.monotonic()
         search: StartedSearch | None = None
         try:
-            with Sessions(self.measurements.session, lambda: self.notes.append(SESSION_LOST), "full size") as sessions:
+            prepared, timeout_s = self.measurements.prepared, self.request.timeout_s
+            with Sessions(prepared, timeout_s, "full size", self.notes) as sessions:
                 original = self.measurements.measure_in(sessions(), Plan())
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import MeasuredSteps
@@ -32,7 +32,7 @@ class PlanMeasurements:
     def measure(self, plan: Plan) -> Measurement | Failure:
         """In a fresh subprocess, unless it was measured before."""
         if plan not in self._found:
-            with self.session() as session:
+            with self.prepared.session(self.timeout_s) as session:
                 return self.measure_in(session, plan)
         return _outcome(self._found[plan])
 
@@ -75,10 +75,6 @@ class PlanMeasurements:
         if not isinstance(original, Measured) or not isinstance(planned, Measured):
             return None
         return MeasuredSteps(original=original.left, planned=planned.left, original_s=original.measurement.step_s)
-
-    def session(self, data: Data = "full size") -> Session:
-        """A fresh profiling subprocess, and what it may run."""
-        return self.prepared.session(self.timeout_s, data)
 
 
 def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> bool:

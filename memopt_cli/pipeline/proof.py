@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +11,7 @@ from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.pipeline.in_backward import does_not_run
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import verified, verified_by_fingerprints
 from memopt_cli.progress import Progress
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan, StepFailed, Verification, describe
@@ -116,13 +116,10 @@ class Prover:
 
     def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, dict[str, str]]:
         """What of a plan does as the original does, at the sizes at which it failed; see :func:`agreeing`."""
-        with contextlib.ExitStack() as stack:
-            sessions = [stack.enter_context(self.measurements.session())]
+        with Sessions(self.measurements.prepared, self.measurements.timeout_s, "full size", notes=[]) as session:
 
             def verify(plan: Plan) -> Verification | None:
-                if sessions[-1].ended:
-                    sessions.append(stack.enter_context(self.measurements.session()))
-                found = sessions[-1].ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
+                found = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
                 return found if isinstance(found, Verification) else None
 
             return agreeing(plan, verify)

@@ -26,7 +26,7 @@ from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of, limits
 from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.replicas import check_replicas
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Accumulation,
@@ -37,6 +37,7 @@ from memopt_cli.records import (
     BatchRequest,
     DimRange,
     Failure,
+    FileHeader,
     LengthBatching,
     NoBatchFits,
     Plan,
@@ -44,8 +45,8 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.spec_text import is_factory
-from memopt_cli.units import format_bytes, format_copies
-from memopt_cli.write import check_targets, content, write_all
+from memopt_cli.units import format_copies
+from memopt_cli.write import Fill, check_targets, content, write_all
 
 
 def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> BatchRecommendation:
@@ -126,10 +127,9 @@ def recommend_prepared(
         longest=longest,
         search=search,
     )
-    open_session = functools.partial(prepared.session, request.timeout_s)
     try:
         data: Data = "small batch" if request.runs else data_of(request)
-        with Sessions(open_session, lambda: notes.append(SESSION_LOST), data) as session:
+        with Sessions(prepared, request.timeout_s, data, notes) as session:
             found = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # on its way here it has ended the subprocess
         if not job.proven:
@@ -202,7 +202,7 @@ class _Job:
         return BatchRecommendation(
             header=file_header(self.prepared),
             objective=self.request.objective,
-            limit=self._limit,
+            limit=self.limits.text,
             rows=tuple(case.row() for case in cases),
             chosen=cases.index(main),
             batch=self._chosen(main),
@@ -232,7 +232,7 @@ class _Job:
         assert isinstance(smallest, NoBatchFits)
         copies = f" of {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
         raise NothingFitsError(
-            f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self._limit}: {smallest.reason}",
+            f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self.limits.text}: {smallest.reason}",
             hint="Give more --memory or smaller inputs, or a plan of memopt optimize with --plan.",
         )
 
@@ -291,10 +291,6 @@ class _Job:
             probe=probe,
         )
 
-    @property
-    def _limit(self) -> str:
-        return f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name})"
-
     def _chosen(self, main: Case) -> int:
         outcome = main.search.outcome()
         assert not isinstance(outcome, NoBatchFits)
@@ -346,9 +342,13 @@ def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
 
 def _write(found: BatchRecommendation, request: BatchRequest) -> tuple[str, ...]:
     assert request.output is not None
-    shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=found.batch))
-    data = batch_yaml(found.header, shaping=to_data(shaping), recommended=_recommended(found))
-    return write_all({Path(request.output): content(data)}, force=request.force)
+    return write_all({Path(request.output): batch_file(found.header, _recommended(found))}, force=request.force)
+
+
+def batch_file(header: FileHeader, recommended: Mapping[str, Any]) -> Fill:
+    """A ``*.batch.yaml``: batches of the recommended size, and what that rests on."""
+    shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=recommended["batch_size"]))
+    return content(batch_yaml(header, shaping=to_data(shaping), recommended=recommended))
 
 
 def _recommended(found: BatchRecommendation) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ class FakePrepared:
     in_turns: TimedInTurns | Failure
     asked: list[type[Job[Any]]] = field(default_factory=list)
 
-    def session(self, timeout_s: float, data: str) -> Any:
+    def session(self, timeout_s: float) -> Any:
         return contextlib.nullcontext(self)
 
     def ask(self, job: Job[Any], timeout_s: float = 1.0) -> Any:
