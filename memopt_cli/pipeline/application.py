@@ -46,7 +46,8 @@ def _tried(
     if request.spec is None:
         request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
     settings = as_predicted(request.settings, predicted)
-    prepared = prepare(opening_of(request, settings, plan=plan.of_model), progress=progress, ask=ask)
+    opening = replace(opening_of(request, settings), plan=plan.of_model)
+    prepared = prepare(opening, progress=progress, ask=ask)
     confirmation = None
     if request.confirm:
         differs = unlike(prepared.subject, predicted, header)

@@ -16,9 +16,8 @@ from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, TraceJob
 from memopt_cli.pipeline.climb import found_row, is_worth_it, not_worth_it
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.goal import TOO_SLOW, budget_bytes, nothing_fits
-from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.prediction import predict, without_data
-from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of
+from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of, recorded_here
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
@@ -81,7 +80,8 @@ def is_elsewhere(request: OptimizeRequest) -> bool:
 
 def opening_elsewhere(request: OptimizeRequest) -> Opening:
     """Of a step that is not run here.  Raises :class:`UsageError` as :func:`recorded_here` and :func:`without_data`."""
-    opening = opening_of(request, recorded_here(request.settings, request.card), data="small batch")
+    settings = recorded_here(request.settings, request.card)
+    opening = replace(opening_of(request, settings), data="small batch")
     return opening if request.layout is None else without_data(opening, request.layout)
 
 

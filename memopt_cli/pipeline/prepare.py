@@ -19,6 +19,7 @@ from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     SCHEMA_VERSION,
     STEP,
+    DeviceProfile,
     Failure,
     FileHeader,
     InputSpec,
@@ -98,24 +99,24 @@ class StepRequest(Protocol):
     def timeout_s(self) -> float: ...
 
 
-def opening_of(
-    request: StepRequest,
-    settings: StepSettings,
-    *,
-    plan: Plan = ORIGINAL,
-    replicas: bool = False,
-    data: Data = "full size",
-) -> Opening:
-    """Of a command's model, what the command says of it."""
-    return Opening(
-        source=request.source,
-        spec=request.spec,
-        settings=settings,
-        timeout_s=request.timeout_s,
-        plan=plan,
-        replicas=replicas,
-        data=data,
-    )
+def opening_of(request: StepRequest, settings: StepSettings) -> Opening:
+    """Of a command's model, what every command says of it."""
+    return Opening(source=request.source, spec=request.spec, settings=settings, timeout_s=request.timeout_s)
+
+
+def recorded_here(settings: StepSettings, card: DeviceProfile | None) -> StepSettings:
+    """The settings of a step that is recorded for a card of ``--for``, which is done on the CPU.
+
+    Raises :class:`UsageError` for a device of its own.
+    """
+    if card is None:
+        return settings
+    if settings.device.startswith("cuda"):
+        raise UsageError(
+            f"--device {settings.device} runs the step, and --for {card.name} estimates it for a device elsewhere",
+            hint="Keep one of them.",
+        )
+    return replace(settings, device="cpu")
 
 
 def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:

@@ -13,9 +13,8 @@ from memopt_cli.estimation import estimate, timed
 from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, Data, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,
@@ -58,7 +57,8 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     without_parameters = fake and is_factory(request.source.location)
     data: Data = "none" if without_parameters else "small batch" if fake else "full size"
     settings = recorded_here(request.settings, request.card)
-    prepared = prepare(opening_of(request, settings, data=data), progress=progress, ask=ask)
+    opening = replace(opening_of(request, settings), data=data)
+    prepared = prepare(opening, progress=progress, ask=ask)
     return profile_prepared(
         prepared,
         plan,

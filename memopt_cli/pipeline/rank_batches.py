@@ -42,8 +42,9 @@ def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if the smallest batch fits nowhere.
     """
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
-    opening = without_data(opening_of(request, request.settings, plan=plan or ORIGINAL), request.layouts[-1])
-    return recommend_ranks_prepared(request, prepare(opening, progress=progress, ask=ask), plan, progress)
+    opening = without_data(opening_of(request, request.settings), request.layouts[-1])
+    prepared = prepare(replace(opening, plan=plan or ORIGINAL), progress=progress, ask=ask)
+    return recommend_ranks_prepared(request, prepared, plan, progress)
 
 
 def recommend_ranks_prepared(

@@ -23,8 +23,7 @@ from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of, limits_without_runs
-from memopt_cli.pipeline.on_card import recorded_here
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
 from memopt_cli.pipeline.replicas import check_replicas
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Ask, Progress
@@ -60,13 +59,8 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
         check_targets([Path(request.output)], force=request.force, model=request.source.location)
     check_replicas(request)
     settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
-    opening = opening_of(
-        request,
-        settings,
-        plan=plan or ORIGINAL,
-        replicas=request.replicas is not None,
-        data=data_of(request),
-    )
+    opening = opening_of(request, settings)
+    opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     return recommend_prepared(request, prepared, plan, lengths, progress)
 
