@@ -34,12 +34,12 @@ class PlanMeasurements:
         if plan not in self._found:
             with self.prepared.session(self.timeout_s) as session:
                 return self.measure_in(session, plan)
-        return _outcome(self._found[plan])
+        return measurement_in(self._found[plan])
 
     def measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
         """In a subprocess at hand."""
         found = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
-        return _outcome(found)
+        return measurement_in(found)
 
     def confirm(self, row: LevelRow, most_slowdown: float = math.inf) -> LevelRow:
         """The row of a measured plan, timed anew if its step seems slower than it may be, or other than predicted.
@@ -87,5 +87,6 @@ def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> 
     return slowdown > most_slowdown or not 1 - _DOUBT <= slowdown / predicted <= 1 + _DOUBT
 
 
-def _outcome(found: Measured | Failure) -> Measurement | Failure:
+def measurement_in(found: Measured | Failure) -> Measurement | Failure:
+    """Of the answer to a :class:`MeasureJob`."""
     return found.measurement if isinstance(found, Measured) else found
