@@ -180,7 +180,7 @@ def rows(case: Case, optimizer: str, samples: list[int]) -> Iterator[list[str]]:
     prepared = prepare(opening, progress=Progress(), ask=None)
     prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     for batch in samples:
-        run = _trials(prepared, 1 << 60).run_original(batch)
+        run = _trials(prepared, 1 << 60).run(ORIGINAL, batch)
         assert isinstance(run, BatchProbe)
         yield _row(case, prepared, settings, batch, int(run.allocated_peak_bytes * _ROOM))
 

@@ -13,7 +13,7 @@ from memopt_cli.batch_size.capacity import runnable_bytes
 from memopt_cli.errors import MemoryBudgetError, NothingFitsError, OptionError
 from memopt_cli.estimation import estimate
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, TraceJob
-from memopt_cli.pipeline.climb import found_row, is_worth_it, not_worth_it
+from memopt_cli.pipeline.climb import found_row, not_worth_it
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.goal import TOO_SLOW, budget_bytes, nothing_fits
 from memopt_cli.pipeline.prediction import predict, without_data
@@ -23,7 +23,7 @@ from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import verified_small
-from memopt_cli.plan.interface import CountedPlan, ModuleTree
+from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved
 from memopt_cli.plan.questions import Priced
@@ -123,8 +123,8 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         if card is None
         else PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
     )
-    tree = ModuleTree(traced.trace)
-    selection = selected(tree, plan, options, by_goal=request.goal != SearchGoal()) if options.level else None
+    by_goal = request.goal != SearchGoal()
+    selection = selected(traced.trace.modules, plan, options, by_goal=by_goal) if options.level else None
     notes += left_out(selection.refused) if selection is not None else []
     notes += [_UNVERIFIED] * request.unverified
     verification = None if request.unverified else verified_small(prepared, plan, request.timeout_s, progress)
@@ -136,7 +136,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         device=prepared.subject.settings.device,
         plan=plan,
         applied_level=rows[-1].level,
-        by_goal=request.goal != SearchGoal(),
+        by_goal=by_goal,
         selection=selection,
         rows=rows,
         verification=verification,
@@ -198,9 +198,9 @@ def _searched(
         found = _within(planner, options.level, budget, request.search.get("max_slowdown") or math.inf)
     else:
         found = planner.best(options.level, options.max_slowdown or math.inf)
-        saved = 1 - found.peak_bytes / original_bytes
-        if not found.plan.is_empty and not is_worth_it(saved, found.slowdown):
-            notes.append(not_worth_it(saved, found.slowdown, of="estimated peak"))
+        refusal = not_worth_it(1 - found.peak_bytes / original_bytes, found.slowdown, of="estimated peak")
+        if refusal:
+            notes.append(refusal)
             found = planner.dry_runs.smallest(0)
     return found_row(options.level, found, len(planner.dry_runs), started, dry_run=True)
 

@@ -34,16 +34,15 @@ from memopt_cli.records import (
     ExplainRequest,
     Explanation,
     Holder,
-    Instant,
     Measurement,
     ModelSource,
     OptimizeRequest,
     OutOfMemoryText,
     Plan,
-    Precision,
     SearchGoal,
     SearchOverrides,
     SnapshotFacts,
+    StepSettings,
     StepTrace,
     StorageTrace,
     Suggestion,
@@ -200,7 +199,7 @@ def _explained(
         limit=limit,
         needed_bytes=needed.allocated_bytes,
         instant=instant,
-        line=_line_at(trace, where),
+        line=trace.ops[where.op].line if where.op >= 0 else "",  # in backward, that of its forward is not known
         breakdown=break_down((s.kind, s.nbytes) for s in alive),
         modules=_held_by(made, lambda s: s.module),
         lines=_held_by(made, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
@@ -218,11 +217,6 @@ def _stays(trace: StepTrace, optimizer: str) -> int:
     left = [s for s in trace.storages if s.died is None and (s.born < 0 or s.kind == "gradients")]
     may_go = ("inputs",) if optimizer in ("", "none") else ("inputs", "gradients")
     return sum(s.nbytes for s in left if s.kind not in may_go)
-
-
-def _line_at(trace: StepTrace, instant: Instant) -> str:
-    """In backward, the line of the forward that is differentiated is not known: the module is."""
-    return trace.ops[instant.op].line if instant.op >= 0 else ""
 
 
 def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) -> tuple[Holder, ...]:
@@ -323,12 +317,12 @@ class _Trial:
         """The same under the plan of the least peak."""
         self._require_one_batch()
         least = SearchOverrides(level=_LEVEL, max_slowdown=math.inf)
-        plan = self._search(self._changed(micro_batches=2), SearchGoal(), least).plan
+        plan = self._search(self._accumulating(), SearchGoal(), least).plan
         yield from self._accumulated(plan, f"{_told(plan)} and ")
 
     def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
         self._require_one_batch()
-        prepared = self._changed(micro_batches=2)
+        prepared = self._accumulating()
         subject = prepared.subject
         asked = BatchRequest(
             source=subject.source,
@@ -366,7 +360,7 @@ class _Trial:
         self._require_step_of_ours()
         if settings.precision not in ("stored", "fp32"):
             raise UsageError(f"the step is run in {settings.precision} already")
-        cast = self._changed(precision="bf16")
+        cast = self._with(replace(settings, precision="bf16"))
         self._progress.stage("trying bfloat16")
         counted = cast.ask(CountJob(plan=ORIGINAL, fake=True), self._request.timeout_s, "small batch")
         if isinstance(counted, Counted) and counted.allocated_peak_bytes > self._limit_bytes:
@@ -386,15 +380,13 @@ class _Trial:
             seconds=measured.measurement.step_s,
         )
 
-    def _changed(self, *, micro_batches: int | None = None, precision: Precision | None = None) -> Prepared:
+    def _with(self, settings: StepSettings) -> Prepared:
         """The same model in another step."""
-        subject = self._prepared.subject
-        settings = replace(
-            subject.settings,
-            micro_batches=micro_batches or subject.settings.micro_batches,
-            precision=precision or subject.settings.precision,
-        )
-        return replace(self._prepared, subject=replace(subject, settings=settings))
+        return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
+
+    def _accumulating(self) -> Prepared:
+        """Where one pass of several is the step."""
+        return self._with(replace(self._prepared.subject.settings, micro_batches=2))
 
     def _require_one_batch(self) -> None:
         self._require_step_of_ours()

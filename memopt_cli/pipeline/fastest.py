@@ -27,6 +27,7 @@ from memopt_cli.pipeline.pair_search import PairSearch
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.pricing import Pricing
 from memopt_cli.pipeline.recommendation import accumulating, accumulation_notes, batch_file, check_inputs
+from memopt_cli.pipeline.scaled_models import ScaledModels
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.trials import Trials
@@ -165,12 +166,10 @@ class _Job:
         """The plans that may train faster."""
         self.progress.stage("pricing plans at larger batches")
         self.pricing = Pricing(
-            step=step,
-            record=self._record,
+            models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
             probes=SearchProbes(session, limit_s=self._left_s()),
             options=self.resolved.options,
             progress=self.progress,
-            runs=self.trials.planned,
         )
         self._plans(case, self.pricing, session)
 
@@ -213,7 +212,7 @@ class _Job:
         """Raises :class:`_TimeIsUp` where there is an answer already."""
         if self._is_over() and self.runs.usable():
             raise _TimeIsUp
-        return self.trials.run_original(batch)
+        return self.trials.run(ORIGINAL, batch)
 
     def _record(self, plan: Plan, batch: int) -> Traced | Failure:
         is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)
@@ -229,7 +228,7 @@ class _Job:
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
             room=_room(case.search.model, self.limits.budget_bytes),
             step_s=pricing.step_s,
-            update_s=pricing.update_s,
+            update_s=pricing.models.update_s,
             samples_per_s=self.runs.samples_per_s,
             growth_known=lambda: pricing.growth_known,
             of_use=self.runs.of_use,
@@ -268,8 +267,7 @@ class _Job:
         chosen, verification = self._proven(pairs)
         accumulation = self.runs.accumulation(pairs[chosen].batch)
         if accumulation is not None:
-            has_batch_norms = bool(self.prepared.facts.batch_norms)
-            self.notes += accumulation_notes(accumulation, has_batch_norms=has_batch_norms)
+            self.notes += accumulation_notes(accumulation, self.prepared.facts)
         if pairs[chosen].late:
             longest_s = self.limits.longest_step_s
             self.notes.append(f"No step was within {longest_s:g} s (--longest-step): the shortest is the answer.")

@@ -83,7 +83,7 @@ class Kept:
             self._keep_model()
         is_run = self.found.is_run
         if passed and is_run and self.request.recommend_batch and not self.found.interrupted:
-            self.advice = self._advice()
+            self.advice = advise(self.request, self.prepared, self.found, self.progress)
         if writes:
             if is_run:
                 measured = {"batch_size": self.prepared.batch, "verified": True}
@@ -94,11 +94,6 @@ class Kept:
             self.steps = self._recorded_steps()
             if writes:
                 self._keep_summary()
-
-    def _advice(self) -> BatchAdvice | None:
-        found, measured = self.found, self.found.measured
-        assert measured is not None, "it is applied"
-        return advise(self.request, self.prepared, found.plan, measured, found.notes, self.progress)
 
     def _summary(self) -> MemOptSummary:
         return summarize(self.found, spent_s=time.monotonic() - self.started, advice=self.advice)

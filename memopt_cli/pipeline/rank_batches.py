@@ -10,7 +10,7 @@ from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import read_plan
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, looped_over, optimizer_left_out
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, looped_over, memory_left_out
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.memory_limit import limits_elsewhere
 from memopt_cli.pipeline.prediction import without_data
@@ -59,7 +59,7 @@ def recommend_ranks_prepared(
         prepared=replace(prepared, subject=replace(prepared.subject, card=request.card)),
         progress=progress,
         limits=limits,
-        notes=[*prepared.notes, *optimizer_left_out(prepared)],
+        notes=[*prepared.notes, *memory_left_out(prepared, "twice the bytes of a rank's parameters")],
     )
     interrupted = False
     try:

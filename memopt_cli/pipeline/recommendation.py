@@ -38,6 +38,7 @@ from memopt_cli.records import (
     Failure,
     FileHeader,
     LengthBatching,
+    ModelFacts,
     NoBatchFits,
     Plan,
     StepSettings,
@@ -295,11 +296,10 @@ class _Job:
     def _note_accumulation(self, found: Accumulation, main: Case) -> None:
         if main.search.runs.fitting and found.batch not in main.search.runs:
             self.notes.append(f"Batch {found.batch} was not run itself; a larger one was.")
-        has_batch_norms = bool(self.prepared.facts.batch_norms)
-        self.notes += accumulation_notes(found, has_batch_norms=has_batch_norms, was_run=self.request.runs)
+        self.notes += accumulation_notes(found, self.prepared.facts, was_run=self.request.runs)
 
 
-def accumulation_notes(found: Accumulation, *, has_batch_norms: bool, was_run: bool = True) -> Iterator[str]:
+def accumulation_notes(found: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:
     """How training by accumulation differs from what was run, or estimated, or from one large batch."""
     how = "Every step was run with" if was_run else "The peaks are those of a step with"
     yield f"{how} the gradients of earlier ones in memory, as accumulation does."
@@ -308,7 +308,7 @@ def accumulation_notes(found: Accumulation, *, has_batch_norms: bool, was_run: b
             f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "
             f"{found.steps} × {found.batch} are {found.batch * found.steps}."
         )
-    if found.steps > 1 and has_batch_norms:
+    if found.steps > 1 and facts.batch_norms:
         yield (
             f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "
             f"{found.global_batch}, so accumulation is not the same training step as one large batch."

@@ -17,7 +17,7 @@ from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJ
 from memopt_cli.measure.runner import Session
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
+from memopt_cli.pipeline.prediction import predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, StepRequest, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.profiling import is_alive, live_bytes, saved_tensors
 from memopt_cli.progress import Ask, Progress
@@ -258,7 +258,7 @@ def _session(
         with prepared.session(timeout_s, _DATA) as session:
             yield session, None
         return
-    with predicted_ranks(prepared, Ranks(layout=layout, plan=plan), timeout_s, progress) as (session, ranks):
+    with predicted_ranks(prepared, layout, plan, timeout_s, progress) as (session, ranks):
         yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
 
 

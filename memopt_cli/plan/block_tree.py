@@ -12,7 +12,7 @@ for its input and not for its output, so what is paid adds up over blocks that f
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -290,8 +290,5 @@ class _Builder:
 
 def repeated(root: Block) -> set[str]:
     """Paths of modules that are called more than once a step."""
-    calls: dict[str, int] = defaultdict(int)
-    for block in root:
-        if block.path:
-            calls[block.path] += 1
+    calls = Counter(block.path for block in root if block.path)
     return {path for path, count in calls.items() if count > 1}

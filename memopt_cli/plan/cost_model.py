@@ -384,22 +384,17 @@ def packed_inputs(
     return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}
 
 
-def needed_until(trace: StepTrace, storage: int, saver: int) -> int:
-    """The operator before which a recomputation may end that is to give ``storage`` to ``saver``, the last it serves.
+def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
+    """Every operator of forward that autograd saves something for, and where running up to it again ends; in order.
 
     What an operator is given autograd saves before it runs, what it makes afterwards.
     """
-    made = trace.storages[storage].born >= saver or storage in trace.ops[saver].mutates
-    return saver + 1 if made else saver
-
-
-def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
-    """Every operator of forward that autograd saves something for, and where running up to it again ends; in order."""
     ends: dict[int, int] = {}
     for index, storage in enumerate(trace.storages):
         for op in storage.saved_by:
             if trace.ops[op].phase == "forward":
-                ends[op] = max(ends.get(op, 0), needed_until(trace, index, op))
+                is_made = storage.born >= op or index in trace.ops[op].mutates
+                ends[op] = max(ends.get(op, 0), op + is_made)
     return sorted(ends.items())
 
 
