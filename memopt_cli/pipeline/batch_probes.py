@@ -172,12 +172,10 @@ class BatchProbes:
         return found
 
     def _job(self, batch: int) -> Job[BatchProbe]:
-        one = ProbeJob(plan=self.plan, batch=batch, dims=self.dims, limit_bytes=self.limit_bytes)
+        plan, dims, limit_bytes = self.plan, self.dims, self.limit_bytes
         if self.replicas == 1:
-            return one
-        return ReplicasJob(
-            plan=one.plan, batch=batch, dims=one.dims, limit_bytes=one.limit_bytes, replicas=self.replicas
-        )
+            return ProbeJob(plan=plan, batch=batch, dims=dims, limit_bytes=limit_bytes)
+        return ReplicasJob(plan=plan, batch=batch, dims=dims, limit_bytes=limit_bytes, replicas=self.replicas)
 
     def _where(self, batch: int) -> str:
         copies = f"{self.replicas} × " if self.replicas > 1 else ""

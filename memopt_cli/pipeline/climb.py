@@ -121,7 +121,8 @@ class Climb:
     def _fast_enough(self, row: LevelRow) -> LevelRow:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
         for _ in range(_MEASUREMENTS):
-            row = self._confirmed(self.measured(row))
+            row = self.confirm(self.measured(row), self._limit)
+            self.original = replace(self.original, outcome=self.measure(self.original.plan))
             slowdown = self._slowdown(row)
             if slowdown <= self._limit:
                 return row
@@ -140,11 +141,6 @@ class Climb:
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
-
-    def _confirmed(self, row: LevelRow) -> LevelRow:
-        row = self.confirm(row, self._limit)
-        self.original = replace(self.original, outcome=self.measure(self.original.plan))
-        return row
 
     def _expected(self, row: LevelRow) -> Span | None:
         """What measuring takes; ``None`` where it cannot be said, or nothing is measured."""

@@ -262,7 +262,7 @@ class _Trial:
             return ()
         found = [
             *self._attempted("A plan", self._plan),
-            *self._attempted("Micro-batches", self._micro_batches),
+            *self._attempted("Micro-batches", lambda: self._accumulated(ORIGINAL, "")),
             *self._attempted("Autocast to bfloat16", self._autocast),
         ]
         found = found or [*self._attempted("A plan and micro-batches", self._both)]
@@ -309,18 +309,15 @@ class _Trial:
             raise NothingFitsError(f"the plan that was found is not exact: {found.verification.difference}")
         return found
 
-    def _micro_batches(self) -> Iterator[Suggestion]:
-        """Fewer samples at a time, the gradients added up."""
-        yield from self._accumulated(ORIGINAL, "")
-
     def _both(self) -> Iterator[Suggestion]:
-        """The same under the plan of the least peak."""
+        """Micro-batches under the plan of the least peak."""
         self._require_one_batch()
         least = SearchOverrides(level=_LEVEL, max_slowdown=math.inf)
         plan = self._search(self._accumulating(), SearchGoal(), least).plan
         yield from self._accumulated(plan, f"{_told(plan)} and ")
 
     def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
+        """Fewer samples at a time, the gradients added up."""
         self._require_one_batch()
         prepared = self._accumulating()
         subject = prepared.subject

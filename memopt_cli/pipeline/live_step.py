@@ -30,19 +30,16 @@ def prepared_step(
     """
     name = getattr(make, "__qualname__", type(make).__name__)
     obstacle = _obstacle(make, name)
-    build = functools.partial(_models, functools.partial(step_made, make, name))
+    made = functools.partial(step_made, make, name)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         input_file = Path(folder) / "inputs.pt"
         save_inputs(inputs, input_file)
         source = ModelSource(location=_location(make, name, obstacle), trust=Trust(pickle=True))
         spec = InputSpec(data_file=str(input_file), source="inputs")
         with undisturbed():
-            prepared = prepared_here(Subject(source=source, spec=spec, settings=settings), STEP, build, obstacle)
+            subject = Subject(source=source, spec=spec, settings=settings)
+            prepared = prepared_here(subject, STEP, lambda: StepModels(made(), made), obstacle)
         yield prepared
-
-
-def _models(make: Callable[[], Step]) -> StepModels:
-    return StepModels(make(), make)
 
 
 def _obstacle(make: Callable[[], Step], name: str) -> str:

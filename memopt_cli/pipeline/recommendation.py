@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
-from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of, limits_without_runs
+from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
 from memopt_cli.pipeline.replicas import check_replicas
 from memopt_cli.pipeline.sessions import Sessions
@@ -100,7 +101,8 @@ def recommend_prepared(
         prepared = replace(prepared, subject=replace(prepared.subject, card=request.card))
         notes.append(_ESTIMATED.format(request.card.name))
     elif request.fake:
-        limits = limits_without_runs(request.memory, device, request.multiple_of)
+        limits = limits_of(request.memory, device, math.inf, request.multiple_of)
+        limits = replace(limits, runnable_bytes=0, probes=0)
         notes.append(_PREDICTED)
     else:
         limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)

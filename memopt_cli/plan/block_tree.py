@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.plan.cost_model import CostModel, Passes, packed_inputs, packing_s
 from memopt_cli.plan.keeping import Costly, costly_calls
 from memopt_cli.plan.operator_bytes import OperatorBytes
-from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace, StepTrace
+from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace
 
 
 @dataclass(slots=True, eq=False)
@@ -121,11 +121,6 @@ class _Round:
         return replace(self.around, end=end, backward_start=end, backward_end=end)
 
 
-def is_own(trace: StepTrace) -> bool:
-    """Whether it is a step of one's own, which runs its models in no module."""
-    return bool(trace.calls[0].path)
-
-
 def _rounds(nodes: Sequence[_Node], ops: int) -> _Round:
     """The calls that no other made, those whose backward is over before the next call together in a round within."""
     turn: list[_Node | _Round] = []
@@ -177,8 +172,9 @@ class _Builder:
         self._bytes = OperatorBytes(model.trace)
 
     def build(self) -> Block:
-        if not is_own(self._trace):
+        if not self._trace.calls[0].path:
             return self._block(_nest(self._trace.calls))
+        # A step of one's own runs its models in no module.
         whole = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
         nodes = _nest([whole, *self._trace.calls]).children
         return self._round(_rounds(nodes, len(self._trace.ops)))

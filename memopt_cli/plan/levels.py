@@ -9,7 +9,7 @@ from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.segment_ways import Allowed
 from memopt_cli.plan.targets import asked_for
 from memopt_cli.plan.ways import Limits, spent_by
-from memopt_cli.records import ModuleTrace, Plan, SearchOptions, SegmentPlan
+from memopt_cli.records import ModuleTrace, Plan, SearchOptions
 
 NESTED, CHUNKS, KEPT = 2, 3, 4
 """The levels from which segments may lie in others, run in chunks and through losses, and keep outputs."""
@@ -46,11 +46,7 @@ def level_of(plan: Plan) -> int:
         return 0
     if any(segment.keep for segment in plan.segments):
         return KEPT
-    if any(_is_cut(segment) for segment in plan.segments):
+    if any(segment.chunks > 1 or segment.through_loss for segment in plan.segments):
         return CHUNKS
     _, splits, _ = spent_by(plan.segments, 2)
     return NESTED if splits else 1
-
-
-def _is_cut(segment: SegmentPlan) -> bool:
-    return segment.chunks > 1 or segment.through_loss
