@@ -16,7 +16,6 @@ that of ``checkpoint`` on every block among it, from at most eight runs.  Times 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import statistics
 import sys
@@ -138,8 +137,7 @@ class Sweep:
         limits = limits_of(self.limit_bytes, self.prepared.subject.settings.device, 1e9)
         model = PeakModel(batch=self.prepared.batch, runs=Runs(limits), predict=None)
         model.runs[self.first] = self.trials.run(plan, self.first)
-        open_session = functools.partial(self.prepared.session, TIME_LIMIT_S)
-        with Sessions(open_session, lambda: None, "small batch") as session:
+        with Sessions(self.prepared, TIME_LIMIT_S, "small batch", notes=[]) as session:
             model.predict = BatchProbes(session=session, plan=plan, progress=Progress()).predict
             while batch := model.largest_within(self.limit_bytes):
                 run = model.runs[batch] = self.trials.run(plan, batch)
@@ -182,7 +180,7 @@ def rows(case: Case, optimizer: str, samples: list[int]) -> Iterator[list[str]]:
     prepared = prepare(opening, progress=Progress(), ask=None)
     prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     for batch in samples:
-        run = _trials(prepared, 1 << 60).run_original(batch)
+        run = _trials(prepared, 1 << 60).run(ORIGINAL, batch)
         assert isinstance(run, BatchProbe)
         yield _row(case, prepared, settings, batch, int(run.allocated_peak_bytes * _ROOM))
 

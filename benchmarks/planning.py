@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -124,7 +123,7 @@ def bench(name: str) -> Iterator[Bench]:
     """Load, and record a step of which dry runs are possible."""
     started = time.perf_counter()
     ready = prepared(name)
-    with Sessions(functools.partial(ready.session, TIMEOUT_S), lambda: None, "full size") as session:
+    with Sessions(ready, TIMEOUT_S, "full size", notes=[]) as session:
         traced = session().ask(TraceJob(fake=True))
         original = session().ask(CountJob(plan=Plan(), fake=True))
         if isinstance(traced, Failure) or not traced.has_dry_runs or not isinstance(original, Counted):

@@ -61,7 +61,6 @@ from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     LONGEST_STEP_S,
     BaselineRequest,
-    BatchAdvice,
     BatchRequest,
     CheckRequest,
     DeviceProfile,
@@ -454,7 +453,7 @@ def _searched(
             card=card,
         )
         found = found_and_proven(request, resolved, prepared, progress)
-        advice = _advice(request, prepared, found, progress) if recommend_batch and goal.applies else None
+        advice = advise(request, prepared, found, progress) if recommend_batch and goal.applies else None
         if found.verification is not None:
             _replace_plan(model, found)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
@@ -467,11 +466,6 @@ def _replace_plan(model: nn.Module, found: Findings) -> None:
     with taken_off(model) as carried:
         apply_plan(model, found.plan.of_model)
     found.notes[:0] = taken_off_note(carried)
-
-
-def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings, progress: Progress) -> BatchAdvice | None:
-    assert found.measured is not None, "it is applied"
-    return advise(request, prepared, found.plan, found.measured, found.notes, progress)
 
 
 @contextlib.contextmanager

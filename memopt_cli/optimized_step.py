@@ -10,7 +10,7 @@ from memopt_cli.api import resolve_device
 from memopt_cli.apply import apply_plan
 from memopt_cli.arguments import budget_of, seconds
 from memopt_cli.measure import processes
-from memopt_cli.pipeline.live_model import found_and_proven, logged
+from memopt_cli.pipeline.live_model import found_and_proven, logged, once
 from memopt_cli.pipeline.live_step import prepared_step
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.summary import summarize
@@ -51,7 +51,12 @@ def optimize_step(
     goal, limit_s = SearchGoal(budget=budget_of(budget)), seconds("timeout", timeout, 1)
     check_goal(goal, resolved)
     settings = StepSettings(device=resolve_device())
-    with processes.kept(), logged(verbose) as progress, prepared_step(make_step, inputs, settings) as prepared:
+    with (
+        processes.kept(),
+        logged(verbose) as progress,
+        once(),
+        prepared_step(make_step, inputs, settings) as prepared,
+    ):
         for note in prepared.notes:
             progress.note(note)
         request = OptimizeRequest(

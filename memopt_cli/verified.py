@@ -28,7 +28,7 @@ from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.live_model import also_prepared_model, logged, once
-from memopt_cli.pipeline.live_step import also_prepared_step
+from memopt_cli.pipeline.live_step import prepared_step
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import UserFunction
 from memopt_cli.python_words import said_in_python
@@ -127,7 +127,7 @@ def _prepared(
         raise OptionError(
             f"the {name} makes a step, whose inputs cannot be text", hint="Give tensors: inputs=(x, targets)."
         )
-    with also_prepared_step(trained, given, settings) as prepared:
+    with prepared_step(trained, given, settings) as prepared:
         yield prepared
 
 

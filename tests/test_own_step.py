@@ -363,6 +363,6 @@ def test_a_record_has_a_round_for_each_backward() -> None:
     (maker,) = (call for call in trace.calls if call.path == "maker")
     assert max(first.backward_end, second.backward_end) <= third.start
     assert maker.backward_start >= third.backward_start
-    root = block_tree(trace, [1.0] * len(trace.ops))
+    root = block_tree(CostModel(trace))
     assert [child.path for child in root.children if child.path or child.is_round] == ["maker", "", "judge"]
     assert trace.modules[0].refusal

@@ -34,6 +34,11 @@ class Limits:
     """No larger batch is of use; ``None``: any is."""
     probes: int = MOST_PROBES
 
+    @property
+    def text(self) -> str:
+        """``12.8 GiB (80 % of the machine's memory)``."""
+        return f"{format_bytes(self.budget_bytes)} ({self.name})"
+
     def is_in_time(self, step_s: float) -> bool:
         """Whether a step takes no longer than it may."""
         return step_s <= _PUNCTUAL * self.longest_step_s

@@ -8,7 +8,7 @@ from memopt_cli.contents import read_plan, read_prediction
 from memopt_cli.errors import VerificationError
 from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.confirmation import as_predicted, confirmed, unlike
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.in_backward import IN_BACKWARD
 from memopt_cli.pipeline.prepare import Prepared, inputs_of_file, open_model, opening_of, prepare, saved_model
 from memopt_cli.pipeline.verification import verified
@@ -46,7 +46,8 @@ def _tried(
     if request.spec is None:
         request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
     settings = as_predicted(request.settings, predicted)
-    prepared = prepare(opening_of(request, settings, plan=plan.of_model), progress=progress, ask=ask)
+    opening = replace(opening_of(request, settings), plan=plan.of_model)
+    prepared = prepare(opening, progress=progress, ask=ask)
     confirmation = None
     if request.confirm:
         differs = unlike(prepared.subject, predicted, header)
@@ -66,9 +67,7 @@ def _verified_all(prepared: Prepared, plan: Plan, request: ApplyRequest, progres
 
 
 def _verified(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> Verification:
-    found = verified(prepared, plan, timeout_s, progress)
-    if not isinstance(found, Verification):
-        raise_failure(found, "verification could not be run: ")
+    found = required(verified(prepared, plan, timeout_s, progress), "verification could not be run: ")
     if not found.passed:
         raise VerificationError(
             f"with the plan {found.difference}, at {found.sizes}",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 from memopt_cli.batch_size.capacity import device_capacity
 from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.summary import Findings
 from memopt_cli.progress import Progress
-from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measurement, NoBatchFits, OptimizeRequest, Plan
+from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, NoBatchFits, OptimizeRequest
 
 _PROBES = 2
 """Batch sizes that the advice rests on, at least, where so many can be run."""
@@ -22,55 +21,56 @@ the answer is not to cost more than the search did.  On a GPU memory bounds the 
 """
 
 
-def advise(
-    request: OptimizeRequest,
-    prepared: Prepared,
-    plan: Plan,
-    measured: Measurement,
-    notes: list[str],
-    progress: Progress,
-) -> BatchAdvice | None:
+def advise(request: OptimizeRequest, prepared: Prepared, found: Findings, progress: Progress) -> BatchAdvice | None:
     """The largest batch that was run within the device's memory; ``None``, and a note, if there is none to name.
 
-    ``measured``: of the plan, at the batch as described: the first run.
+    ``found``: the plan, whose measurement at the batch as described is the first run.
     """
+    advice = _advice(request, prepared, found, progress)
+    if isinstance(advice, str):
+        found.notes.append(f"No batch recommendation: {advice}.")
+        return None
+    found.notes.extend(memory_left_out(prepared))
+    return advice
+
+
+def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings, progress: Progress) -> BatchAdvice | str:
+    """The same; or why there is none, in words."""
+    measured = found.measured
+    assert measured is not None, "it is applied"
     progress.stage("finding the batch that fits")
     try:
         check_varied(prepared)
     except UsageError as err:
-        notes.append(f"No batch recommendation: {err.message}.")
-        return None
+        return err.message
     batch, longest_s = prepared.batch, request.longest_step_s
     device = prepared.subject.settings.device
     if longest_s is None:
         least_s = _LEAST_S if device == "cpu" else _LEAST_GPU_S
         longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MOST_S), measured.step_s), 1)
     limits = _limits(device, longest_s)
-    open_session = functools.partial(prepared.session, request.timeout_s)
-    with Sessions(open_session, lambda: notes.append(SESSION_LOST), "small batch") as session:
-        probes = BatchProbes(session=session, plan=plan, progress=progress)
+    with Sessions(prepared, request.timeout_s, "small batch", found.notes) as session:
+        probes = BatchProbes(session=session, plan=found.plan, progress=progress)
         search = probes.search(batch, limits)
         search.runs[batch] = BatchProbe(
             batch=batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s
         )
-        refusal = why_fixed(search, prepared)
-        if refusal:
-            notes.append(f"No batch recommendation: {refusal}.")
-            return None
+        if refusal := why_fixed(search, prepared):
+            return refusal
         search.find()
         for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
             if len(search.runs.measured) < _PROBES:
                 search.also_run([size])
-        refusal = search.refusal()
-        advice = search.outcome()
-    if refusal:
-        notes.append(f"No batch recommendation: the model runs at batch {batch} only: {refusal}.")
-        return None
-    if not isinstance(advice, BatchAdvice):
-        notes.append(f"No batch recommendation: {_why_none(advice)}.")
-        return None
-    notes += memory_left_out(prepared)
-    return advice
+        if refusal := search.refusal():
+            return f"the model runs at batch {batch} only: {refusal}"
+        outcome = search.outcome()
+    match outcome:
+        case BatchEstimate(batch=batch):
+            return f"none could be run; about {batch} would fit (an estimate)"
+        case NoBatchFits(batch=batch, reason=reason):
+            return f"not even batch {batch} could be run: {reason}"
+        case advice:
+            return advice
 
 
 def _limits(device: str, longest_step_s: float) -> Limits:
@@ -83,11 +83,3 @@ def _limits(device: str, longest_step_s: float) -> Limits:
         name=f"80 % of {capacity.limited_by}",
         longest_step_s=longest_step_s,
     )
-
-
-def _why_none(found: BatchEstimate | NoBatchFits) -> str:
-    match found:
-        case BatchEstimate(batch=batch):
-            return f"none could be run; about {batch} would fit (an estimate)"
-        case NoBatchFits(batch=batch, reason=reason):
-            return f"not even batch {batch} could be run: {reason}"

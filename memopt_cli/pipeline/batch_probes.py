@@ -62,16 +62,15 @@ def looped_over(probes: BatchProbes) -> str:
     )
 
 
-def memory_left_out(prepared: Prepared) -> tuple[str, ...]:
-    """What training takes beside the steps that are run here, in words: an optimizer that nobody named."""
-    return optimizer_left_out(prepared, format_bytes(2 * prepared.facts.trainable_bytes))
+def memory_left_out(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
+    """What training takes beside the steps that are run here, in words: an optimizer that nobody named.
 
-
-def optimizer_left_out(prepared: Prepared, adamw: str = "twice the bytes of a rank's parameters") -> tuple[str, ...]:
-    """That there is none, and what AdamW's would take."""
+    ``adamw``: what AdamW's state would take, where it is not that of all the parameters.
+    """
     settings, facts = prepared.subject.settings, prepared.facts
     if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
         return ()
+    adamw = adamw or format_bytes(2 * facts.trainable_bytes)
     return (f"No optimizer is counted; AdamW's state would add {adamw}. Name yours with --optimizer (none: no).",)
 
 
@@ -173,12 +172,10 @@ class BatchProbes:
         return found
 
     def _job(self, batch: int) -> Job[BatchProbe]:
-        one = ProbeJob(plan=self.plan, batch=batch, dims=self.dims, limit_bytes=self.limit_bytes)
+        plan, dims, limit_bytes = self.plan, self.dims, self.limit_bytes
         if self.replicas == 1:
-            return one
-        return ReplicasJob(
-            plan=one.plan, batch=batch, dims=one.dims, limit_bytes=one.limit_bytes, replicas=self.replicas
-        )
+            return ProbeJob(plan=plan, batch=batch, dims=dims, limit_bytes=limit_bytes)
+        return ReplicasJob(plan=plan, batch=batch, dims=dims, limit_bytes=limit_bytes, replicas=self.replicas)
 
     def _where(self, batch: int) -> str:
         copies = f"{self.replicas} × " if self.replicas > 1 else ""

@@ -8,17 +8,15 @@ is measured, and estimates say what fits.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from memopt_cli.batch_axis import BATCH
 from memopt_cli.batch_size.length_strategies import read_histogram
 from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Measured, MeasureJob
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.peaks_by_length import Peaks, allocated_share, largest
-from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
@@ -118,7 +116,7 @@ def find_by_length(
         )
     by = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
-    search = _ByLength(request, resolved, prepared, progress, varied, counts, find_plan)
+    search = _ByLength(request, resolved, prepared, progress, varied, counts, find_plan, Work.of(counts))
     search.check_sizes(by)
     longest = search.find_longest()
     found = longest.found
@@ -126,7 +124,8 @@ def find_by_length(
     if not longest.row_passes:
         return found
     parts = search.all_ranges(longest)
-    plan = Plan(by=by, ranges=tuple(_range_of(part) for part in parts))
+    ranges = (PlanRange(up_to=part.up_to, segments=part.plan.segments, packed=part.plan.packed) for part in parts)
+    plan = Plan(by=by, ranges=tuple(ranges))
     if all(part.found is None or part.found.plan.is_empty for part in parts):
         plan = Plan()
         found.notes.append(f"The original fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
@@ -184,48 +183,43 @@ class _Part:
         return any(mine < its for mine, its in zip(self.slowdowns, longer.slowdowns, strict=True))
 
 
-def _range_of(part: _Part) -> PlanRange:
-    return PlanRange(up_to=part.up_to, segments=part.plan.segments, packed=part.plan.packed)
-
-
 _ORIGINAL = _Part(up_to=0, found=None)
 
 
+@dataclass(slots=True)
 class _ByLength:
     """One search: the parts of it that share what was asked for."""
 
-    def __init__(
-        self,
-        request: OptimizeRequest,
-        resolved: Resolved,
-        prepared: Prepared,
-        progress: Progress,
-        varied: DimRange,
-        counts: Mapping[int, float],
-        find_plan: FindPlan,
-    ) -> None:
-        self._request, self._resolved, self._prepared, self._progress = request, resolved, prepared, progress
-        self._varied, self._counts, self._find_plan = varied, counts, find_plan
-        self._work = Work.of(counts)
-        there = replace(prepared, subject=replace(prepared.subject, card=request.card))
-        self._open_session = functools.partial(there.session, request.timeout_s)
-        self._data: Data = "full size" if request.card is None else "small batch"
-        self.interrupted = False
-        self.notes: list[str] = []
+    request: OptimizeRequest
+    resolved: Resolved
+    prepared: Prepared
+    progress: Progress
+    varied: DimRange
+    counts: Mapping[int, float]
+    find_plan: FindPlan
+    work: Work
+    interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def _sessions(self) -> Sessions:
+        """For dry runs, as on the device that the plan is for."""
+        there = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
+        data: Data = "full size" if self.request.card is None else "small batch"
+        return Sessions(there, self.request.timeout_s, data, notes=[])
 
     def at(self, length: int) -> Prepared:
         """The model with inputs of a length."""
-        return self._prepared.sized(self._varied.symbol, length)
+        return self.prepared.sized(self.varied.symbol, length)
 
     def check_sizes(self, by: InputDimension) -> None:
         """Raises :class:`MemoptError` for a model that cannot look at its input, or does not run at both lengths."""
-        symbol, looking = self._varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self._varied.high),))
-        lengths = dict.fromkeys((self._varied.low, self._varied.high))
-        with Sessions(self._open_session, lambda: None, self._data) as sessions:
+        symbol, looking = self.varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self.varied.high),))
+        lengths = dict.fromkeys((self.varied.low, self.varied.high))
+        with self._sessions() as sessions:
             for length in lengths:
                 job = CountJob(plan=looking, fake=True, dims={symbol: length})
                 found = sessions().ask(job)
-                is_here = self._request.card is None
+                is_here = self.request.card is None
                 if is_here and isinstance(found, StepFailed):  # it may not run on tensors without data alone
                     found = sessions().ask(replace(job, fake=False))
                 if not isinstance(found, Counted | OutOfMemory):
@@ -233,19 +227,19 @@ class _ByLength:
 
     def find(self, length: int) -> _Part:
         """The fastest plan that meets the budget at a length, proven."""
-        self._progress.stage(f"{self._varied.symbol} up to {length}")
-        found = self._find_plan(self._request, self._resolved, self.at(length), self._progress)
+        self.progress.stage(f"{self.varied.symbol} up to {length}")
+        found = self.find_plan(self.request, self.resolved, self.at(length), self.progress)
         self.interrupted |= found.interrupted
         if found.budget_bytes is not None:  # a share is one of the original's peak at the longest
             goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
-            self._request = replace(self._request, goal=goal)
+            self.request = replace(self.request, goal=goal)
         return _Part(up_to=length, found=found)
 
     def find_longest(self) -> _Part:
         """That of the whole range.  Raises :class:`NothingFitsError` that names its length."""
-        longest = f"{self._varied.symbol}={self._varied.high}"
+        longest = f"{self.varied.symbol}={self.varied.high}"
         try:
-            return self.find(self._varied.high)
+            return self.find(self.varied.high)
         except NothingFitsError as err:
             hint = f"Let the range end below {longest}. {err.hint}"
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
@@ -259,7 +253,7 @@ class _ByLength:
             plain = self._plain(longest)
             parts[:0] = [] if plain is None else [plain]
             bound = 0 if plain is None else plain.up_to
-            inner = inner_bounds(self._work, plain=bound, longest=longest.up_to, slowdown=max(longest.slowdowns))
+            inner = inner_bounds(self.work, plain=bound, longest=longest.up_to, slowdown=max(longest.slowdowns))
             for length in reversed(inner):
                 part = self._faster_than(parts[-1] if plain is None else parts[1], length)
                 if part is not None:
@@ -267,10 +261,10 @@ class _ByLength:
                 if self.interrupted:
                     break
         except KeyboardInterrupt as err:
-            if isinstance(err, Terminated) or not self._request.interruptible:
+            if isinstance(err, Terminated) or not self.request.interruptible:
                 raise
             self.interrupted = True
-            self._progress.note("The search is interrupted: the ranges that it has found are kept.")
+            self.progress.note("The search is interrupted: the ranges that it has found are kept.")
         return parts
 
     def _faster_than(self, longer: _Part, length: int) -> _Part | None:
@@ -278,12 +272,12 @@ class _ByLength:
         try:
             part = self.find(length)
         except MemoptError as err:
-            self.notes.append(f"No range ends at {self._varied.symbol}={length}: {err.message}.")
+            self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
             return None
         if not part.row_passes:
             assert part.found is not None
             difference = part.found.verification.difference if part.found.verification else "it is not verified"
-            self.notes.append(f"No range ends at {self._varied.symbol}={length}: with its plan {difference}.")
+            self.notes.append(f"No range ends at {self.varied.symbol}={length}: with its plan {difference}.")
             return None
         return part if part.plan != longer.plan and part.may_be_faster(longer) else None
 
@@ -297,13 +291,13 @@ class _ByLength:
         assert longest.found is not None
         budget = longest.found.budget_bytes
         assert budget is not None, "it was asked for"
-        self._progress.stage("the original within the budget")
-        candidates = [length for length in self._work.lengths if length < longest.up_to]
+        self.progress.stage("the original within the budget")
+        candidates = [length for length in self.work.lengths if length < longest.up_to]
         original = longest.found.rows[0]
         share, is_fake = allocated_share(original), original.predicted_tensor_peak_bytes is not None
-        with Sessions(self._open_session, lambda: None, self._data) as sessions:
-            peaks = Peaks(sessions, self._varied.symbol, fake=is_fake)
-            if self._request.card is not None:
+        with self._sessions() as sessions:
+            peaks = Peaks(sessions, self.varied.symbol, fake=is_fake)
+            if self.request.card is not None:
                 return self._plain_elsewhere(largest(candidates, peaks.allocated, budget), peaks)
             for _ in range(_RUNS):
                 fitting = largest(candidates, peaks.of, budget / share)
@@ -311,8 +305,8 @@ class _ByLength:
                     return None
                 measured = self._measured(fitting)
                 if measured is not None and measured.allocated_peak_bytes <= budget:
-                    self._progress.note(
-                        f"Up to {self._varied.symbol}={fitting} the original fits: it takes "
+                    self.progress.note(
+                        f"Up to {self.varied.symbol}={fitting} the original fits: it takes "
                         f"{format_bytes(measured.allocated_peak_bytes)} there."
                     )
                     return _Part(up_to=fitting, found=None, original=measured)
@@ -325,29 +319,24 @@ class _ByLength:
         counted = None if fitting is None else peaks.counted(fitting)
         if fitting is None or counted is None:
             return None
-        self._progress.note(
-            f"Up to {self._varied.symbol}={fitting} the original fits: it is estimated to take "
+        self.progress.note(
+            f"Up to {self.varied.symbol}={fitting} the original fits: it is estimated to take "
             f"{format_bytes(counted.allocated_peak_bytes)} there."
         )
         return _Part(up_to=fitting, found=None, counted=counted)
 
     def _measured(self, length: int) -> Measurement | None:
-        measurements = PlanMeasurements(
-            prepared=self.at(length),
-            timeout_s=self._request.timeout_s,
-            progress=self._progress,
-            warm_up=self._resolved.options.warmup_in_profile_workers,
-        )
-        self._progress.update(0, None, f"the original at {self._varied.symbol}={length}")
-        found = measurements.measure(ORIGINAL)
-        return found if isinstance(found, Measurement) else None
+        self.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
+        job = MeasureJob(plan=ORIGINAL, warm_up=self.resolved.options.warmup_in_profile_workers)
+        found = self.at(length).ask(job, self.request.timeout_s)
+        return found.measurement if isinstance(found, Measured) else None
 
     # ------------------------------------------------------------------------------------------ what is told
 
     def estimate(self, parts: Sequence[_Part]) -> Iterator[str]:
         """How much shorter an epoch is than with the plan of the longest alone, if it is."""
-        longest = self._work.epoch({parts[-1].up_to: parts[-1].slowdowns[0]})
-        share = self._work.epoch({part.up_to: part.slowdowns[0] for part in parts}) / longest
+        longest = self.work.epoch({parts[-1].up_to: parts[-1].slowdowns[0]})
+        share = self.work.epoch({part.up_to: part.slowdowns[0] for part in parts}) / longest
         if share < 1:
             yield (
                 f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the "
@@ -356,12 +345,12 @@ class _ByLength:
 
     def rows(self, parts: Sequence[_Part]) -> Iterator[RangeRow]:
         """A line for each range."""
-        low, steps = self._varied.low, sum(self._counts.values())
+        low, steps = self.varied.low, sum(self.counts.values())
         for part in parts:
-            inside = sum(count for length, count in self._counts.items() if low <= length <= part.up_to)
+            inside = sum(count for length, count in self.counts.items() if low <= length <= part.up_to)
             outcome = part.original if part.found is None else part.row.outcome
             assert isinstance(outcome, Measurement | None), "it was proven"
-            assert outcome is not None or self._request.card is not None, "it was measured"
+            assert outcome is not None or self.request.card is not None, "it was measured"
             counted = None if part.counted is None else part.counted.allocated_peak_bytes
             yield RangeRow(
                 low=low,

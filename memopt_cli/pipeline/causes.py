@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -48,11 +49,6 @@ class Pair:
     tolerance: float
     """Relative; zero: a bit that differs counts."""
 
-    @property
-    def calls(self) -> tuple[CallPrint, ...]:
-        """Of the candidate."""
-        return self.candidate.calls
-
 
 def cause_of(pair: Pair) -> Cause | None:
     """The first that explains what is seen; ``None`` where nothing does."""
@@ -63,9 +59,9 @@ def cause_of(pair: Pair) -> Cause | None:
         _cut_short,
         _changed_twice,
         _first_call,
-        _update,
+        lambda pair: of_gaps(pair.gaps),
     )
-    return next((cause for explain in explanations if (cause := explain(pair)) is not None), None)
+    return next(filter(None, (explain(pair) for explain in explanations)), None)
 
 
 def of_failure(step: StepPrint) -> Cause | None:
@@ -101,7 +97,7 @@ def _warns_of_reentrant(step: StepPrint) -> bool:
 
 def _recomputed_otherwise(pair: Pair) -> Cause | None:
     """The first call in backward, as they end, that gives something else than it gave in forward."""
-    for forward, again in _recomputations(pair.calls):
+    for forward, again in _recomputations(pair.candidate.calls):
         if not again.finished or not _differ(forward.outputs, again.outputs):
             continue
         is_drawn_otherwise = forward.begun != again.begun
@@ -113,15 +109,16 @@ def _recomputed_otherwise(pair: Pair) -> Cause | None:
 
 def _cut_short(pair: Pair) -> Cause | None:
     """A module that draws, and whose recomputation ended within it."""
-    for forward, again in _recomputations(pair.calls):
-        if forward.draws and not again.finished and not any(c.path.startswith(f"{again.path}.") for c in pair.calls):
+    calls = pair.candidate.calls
+    for forward, again in _recomputations(calls):
+        if forward.draws and not again.finished and not any(c.path.startswith(f"{again.path}.") for c in calls):
             return _of(again, CUT_SHORT)
     return None
 
 
 def _changed_twice(pair: Pair) -> Cause | None:
     """A buffer of what backward calls again."""
-    recomputed = {call.path: call for call in pair.calls if call.recomputed}
+    recomputed = {call.path: call for call in pair.candidate.calls if call.recomputed}
     before = {call.path for call in pair.reference.calls if call.recomputed}
     for gap in pair.gaps:
         path = _owner(gap.name)
@@ -133,7 +130,7 @@ def _changed_twice(pair: Pair) -> Cause | None:
 def _first_call(pair: Pair) -> Cause | None:
     """The first call in forward whose output differs though its input does not."""
     ours = dict(_numbered(c for c in pair.reference.calls if not c.recomputed))
-    for key, theirs in _numbered(c for c in pair.calls if not c.recomputed):
+    for key, theirs in _numbered(c for c in pair.candidate.calls if not c.recomputed):
         call = ours.get(key)
         if call is None or not _differ(call.outputs, theirs.outputs, pair.tolerance):
             continue
@@ -151,7 +148,7 @@ def _otherwise(ours: CallPrint, theirs: CallPrint) -> str:
 
 def _chosen_otherwise(pair: Pair) -> Cause | None:
     """A choice among values that agree, which does not."""
-    classes = {call.path: call.class_name for call in pair.calls}
+    classes = {call.path: call.class_name for call in pair.candidate.calls}
     for one, other in _choices(pair):
         if one.chosen.bits != other.chosen.bits and not _differ(
             [one.values], [other.values], pair.tolerance or _NEARLY
@@ -176,10 +173,6 @@ def _choices(pair: Pair) -> Iterator[tuple[ChoicePrint, ChoicePrint]]:
             yield first[again.path, again.operator], again
 
 
-def _update(pair: Pair) -> Cause | None:
-    return of_gaps(pair.gaps)
-
-
 def _recomputations(calls: Sequence[CallPrint]) -> Iterator[tuple[CallPrint, CallPrint]]:
     """Calls in forward and the same again in backward; of several of one module that of the same input, if any."""
     forward: dict[str, list[CallPrint]] = {}
@@ -193,9 +186,9 @@ def _recomputations(calls: Sequence[CallPrint]) -> Iterator[tuple[CallPrint, Cal
 
 def _numbered(calls: Iterable[CallPrint]) -> Iterator[tuple[tuple[str, int], CallPrint]]:
     """With the module's path and the number of the call."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for call in calls:
-        counts[call.path] = counts.get(call.path, 0) + 1
+        counts[call.path] += 1
         yield (call.path, counts[call.path]), call
 
 

@@ -71,10 +71,10 @@ class Climb:
 
     def _applicable(self, row: LevelRow) -> LevelRow:
         """The row, measured, as long as its plan is worth its time and fast enough; or that of another plan."""
-        if self._is_worth_it(row):
+        refusal = self._refusal(row)
+        if not refusal:
             return self._fast_enough(row)
-        saved = 1 - self._peak_bytes(row) / self.original_bytes
-        self.notes.append(not_worth_it(saved, row.predicted_slowdown or 1, of="peak"))
+        self.notes.append(refusal)
         return self._unchanged(row)
 
     def _unchanged(self, row: LevelRow) -> LevelRow:
@@ -110,20 +110,19 @@ class Climb:
             return math.inf
         return self.options.max_slowdown or math.inf
 
-    def _is_worth_it(self, row: LevelRow) -> bool:
+    def _refusal(self, row: LevelRow) -> str:
+        """Why its plan is not worth its time; empty if it is, or nothing else runs."""
         if row.plan.is_empty or not isinstance(self.original.outcome, Measurement):
-            return True
-        saved = 1 - self._peak_bytes(row) / self.original_bytes
-        return is_worth_it(saved, row.predicted_slowdown or 1.0)
-
-    def _peak_bytes(self, row: LevelRow) -> int:
+            return ""
         known = self.planner.dry_runs.known(row.plan)
-        return known.peak_bytes if known is not None else self.original_bytes
+        peak_bytes = known.peak_bytes if known is not None else self.original_bytes
+        return not_worth_it(1 - peak_bytes / self.original_bytes, row.predicted_slowdown or 1.0, of="peak")
 
     def _fast_enough(self, row: LevelRow) -> LevelRow:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
         for _ in range(_MEASUREMENTS):
-            row = self._confirmed(self.measured(row))
+            row = self.confirm(self.measured(row), self._limit)
+            self.original = replace(self.original, outcome=self.measure(self.original.plan))
             slowdown = self._slowdown(row)
             if slowdown <= self._limit:
                 return row
@@ -142,11 +141,6 @@ class Climb:
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
-
-    def _confirmed(self, row: LevelRow) -> LevelRow:
-        row = self.confirm(row, self._limit)
-        self.original = replace(self.original, outcome=self.measure(self.original.plan))
-        return row
 
     def _expected(self, row: LevelRow) -> Span | None:
         """What measuring takes; ``None`` where it cannot be said, or nothing is measured."""
@@ -168,13 +162,10 @@ def _peak(row: LevelRow) -> str:
     return format_bytes(row.outcome.allocated_peak_bytes)
 
 
-def is_worth_it(saved: float, slowdown: float) -> bool:
-    """Whether a plan that saves that share of the peak is applied for a step that takes so many times as long."""
-    return saved >= _LEAST_SAVING or slowdown <= _HARDLY_SLOWER
-
-
 def not_worth_it(saved: float, slowdown: float, *, of: str) -> str:
-    """What is said then."""
+    """Why a plan that saves that share of the peak is not applied for a step so many times as long; empty if it is."""
+    if saved >= _LEAST_SAVING or slowdown <= _HARDLY_SLOWER:
+        return ""
     return f"No plan is applied: the best saves {saved:.1%} of the {of} for a step {slowdown:.2f} times as long."
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memopt_cli.errors import UsageError
-from memopt_cli.measure.jobs import Measured, MeasureJob, Subject
+from memopt_cli.measure.jobs import MeasureJob, Subject
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.batch_probes import memory_left_out
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import Confirmation, FileHeader, Plan, PredictedStep, StepSettings
@@ -69,11 +69,9 @@ def confirmed(
 ) -> Confirmation:
     """Run the step here.  Raises :class:`MemoptError` where it does not run."""
     progress.stage("measuring a step with the plan")
-    with prepared.session(timeout_s) as session:
-        found = session.ask(MeasureJob(plan=plan))
-    if not isinstance(found, Measured):
-        raise_failure(found, "the step could not be run with the plan: ")
-    measured, device = found.measurement, prepared.subject.settings.device
+    answer = prepared.ask(MeasureJob(plan=plan), timeout_s)
+    measured = required(answer, "the step could not be run with the plan: ").measurement
+    device = prepared.subject.settings.device
     confirmation = Confirmation(
         device=device, measurement=measured, predicted=None, notes=memory_left_out(prepared), unlike=differs
     )

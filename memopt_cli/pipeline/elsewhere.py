@@ -12,33 +12,30 @@ from dataclasses import replace
 from memopt_cli.batch_size.capacity import runnable_bytes
 from memopt_cli.errors import MemoryBudgetError, NothingFitsError, OptionError
 from memopt_cli.estimation import estimate
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced, TraceJob
-from memopt_cli.pipeline.climb import found_row, is_worth_it, not_worth_it
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, TraceJob
+from memopt_cli.pipeline.climb import found_row, not_worth_it
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.goal import TOO_SLOW, budget_bytes, nothing_fits
-from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.prediction import predict, without_data
-from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of
+from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of, recorded_here
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import verified_small
-from memopt_cli.plan.interface import CountedPlan, ModuleTree
+from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
-    Counted,
     LevelRow,
     OptimizeRequest,
     PlanEstimates,
     PlannedRanks,
     RankPrediction,
     SearchGoal,
-    Verification,
     predicted,
 )
 from memopt_cli.units import format_bytes
@@ -83,7 +80,8 @@ def is_elsewhere(request: OptimizeRequest) -> bool:
 
 def opening_elsewhere(request: OptimizeRequest) -> Opening:
     """Of a step that is not run here.  Raises :class:`UsageError` as :func:`recorded_here` and :func:`without_data`."""
-    opening = opening_of(request, recorded_here(request.settings, request.card), data="small batch")
+    settings = recorded_here(request.settings, request.card)
+    opening = replace(opening_of(request, settings), data="small batch")
     return opening if request.layout is None else without_data(opening, request.layout)
 
 
@@ -100,15 +98,12 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     notes, options = [*resolved.notes, *prepared.notes], resolved.options
     data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
-    with Sessions(
-        lambda data: searched.session(request.timeout_s, data), lambda: notes.append(SESSION_LOST), data
-    ) as sessions:
+    with Sessions(searched, request.timeout_s, data, notes) as sessions:
         progress.stage(f"recording a step for {where}")
         started = time.monotonic()
         traced = record_step(sessions(), ORIGINAL, None, notes)
-        counted = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
-        if not isinstance(counted, Counted):
-            raise_failure(counted, "a step of the model could not be counted: ")
+        answer = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
+        counted = required(answer, "a step of the model could not be counted: ")
         first = CountedPlan(plan=ORIGINAL, counted=counted)
         original = Priced(dry_run=first, level=0, slowdown=1.0)
         rows = [found_row(0, original, 0, started, dry_run=True)]
@@ -120,8 +115,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
             rows.append(_searched(request, resolved, planner, first.peak_bytes, notes))
         plan = rows[-1].plan
         planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
-        if not isinstance(planned, Traced):
-            raise_failure(planned, "a step with the plan could not be recorded: ")
+        planned = required(planned, "a step with the plan could not be recorded: ")
         of_first = None if layout is None else predict(sessions(), layout, 0, plan)
     parallel = None if of_first is None else _of_ranks(request, of_first, searched, first)
     estimates = (
@@ -129,13 +123,12 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         if card is None
         else PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
     )
-    tree = ModuleTree(traced.trace)
-    selection = selected(tree, plan, options, by_goal=request.goal != SearchGoal()) if options.level else None
+    by_goal = request.goal != SearchGoal()
+    selection = selected(traced.trace.modules, plan, options, by_goal=by_goal) if options.level else None
     notes += left_out(selection.refused) if selection is not None else []
     notes += [_UNVERIFIED] * request.unverified
     verification = None if request.unverified else verified_small(prepared, plan, request.timeout_s, progress)
-    if not isinstance(verification, Verification | None):
-        raise_failure(verification, "verification could not be run: ")
+    verification = required(verification, "verification could not be run: ")
     return Findings(
         resolved=resolved,
         asked_codecs=prepared.facts.asked_codecs,
@@ -143,7 +136,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         device=prepared.subject.settings.device,
         plan=plan,
         applied_level=rows[-1].level,
-        by_goal=request.goal != SearchGoal(),
+        by_goal=by_goal,
         selection=selection,
         rows=rows,
         verification=verification,
@@ -205,9 +198,9 @@ def _searched(
         found = _within(planner, options.level, budget, request.search.get("max_slowdown") or math.inf)
     else:
         found = planner.best(options.level, options.max_slowdown or math.inf)
-        saved = 1 - found.peak_bytes / original_bytes
-        if not found.plan.is_empty and not is_worth_it(saved, found.slowdown):
-            notes.append(not_worth_it(saved, found.slowdown, of="estimated peak"))
+        refusal = not_worth_it(1 - found.peak_bytes / original_bytes, found.slowdown, of="estimated peak")
+        if refusal:
+            notes.append(refusal)
             found = planner.dry_runs.smallest(0)
     return found_row(options.level, found, len(planner.dry_runs), started, dry_run=True)
 

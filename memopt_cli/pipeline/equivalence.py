@@ -11,7 +11,7 @@ from memopt_cli.errors import StepError
 from memopt_cli.fingerprints import EPSILONS
 from memopt_cli.measure.jobs import FollowJob
 from memopt_cli.pipeline.causes import EVAL, RANDOM, RANDOM_COMPILED, Pair, cause_of, of_failure, of_gaps
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.gaps import (
     Apart,
     by_the_same_names,
@@ -68,7 +68,7 @@ def compare_prepared(
     job, once = sides.first(steps)
     again = sides.reference(job)
     progress.stage("following the candidate")
-    other = sides.candidate(job)
+    other = required(sides.candidate(job), "the candidate's step could not be run: ")
     blank = Equivalence(
         reference=reference.subject.source.location,
         candidate=candidate.subject.source.location,
@@ -80,8 +80,6 @@ def compare_prepared(
         worst=0.0,
         notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes))),
     )
-    if not isinstance(other, Followed):
-        raise_failure(other, "the candidate's step could not be run: ")
     if other.failed:
         cause = of_failure(other.steps[-1])
         return replace(blank, failed=other.failed, differs_in_step=len(other.steps), cause=cause)
@@ -98,8 +96,7 @@ class _Runs:
 
 
 def _trained(found: Followed | Failure) -> Followed:
-    if not isinstance(found, Followed):
-        raise_failure(found, "the reference's step could not be run: ")
+    found = required(found, "the reference's step could not be run: ")
     if found.failed:
         raise StepError(f"the reference's step fails: {found.failed}")
     gradients = [tensor for tensor in found.steps[0].left if tensor.name.startswith("gradient of ")]
@@ -156,8 +153,7 @@ class _Sides:
         return with_others(*by_the_same_names(one, other), self.unsteady)
 
     def _ask(self, prepared: Prepared, job: FollowJob) -> Followed | Failure:
-        with prepared.session(self._timeout_s) as session:
-            return session.ask(replace(job, plan=prepared.carried))
+        return prepared.ask(replace(job, plan=prepared.carried), self._timeout_s)
 
 
 def _compared(sides: _Sides, job: FollowJob, runs: _Runs, blank: Equivalence) -> Equivalence:

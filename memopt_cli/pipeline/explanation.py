@@ -16,7 +16,7 @@ from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.oom_text import read_oom
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
@@ -34,16 +34,15 @@ from memopt_cli.records import (
     ExplainRequest,
     Explanation,
     Holder,
-    Instant,
     Measurement,
     ModelSource,
     OptimizeRequest,
     OutOfMemoryText,
     Plan,
-    Precision,
     SearchGoal,
     SearchOverrides,
     SnapshotFacts,
+    StepSettings,
     StepTrace,
     StorageTrace,
     Suggestion,
@@ -143,8 +142,7 @@ def _fragmented(error: OutOfMemoryText | None) -> tuple[str, ...]:
 def _snapshot_of(request: ExplainRequest) -> SnapshotFacts:
     assert request.snapshot_path is not None
     with Session(Subject(source=ModelSource(location=request.snapshot_path)), request.timeout_s) as session:
-        found = session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute())))
-    return found if isinstance(found, SnapshotFacts) else raise_failure(found)
+        return required(session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute()))))
 
 
 def _limit(
@@ -174,8 +172,8 @@ def _recorded(prepared: Prepared, timeout_s: float) -> tuple[StepTrace, list[str
         traced = record_step(session, ORIGINAL, None, notes)
     device = prepared.subject.settings.device
     if traced.trace.allocated_peak_bytes < _ROOMY * runnable_bytes(device):
-        with prepared.session(timeout_s if traced.unknown else min(timeout_s, _LONGEST_LOOK_S)) as session:
-            whole = session.ask(TraceJob(plan=ORIGINAL, fake=True))
+        look_s = timeout_s if traced.unknown else min(timeout_s, _LONGEST_LOOK_S)
+        whole = prepared.ask(TraceJob(plan=ORIGINAL, fake=True), look_s)
         if isinstance(whole, Traced):
             return whole.trace, [f"{reason}." for reason in whole.unknown]
     return traced.trace, notes
@@ -201,7 +199,7 @@ def _explained(
         limit=limit,
         needed_bytes=needed.allocated_bytes,
         instant=instant,
-        line=_line_at(trace, where),
+        line=trace.ops[where.op].line if where.op >= 0 else "",  # in backward, that of its forward is not known
         breakdown=break_down((s.kind, s.nbytes) for s in alive),
         modules=_held_by(made, lambda s: s.module),
         lines=_held_by(made, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
@@ -219,11 +217,6 @@ def _stays(trace: StepTrace, optimizer: str) -> int:
     left = [s for s in trace.storages if s.died is None and (s.born < 0 or s.kind == "gradients")]
     may_go = ("inputs",) if optimizer in ("", "none") else ("inputs", "gradients")
     return sum(s.nbytes for s in left if s.kind not in may_go)
-
-
-def _line_at(trace: StepTrace, instant: Instant) -> str:
-    """In backward, the line of the forward that is differentiated is not known: the module is."""
-    return trace.ops[instant.op].line if instant.op >= 0 else ""
 
 
 def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) -> tuple[Holder, ...]:
@@ -269,7 +262,7 @@ class _Trial:
             return ()
         found = [
             *self._attempted("A plan", self._plan),
-            *self._attempted("Micro-batches", self._micro_batches),
+            *self._attempted("Micro-batches", lambda: self._accumulated(ORIGINAL, "")),
             *self._attempted("Autocast to bfloat16", self._autocast),
         ]
         found = found or [*self._attempted("A plan and micro-batches", self._both)]
@@ -316,20 +309,17 @@ class _Trial:
             raise NothingFitsError(f"the plan that was found is not exact: {found.verification.difference}")
         return found
 
-    def _micro_batches(self) -> Iterator[Suggestion]:
-        """Fewer samples at a time, the gradients added up."""
-        yield from self._accumulated(ORIGINAL, "")
-
     def _both(self) -> Iterator[Suggestion]:
-        """The same under the plan of the least peak."""
+        """Micro-batches under the plan of the least peak."""
         self._require_one_batch()
         least = SearchOverrides(level=_LEVEL, max_slowdown=math.inf)
-        plan = self._search(self._changed(micro_batches=2), SearchGoal(), least).plan
+        plan = self._search(self._accumulating(), SearchGoal(), least).plan
         yield from self._accumulated(plan, f"{_told(plan)} and ")
 
     def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
+        """Fewer samples at a time, the gradients added up."""
         self._require_one_batch()
-        prepared = self._changed(micro_batches=2)
+        prepared = self._accumulating()
         subject = prepared.subject
         asked = BatchRequest(
             source=subject.source,
@@ -367,14 +357,12 @@ class _Trial:
         self._require_step_of_ours()
         if settings.precision not in ("stored", "fp32"):
             raise UsageError(f"the step is run in {settings.precision} already")
-        cast = self._changed(precision="bf16")
+        cast = self._with(replace(settings, precision="bf16"))
         self._progress.stage("trying bfloat16")
-        with cast.session(self._request.timeout_s, "small batch") as session:
-            counted = session.ask(CountJob(plan=ORIGINAL, fake=True))
+        counted = cast.ask(CountJob(plan=ORIGINAL, fake=True), self._request.timeout_s, "small batch")
         if isinstance(counted, Counted) and counted.allocated_peak_bytes > self._limit_bytes:
             raise NothingFitsError(f"needs about {format_bytes(counted.allocated_peak_bytes)}")
-        with cast.session(self._request.timeout_s) as session:
-            measured = session.ask(MeasureJob(plan=ORIGINAL))
+        measured = cast.ask(MeasureJob(plan=ORIGINAL), self._request.timeout_s)
         if not isinstance(measured, Measured):
             raise NothingFitsError(describe(measured))
         peak_bytes = measured.measurement.allocated_peak_bytes
@@ -389,15 +377,13 @@ class _Trial:
             seconds=measured.measurement.step_s,
         )
 
-    def _changed(self, *, micro_batches: int | None = None, precision: Precision | None = None) -> Prepared:
+    def _with(self, settings: StepSettings) -> Prepared:
         """The same model in another step."""
-        subject = self._prepared.subject
-        settings = replace(
-            subject.settings,
-            micro_batches=micro_batches or subject.settings.micro_batches,
-            precision=precision or subject.settings.precision,
-        )
-        return replace(self._prepared, subject=replace(subject, settings=settings))
+        return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
+
+    def _accumulating(self) -> Prepared:
+        """Where one pass of several is the step."""
+        return self._with(replace(self._prepared.subject.settings, micro_batches=2))
 
     def _require_one_batch(self) -> None:
         self._require_step_of_ours()

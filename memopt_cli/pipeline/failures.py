@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from memopt_cli.errors import MeasurementError, MemoptError, StepError, UnsafeFileError, UsageError
 from memopt_cli.records import Crashed, Failure, OutOfMemory, StepFailed, TimedOut, describe
+
+Found = TypeVar("Found")
+
+
+def required(found: Found | Failure, context: str = "") -> Found:
+    """What was found.  Raises as :func:`raise_failure` where that is a failure."""
+    if isinstance(found, Failure):
+        raise_failure(found, context)
+    return found
 
 
 def raise_failure(failure: Failure, context: str = "") -> NoReturn:

@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.batch_size.runs import Limits
-from memopt_cli.contents import batch_yaml, fastest_data, plan_yaml
+from memopt_cli.contents import fastest_data, plan_yaml
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, VerificationError
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.measure.runner import Session
@@ -27,9 +26,10 @@ from memopt_cli.pipeline.pair_runs import PairRuns, best_original, finalists, ra
 from memopt_cli.pipeline.pair_search import PairSearch
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.pricing import Pricing
-from memopt_cli.pipeline.recommendation import accumulating, accumulation_notes, check_inputs
+from memopt_cli.pipeline.recommendation import accumulating, accumulation_notes, batch_file, check_inputs
+from memopt_cli.pipeline.scaled_models import ScaledModels
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.trials import Trials
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve
@@ -46,7 +46,6 @@ from memopt_cli.records import (
     Plan,
     Verification,
     describe,
-    to_data,
 )
 from memopt_cli.units import format_bytes
 from memopt_cli.write import check_targets, content, pair_paths, write_all
@@ -88,7 +87,8 @@ def fastest_prepared(
     notes = [*resolved.notes, *prepared.notes, *memory_left_out(prepared)]
     job = _Job(request=request, resolved=resolved, prepared=prepared, progress=progress, limits=limits, notes=notes)
     try:
-        with Sessions(job.open_session, lambda: notes.append(SESSION_LOST), "small batch") as session:
+        telling = prepared.at(max(prepared.batch, _TELLING_BATCH))  # for dry runs, and trials of modules in chunks
+        with Sessions(telling, request.timeout_s, "small batch", notes) as session:
             job.search(session)
     except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
         if isinstance(err, Terminated) or not job.runs.usable():
@@ -139,10 +139,6 @@ class _Job:
         if self.request.search_limit_s is not None:
             self.ends_s = time.monotonic() + self.request.search_limit_s
 
-    def open_session(self, data: Data) -> Session:
-        """For dry runs, and trials of modules in chunks."""
-        return self.prepared.at(max(self.prepared.batch, _TELLING_BATCH)).session(self.request.timeout_s, data)
-
     # ------------------------------------------------------------------------------------------ the search
 
     def search(self, session: Callable[[], Session]) -> None:
@@ -170,12 +166,10 @@ class _Job:
         """The plans that may train faster."""
         self.progress.stage("pricing plans at larger batches")
         self.pricing = Pricing(
-            step=step,
-            record=self._record,
+            models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
             probes=SearchProbes(session, limit_s=self._left_s()),
             options=self.resolved.options,
             progress=self.progress,
-            runs=self.trials.planned,
         )
         self._plans(case, self.pricing, session)
 
@@ -218,13 +212,12 @@ class _Job:
         """Raises :class:`_TimeIsUp` where there is an answer already."""
         if self._is_over() and self.runs.usable():
             raise _TimeIsUp
-        return self.trials.run_original(batch)
+        return self.trials.run(ORIGINAL, batch)
 
     def _record(self, plan: Plan, batch: int) -> Traced | Failure:
         is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)
         data: Data = "full size" if is_run else "small batch"
-        with self.prepared.at(batch).session(self.request.timeout_s, data) as session:
-            return session.ask(TraceJob(plan=plan, fake=True))
+        return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), self.request.timeout_s, data)
 
     def _plans(self, case: Case, pricing: Pricing, session: Callable[[], Session]) -> None:
         priced_ratio = _priced_ratio(self.trials, pricing)
@@ -235,7 +228,7 @@ class _Job:
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
             room=_room(case.search.model, self.limits.budget_bytes),
             step_s=pricing.step_s,
-            update_s=pricing.update_s,
+            update_s=pricing.models.update_s,
             samples_per_s=self.runs.samples_per_s,
             growth_known=lambda: pricing.growth_known,
             of_use=self.runs.of_use,
@@ -274,8 +267,7 @@ class _Job:
         chosen, verification = self._proven(pairs)
         accumulation = self.runs.accumulation(pairs[chosen].batch)
         if accumulation is not None:
-            has_batch_norms = bool(self.prepared.facts.batch_norms)
-            self.notes += accumulation_notes(accumulation, has_batch_norms=has_batch_norms)
+            self.notes += accumulation_notes(accumulation, self.prepared.facts)
         if pairs[chosen].late:
             longest_s = self.limits.longest_step_s
             self.notes.append(f"No step was within {longest_s:g} s (--longest-step): the shortest is the answer.")
@@ -284,7 +276,7 @@ class _Job:
         return FastestTraining(
             header=file_header(self.prepared.at(pairs[chosen].batch)),
             budget_bytes=self.limits.budget_bytes,
-            limit=f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name})",
+            limit=self.limits.text,
             runs=tuple(pairs),
             chosen=chosen,
             original=best_original(pairs),
@@ -320,7 +312,7 @@ class _Job:
 
     def _nothing_fits(self) -> NothingFitsError:
         unit = self.limits.multiple_of
-        text = f"not even batch {unit} fits into {format_bytes(self.limits.budget_bytes)} ({self.limits.name})"
+        text = f"not even batch {unit} fits into {self.limits.text}"
         if self._is_over():
             text += f" without a plan, and the search for one was ended after {self.request.search_limit_s:.3g} s"
             return NothingFitsError(f"{text} (--search-time)", hint="Give it more --search-time, or more --memory.")
@@ -357,9 +349,8 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
 
 def _write(found: FastestTraining, request: BatchRequest) -> tuple[str, ...]:
     batch, plan = pair_paths(request.source.location, request.output)
-    shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=found.answer.batch))
     files = {
-        batch: content(batch_yaml(found.header, shaping=to_data(shaping), recommended=fastest_data(found, plan.name))),
+        batch: batch_file(found.header, fastest_data(found, plan.name)),
         plan: content(plan_yaml(found.header, found.answer.plan, found.level)),
     }
     return write_all(files, force=request.force)

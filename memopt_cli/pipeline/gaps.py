@@ -33,14 +33,9 @@ class Apart:
     """In the order in which a step forms them; the largest of a kind in front."""
 
     @property
-    def worst(self) -> float:
-        """The largest distance."""
-        return max(gap.apart for gap in self.gaps)
-
-    @property
     def is_rounding(self) -> bool:
         """Nothing is missing, or of another kind, or a whole number: sums in another order would leave such gaps."""
-        return math.isfinite(self.worst)
+        return all(math.isfinite(gap.apart) for gap in self.gaps)
 
 
 def first_gap(reference: Followed, other: Followed, tolerance: float = 0.0) -> Apart | None:
@@ -101,7 +96,8 @@ def gaps_between(
             continue
         apart = relative(a, b, ROUNDING_SHARE * (largest if name.startswith("gradient") else 1.0))
         if apart > tolerance or not tolerance:
-            found.append(TensorGap(name=name, apart=_of_numbers(a, apart), missing=_missing(a, b)))
+            has_rounding = a is not None and a.epsilon  # whole numbers have none
+            found.append(TensorGap(name=name, apart=apart if has_rounding else math.inf, missing=_missing(a, b)))
     return tuple(sorted(found, key=_rank))
 
 
@@ -109,11 +105,6 @@ def _missing(ours: TensorPrint | None, theirs: TensorPrint | None) -> Literal[""
     if ours is None:
         return "reference"
     return "candidate" if theirs is None else ""
-
-
-def _of_numbers(tensor: TensorPrint | None, apart: float) -> float:
-    """Whole numbers have no rounding."""
-    return apart if tensor is not None and tensor.epsilon else math.inf
 
 
 def _rank(gap: TensorGap) -> tuple[int, float, str]:

@@ -13,7 +13,7 @@ from memopt_cli.errors import MemoptError, RankLostError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, GroupJob, InGroup, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
+from memopt_cli.pipeline.prediction import predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import header_of, inputs_note, opening_of, prepare
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -93,10 +93,9 @@ def _predicted(request: MeasureRequest, plan: Plan, notes: list[str], progress: 
     """The first rank's step, in a process without a group; ``None``, and a note, where it cannot be predicted."""
     settings = replace(request.settings, device="cpu")  # tensors have the same bytes there
     opening = without_data(opening_of(request, settings), request.layout)
-    asked = Ranks(layout=request.layout, rank=0, plan=plan)
     try:
         prepared = prepare(opening, progress=Progress(), ask=None)
-        with predicted_ranks(prepared, asked, request.timeout_s, progress) as (_, found):
+        with predicted_ranks(prepared, request.layout, plan, request.timeout_s, progress, rank=0) as (_, found):
             return found[0]
     except MemoptError as err:
         notes.append(f"Not predicted: {err.message}.")

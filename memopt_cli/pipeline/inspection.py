@@ -5,7 +5,7 @@ from __future__ import annotations
 from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import InspectJob, Subject
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.records import Inspection, ModelSource
 from memopt_cli.spec_text import is_factory
 
@@ -23,5 +23,4 @@ def inspect(location: str) -> Inspection:
             f"{location} names code, which inspect does not run", hint="Give a saved file, or use memopt optimize."
         )
     with Session(Subject(source=ModelSource(location=location)), _LIMIT_S) as session:
-        found = session.ask(InspectJob(path=location))
-    return found if isinstance(found, Inspection) else raise_failure(found)
+        return required(session.ask(InspectJob(path=location)))

@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
-from memopt_cli.contents import batch_yaml, plan_yaml, recommended_data, summary_json
+from memopt_cli.contents import plan_yaml, recommended_data, summary_json
 from memopt_cli.errors import Interrupted, MemoptError, Terminated
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
 from memopt_cli.pipeline.prepare import Prepared, file_header, saved_model
 from memopt_cli.pipeline.profiling import record_step
+from memopt_cli.pipeline.recommendation import batch_file
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -24,7 +24,6 @@ from memopt_cli.records import (
     OptimizeResult,
     PredictedStep,
     RecordedSteps,
-    to_data,
 )
 from memopt_cli.spec_text import parse_factory
 from memopt_cli.write import Fill, OutputPaths, content, write_all
@@ -84,20 +83,17 @@ class Kept:
             self._keep_model()
         is_run = self.found.is_run
         if passed and is_run and self.request.recommend_batch and not self.found.interrupted:
-            self.advice = self._advice()
+            self.advice = advise(self.request, self.prepared, self.found, self.progress)
         if writes:
             if is_run:
-                self._keep(self.paths.batch, content(self._batch_yaml()))
+                measured = {"batch_size": self.prepared.batch, "verified": True}
+                recommended = recommended_data(self.advice) if self.advice else measured
+                self._keep(self.paths.batch, batch_file(file_header(self.prepared), recommended))
             self._keep_summary()
         if self.request.record_steps:
             self.steps = self._recorded_steps()
             if writes:
                 self._keep_summary()
-
-    def _advice(self) -> BatchAdvice | None:
-        found, measured = self.found, self.found.measured
-        assert measured is not None, "it is applied"
-        return advise(self.request, self.prepared, found.plan, measured, found.notes, self.progress)
 
     def _summary(self) -> MemOptSummary:
         return summarize(self.found, spent_s=time.monotonic() - self.started, advice=self.advice)
@@ -158,13 +154,6 @@ class Kept:
         write_all({path: fill}, force=self.request.force or path in self.files)
         if path not in self.files:
             self.files.append(path)
-
-    def _batch_yaml(self) -> bytes:
-        advice = self.advice
-        measured = {"batch_size": self.prepared.batch, "verified": True}
-        recommended = recommended_data(advice) if advice else measured
-        shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=recommended["batch_size"]))
-        return batch_yaml(file_header(self.prepared), shaping=to_data(shaping), recommended=recommended)
 
     def _with_hint(self, error: MemoptError) -> MemoptError:
         kept = [f"The verified plan is in {self.paths.plan}."] if self.paths.plan in self.files else []

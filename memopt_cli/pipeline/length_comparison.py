@@ -16,7 +16,7 @@ from memopt_cli.batch_size.length_strategies import (
 )
 from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.records import BatchProbe, DimRange, Failure, InputSpec, LengthBatching
 
 RUNS = 2
@@ -132,7 +132,6 @@ def _tokens_peak(reports: Sequence[StrategyReport]) -> int:
 def _measured(
     probe: Callable[[int, int], BatchProbe | Failure], batch: int, steps: int
 ) -> tuple[BatchExtent, BatchProbe]:
-    found = probe(batch, steps)
-    if not isinstance(found, BatchProbe):
-        raise_failure(found, f"batch {batch} of {steps} steps, which --lengths needs, could not be run: ")
-    return BatchExtent(sequences=batch, steps=steps, positions=batch * steps), found
+    context = f"batch {batch} of {steps} steps, which --lengths needs, could not be run: "
+    extent = BatchExtent(sequences=batch, steps=steps, positions=batch * steps)
+    return extent, required(probe(batch, steps), context)

@@ -10,6 +10,7 @@ from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
+from memopt_cli.pipeline.live_model import called_here
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.reach import UserFunction
 from memopt_cli.progress import Progress
@@ -38,20 +39,12 @@ def prepared_factory(
         facts = replace(facts, spec=subject.spec, batch=batch_of(subject.spec))
         prepared = Prepared(subject=subject, facts=facts, notes=())
     else:
-        opening = Opening(
-            source=subject.source,
-            spec=subject.spec,
-            settings=subject.settings,
-            timeout_s=timeout_s,
-            plan=plan,
-            data=subject.data,
-        )
-        prepared = prepare(opening, progress=progress, ask=None)
+        opening = Opening(source=subject.source, spec=subject.spec, settings=subject.settings, timeout_s=timeout_s)
+        prepared = prepare(replace(opening, plan=plan, data=subject.data), progress=progress, ask=None)
     if not obstacle:
         return prepared
-    called = {used.reference: used.function for used in functions if used.function is not None}
     return replace(
         prepared,
         notes=(*prepared.notes, f"Predicted in this process, without a time limit: {obstacle}."),
-        open_session=functools.partial(LocalSession, build=model.function, functions=called),
+        open_session=functools.partial(LocalSession, build=model.function, functions=called_here(functions)),
     )

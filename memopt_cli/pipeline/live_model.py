@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,21 +101,36 @@ def also_prepared_model(
         else:
             save_inputs(inputs, input_file)
             spec = InputSpec(data_file=str(input_file), source="dummy_input")
-        handed = _hand_over(build(), model_file)
-        obstacles = (obstacle, handed.obstacle, *(function.obstacle for function in functions))
-        obstacle = next(filter(None, obstacles), "")
-        notes = (f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else ()
-        source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=handed.code_paths))
-        loaded = LoadedModel(module=build(), source=source, format=FORMAT, sha256=None)
-        facts = replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(spec))
-        called = {used.reference: used.function for used in functions if used.function is not None}
-        with gradients_kept(model) if obstacle and called else contextlib.nullcontext():
-            yield Prepared(
-                subject=Subject(source=source, spec=spec, settings=settings),
-                facts=facts,
-                notes=notes,
-                open_session=functools.partial(LocalSession, build=build, functions=called) if obstacle else None,
-            )
+        unread, code_paths = _hand_over(build(), model_file)
+        obstacle = next(filter(None, (obstacle, unread, *(function.obstacle for function in functions))), "")
+        source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=code_paths))
+        subject = Subject(source=source, spec=spec, settings=settings)
+        prepared = prepared_here(subject, FORMAT, build, obstacle, functions)
+        with gradients_kept(model) if obstacle and called_here(functions) else contextlib.nullcontext():
+            yield prepared
+
+
+def called_here(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
+    """Those that are not found by their references, by these."""
+    return {used.reference: used.function for used in functions if used.function is not None}
+
+
+def prepared_here(
+    subject: Subject,
+    format: str,
+    build: Callable[[], nn.Module],
+    obstacle: str,
+    functions: Sequence[UserFunction] = (),
+) -> Prepared:
+    """What ``build`` makes; where an ``obstacle`` keeps subprocesses from it, sessions are of this process."""
+    loaded = LoadedModel(module=build(), source=subject.source, format=format, sha256=None)
+    here = functools.partial(LocalSession, build=build, functions=called_here(functions))
+    return Prepared(
+        subject=subject,
+        facts=replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(subject.spec)),
+        notes=(f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else (),
+        open_session=here if obstacle else None,
+    )
 
 
 class _Called(Exception):
@@ -330,28 +345,21 @@ def _copied(leaf: Any, device: str) -> Any:
 # ---------------------------------------------------------------------------------------------- can a child read it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HandOver:
-    """How a subprocess gets at a saved model."""
+def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
+    """Save the model: why a subprocess cannot read it, empty if it can; and the running script if it defines classes.
 
-    obstacle: str = ""
-    """Why it cannot; empty if it can."""
-    code_paths: tuple[str, ...] = ()
-    """The script that is running, if classes of the model are defined there."""
-
-
-def _hand_over(model: nn.Module, path: Path) -> _HandOver:
-    """Save the model, and see whether what its file refers to can be imported elsewhere."""
+    It can where all that its file refers to can be imported elsewhere.
+    """
     try:
         torch.save(model, path)
         wanted = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as err:  # the user's classes may do anything
-        return _HandOver(obstacle=f"the model cannot be pickled ({first_line(err)})")
+        return f"the model cannot be pickled ({first_line(err)})", ()
     for name in wanted:
         if obstacle := unreachable(name):
-            return _HandOver(obstacle=f"a subprocess cannot import {name} ({obstacle})")
+            return f"a subprocess cannot import {name} ({obstacle})", ()
     needs_script = any(name.startswith("__main__.") for name in wanted)
-    return _HandOver(code_paths=(str(main_script()),) if needs_script else ())
+    return "", (str(main_script()),) if needs_script else ()
 
 
 # ---------------------------------------------------------------------------------------------- what is told, and where

@@ -6,19 +6,16 @@ import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memopt_cli.loading.factory import step_made
-from memopt_cli.loading.input_spec import batch_of
-from memopt_cli.measure.jobs import DescribeJob, Subject
-from memopt_cli.measure.local import LocalSession, undisturbed
-from memopt_cli.measure.model_file import facts_of
-from memopt_cli.pipeline.live_model import once, save_inputs
+from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.local import undisturbed
+from memopt_cli.pipeline.live_model import prepared_here, save_inputs
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import main_script, unreachable
-from memopt_cli.records import STEP, InputSpec, LoadedModel, ModelSource, StepSettings, Trust
+from memopt_cli.records import STEP, InputSpec, ModelSource, StepSettings, Trust
 from memopt_cli.user_step import Step, StepModels
 
 
@@ -26,42 +23,23 @@ from memopt_cli.user_step import Step, StepModels
 def prepared_step(
     make: Callable[[], Step], inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
 ) -> Iterator[Prepared]:
-    """A step, ready to be profiled: steps of its kind are made for it, and none that there is already is taken.
+    """Within :func:`once`: a step, ready to be profiled.  It is made for that, and none that there is already is taken.
 
     A function that a subprocess could not import is called in this process, and a note says why.
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`step_made` raises.
     """
-    with once(), also_prepared_step(make, inputs, settings) as prepared:
-        yield prepared
-
-
-@contextlib.contextmanager
-def also_prepared_step(
-    make: Callable[[], Step], inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
-) -> Iterator[Prepared]:
-    """The same within :func:`once`: one of several."""
     name = getattr(make, "__qualname__", type(make).__name__)
     obstacle = _obstacle(make, name)
-    build = functools.partial(_models, functools.partial(step_made, make, name))
+    made = functools.partial(step_made, make, name)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         input_file = Path(folder) / "inputs.pt"
         save_inputs(inputs, input_file)
         source = ModelSource(location=_location(make, name, obstacle), trust=Trust(pickle=True))
         spec = InputSpec(data_file=str(input_file), source="inputs")
         with undisturbed():
-            facts = facts_of(
-                LoadedModel(module=build(), source=source, format=STEP, sha256=None), DescribeJob(inputs=False)
-            )
-        yield Prepared(
-            subject=Subject(source=source, spec=spec, settings=settings),
-            facts=replace(facts, batch=batch_of(spec)),
-            notes=(f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else (),
-            open_session=functools.partial(LocalSession, build=build) if obstacle else None,
-        )
-
-
-def _models(make: Callable[[], Step]) -> StepModels:
-    return StepModels(make(), make)
+            subject = Subject(source=source, spec=spec, settings=settings)
+            prepared = prepared_here(subject, STEP, lambda: StepModels(made(), made), obstacle)
+        yield prepared
 
 
 def _obstacle(make: Callable[[], Step], name: str) -> str:

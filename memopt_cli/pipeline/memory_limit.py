@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from memopt_cli.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
 from memopt_cli.batch_size.runs import Limits
@@ -28,11 +27,6 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
         longest_step_s=longest_step_s,
         multiple_of=multiple_of,
     )
-
-
-def limits_without_runs(memory: int | float, device: str, multiple_of: int) -> Limits:
-    """The same where no step runs."""
-    return replace(limits_of(memory, device, math.inf, multiple_of), runnable_bytes=0, probes=0)
 
 
 def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_of: int) -> Limits:

@@ -24,10 +24,10 @@ from memopt_cli.pipeline.kept import Kept
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.proof import Prover, applied_row
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.interface import CountedPlan, ModuleTree
+from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.policy import Resolved, Selection, resolve
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Ask, Progress
@@ -171,7 +171,8 @@ class _Job:
         started = time.monotonic()
         search: StartedSearch | None = None
         try:
-            with Sessions(self.measurements.session, lambda: self.notes.append(SESSION_LOST), "full size") as sessions:
+            prepared, timeout_s = self.measurements.prepared, self.request.timeout_s
+            with Sessions(prepared, timeout_s, "full size", self.notes) as sessions:
                 original = self.measurements.measure_in(sessions(), Plan())
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
@@ -341,7 +342,7 @@ class _Job:
 
     def _choose(self, search: StartedSearch, plan: Plan, *, by_goal: bool = False) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
-        self.selection = selected(ModuleTree(search.traced.trace), plan, self.options, by_goal=by_goal)
+        self.selection = selected(search.traced.trace.modules, plan, self.options, by_goal=by_goal)
         self.notes += left_out(self.selection.refused)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:

@@ -33,14 +33,14 @@ class PairRuns:
 
     def all(self) -> list[PairRun]:
         """In the order in which they were run."""
-        usable = self._in_use()
+        usable, rate = self._in_use(), self.samples_per_s
         return [
             PairRun(
                 plan=plan,
                 batch=batch,
                 steps=self._steps(batch),
                 outcome=run,
-                samples_per_s=self._measured_rate(run) if isinstance(run, BatchProbe) else None,
+                samples_per_s=rate(batch, run.step_s, run.update_s) if isinstance(run, BatchProbe) else None,
                 usable=(plan, batch) in usable,
                 late=isinstance(run, BatchProbe) and not self.limits.is_in_time(run.step_s),
             )
@@ -79,9 +79,6 @@ class PairRuns:
         """Passes for a step of the optimizer."""
         return self.micro_batches if self.global_batch is None else -(-self.global_batch // batch)
 
-    def _measured_rate(self, run: BatchProbe) -> float:
-        return self.samples_per_s(run.batch, run.step_s, run.update_s)
-
     def samples_per_s(self, batch: int, step_s: float, update_s: float) -> float:
         """Of a batch whose run took ``step_s``, of which its update took ``update_s``."""
         return samples_per_s(batch, step_s, update_s, self._steps(batch))
@@ -110,12 +107,9 @@ def finalists(pairs: list[PairRun], most: int) -> list[PairRun]:
     """Those that another run could make the answer, the fastest first; none where one pair stands alone."""
     found = [pairs[index] for index in ranked(pairs)]
     best = max((pair.samples_per_s or 0.0 for pair in found), default=0.0)
-    near = [pair for pair in found if (pair.samples_per_s or 0.0) >= (1 - _NEAR) * best and _is_short(pair)]
+    short = [pair for pair in found if isinstance(pair.outcome, BatchProbe) and pair.outcome.step_s < _SHORT_STEP_S]
+    near = [pair for pair in short if (pair.samples_per_s or 0.0) >= (1 - _NEAR) * best]
     return near[: min(_FINALISTS, most)] if len(near) > 1 and most > 1 else []
-
-
-def _is_short(pair: PairRun) -> bool:
-    return isinstance(pair.outcome, BatchProbe) and pair.outcome.step_s < _SHORT_STEP_S
 
 
 def best_original(pairs: list[PairRun]) -> int | None:

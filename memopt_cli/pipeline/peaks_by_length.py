@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 
@@ -45,8 +46,5 @@ def allocated_share(original: LevelRow) -> float:
 
 def largest(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
     """The largest of ascending lengths whose peak, which grows with them, is no larger; ``None`` if none is."""
-    low, high = 0, len(lengths)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if peak_of(lengths[middle]) <= most_bytes else (low, middle)
-    return lengths[low - 1] if low else None
+    fitting = bisect.bisect_right(lengths, most_bytes, key=peak_of)
+    return lengths[fitting - 1] if fitting else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import MeasuredSteps
@@ -32,14 +32,14 @@ class PlanMeasurements:
     def measure(self, plan: Plan) -> Measurement | Failure:
         """In a fresh subprocess, unless it was measured before."""
         if plan not in self._found:
-            with self.session() as session:
+            with self.prepared.session(self.timeout_s) as session:
                 return self.measure_in(session, plan)
-        return _outcome(self._found[plan])
+        return measurement_in(self._found[plan])
 
     def measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
         """In a subprocess at hand."""
         found = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
-        return _outcome(found)
+        return measurement_in(found)
 
     def confirm(self, row: LevelRow, most_slowdown: float = math.inf) -> LevelRow:
         """The row of a measured plan, timed anew if its step seems slower than it may be, or other than predicted.
@@ -55,8 +55,7 @@ class PlanMeasurements:
         return row
 
     def _time_in_turns(self, plan: Plan, most_slowdown: float | None) -> None:
-        with self.session() as session:
-            found = session.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown))
+        found = self.prepared.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown), self.timeout_s)
         if isinstance(found, TimedInTurns):
             self._retimed(ORIGINAL, found.original_times_s)
             self._retimed(plan, found.planned_times_s)
@@ -77,10 +76,6 @@ class PlanMeasurements:
             return None
         return MeasuredSteps(original=original.left, planned=planned.left, original_s=original.measurement.step_s)
 
-    def session(self, data: Data = "full size") -> Session:
-        """A fresh profiling subprocess, and what it may run."""
-        return self.prepared.session(self.timeout_s, data)
-
 
 def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> bool:
     if not isinstance(row.outcome, Measurement) or row.plan.is_empty:
@@ -92,5 +87,6 @@ def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> 
     return slowdown > most_slowdown or not 1 - _DOUBT <= slowdown / predicted <= 1 + _DOUBT
 
 
-def _outcome(found: Measured | Failure) -> Measurement | Failure:
+def measurement_in(found: Measured | Failure) -> Measurement | Failure:
+    """Of the answer to a :class:`MeasureJob`."""
     return found.measurement if isinstance(found, Measured) else found

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Opening, Prepared
 from memopt_cli.progress import Progress
-from memopt_cli.records import Counted, DeviceProfile, Layout, Plan, RankPrediction, predicted
+from memopt_cli.records import DeviceProfile, Layout, Plan, RankPrediction, predicted
 from memopt_cli.spec_text import is_factory, ranks_asked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """What is to be predicted."""
-
-    layout: Layout
-    rank: int | None = None
-    """``None``: the first and the last."""
-    plan: Plan
-    card: DeviceProfile | None = None
 
 
 def without_data(opening: Opening, layout: Layout) -> Opening:
@@ -48,25 +37,32 @@ def without_data(opening: Opening, layout: Layout) -> Opening:
 
 @contextlib.contextmanager
 def predicted_ranks(
-    prepared: Prepared, asked: Ranks, timeout_s: float, progress: Progress
+    prepared: Prepared,
+    layout: Layout,
+    plan: Plan,
+    timeout_s: float,
+    progress: Progress,
+    *,
+    rank: int | None = None,
+    card: DeviceProfile | None = None,
 ) -> Iterator[tuple[Session, tuple[RankPrediction, ...]]]:
-    """Predictions, and a session of the first rank that is largest.  Raises :class:`MemoptError`."""
+    """Predictions of a rank, or else of the first and the last, and a session of the first of them that is largest.
+
+    Raises :class:`MemoptError`.
+    """
     found: dict[int, RankPrediction] = {}
     with contextlib.ExitStack() as sessions:
         opened = {}
-        for rank in ranks_asked(asked.layout, asked.rank):
-            progress.stage(f"predicting rank {rank} of {asked.layout.ranks}")
-            subject = replace(prepared.subject, layout=asked.layout, rank=rank, card=asked.card)
+        for each in ranks_asked(layout, rank):
+            progress.stage(f"predicting rank {each} of {layout.ranks}")
+            subject = replace(prepared.subject, layout=layout, rank=each, card=card)
             session = replace(prepared, subject=subject).session(timeout_s, "none")
-            opened[rank] = sessions.enter_context(session)
-            found[rank] = predict(opened[rank], asked.layout, rank, asked.plan)
-        largest = max(found, key=lambda rank: found[rank].tensor_peak_bytes)
+            opened[each] = sessions.enter_context(session)
+            found[each] = predict(opened[each], layout, each, plan)
+        largest = max(found, key=lambda each: found[each].tensor_peak_bytes)
         yield opened[largest], tuple(found.values())
 
 
 def predict(session: Session, layout: Layout, rank: int, plan: Plan) -> RankPrediction:
     """The step of the rank that a session is.  Raises :class:`MemoptError`."""
-    counted = session.ask(CountJob(plan=plan, fake=True))
-    if not isinstance(counted, Counted):
-        raise_failure(counted)
-    return predicted(counted, layout, rank, plan)
+    return predicted(required(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)

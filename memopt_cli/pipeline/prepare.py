@@ -12,13 +12,15 @@ from memopt_cli import __version__
 from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.devices import resolve_device
 from memopt_cli.errors import UsageError
-from memopt_cli.measure.jobs import ORIGINAL, Data, DescribeJob, Saved, SaveJob, Subject
+from memopt_cli.measure.jobs import ORIGINAL, Answer, Data, DescribeJob, Job, Saved, SaveJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     SCHEMA_VERSION,
     STEP,
+    DeviceProfile,
+    Failure,
     FileHeader,
     InputSpec,
     ModelFacts,
@@ -52,6 +54,11 @@ class Prepared:
     def session(self, timeout_s: float, data: Data = "full size") -> Session:
         """A fresh profiling subprocess; ``timeout_s`` bounds each of its answers, ``data`` what it may run."""
         return (self.open_session or Session)(replace(self.subject, data=data), timeout_s)
+
+    def ask(self, job: Job[Answer], timeout_s: float, data: Data = "full size") -> Answer | Failure:
+        """The answer to a job, in such a subprocess of its own."""
+        with self.session(timeout_s, data) as session:
+            return session.ask(job)
 
     def at(self, batch: int) -> Prepared:
         """The same with inputs of another batch size.  Raises :class:`UsageError` where they have one alone."""
@@ -92,24 +99,24 @@ class StepRequest(Protocol):
     def timeout_s(self) -> float: ...
 
 
-def opening_of(
-    request: StepRequest,
-    settings: StepSettings,
-    *,
-    plan: Plan = ORIGINAL,
-    replicas: bool = False,
-    data: Data = "full size",
-) -> Opening:
-    """Of a command's model, what the command says of it."""
-    return Opening(
-        source=request.source,
-        spec=request.spec,
-        settings=settings,
-        timeout_s=request.timeout_s,
-        plan=plan,
-        replicas=replicas,
-        data=data,
-    )
+def opening_of(request: StepRequest, settings: StepSettings) -> Opening:
+    """Of a command's model, what every command says of it."""
+    return Opening(source=request.source, spec=request.spec, settings=settings, timeout_s=request.timeout_s)
+
+
+def recorded_here(settings: StepSettings, card: DeviceProfile | None) -> StepSettings:
+    """The settings of a step that is recorded for a card of ``--for``, which is done on the CPU.
+
+    Raises :class:`UsageError` for a device of its own.
+    """
+    if card is None:
+        return settings
+    if settings.device.startswith("cuda"):
+        raise UsageError(
+            f"--device {settings.device} runs the step, and --for {card.name} estimates it for a device elsewhere",
+            hint="Keep one of them.",
+        )
+    return replace(settings, device="cpu")
 
 
 def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:

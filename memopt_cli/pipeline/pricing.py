@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
-from memopt_cli.measure.jobs import ORIGINAL, ChunkingJob, Traced
+from memopt_cli.measure.jobs import ORIGINAL, ChunkingJob
 from memopt_cli.pipeline.scaled_models import ScaledModels, seconds_at
 from memopt_cli.pipeline.search_probes import SearchProbes, rule_in
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
 from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.scaled import ScaledStep
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchProbe,
@@ -31,26 +29,13 @@ from memopt_cli.units import counted, format_bytes, format_seconds
 class Pricing:
     """Asks a planner at one batch after another; its dry runs are sums."""
 
-    step: InitVar[ScaledStep]
-    record: InitVar[Callable[[Plan, int], Traced | Failure | NotTried]]
-    """A step under a plan, recorded at a batch."""
+    models: ScaledModels
     probes: SearchProbes
     options: SearchOptions
     progress: Progress
-    runs: Callable[[], list[tuple[Plan, BatchProbe]]]
-    """Of the original and of plans that were priced, so far."""
     priced: int = 0
     """Plans so far."""
-    _models: ScaledModels = field(init=False)
     _planners: dict[int, Planner] = field(default_factory=dict)
-
-    def __post_init__(self, step: ScaledStep, record: Callable[[Plan, int], Traced | Failure | NotTried]) -> None:
-        self._models = ScaledModels(step=step, record=record, runs=self._runs_of_original)
-
-    @property
-    def update_s(self) -> float:
-        """Seconds of the update in a step, as far as they are known."""
-        return self._models.update_s
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:
         """The fastest plan at a batch that takes no more by the sums; ``None`` if none does."""
@@ -69,17 +54,17 @@ class Pricing:
 
     def peak_bytes(self, plan: Plan, batch: int) -> int:
         """The allocated peak of a plan that was found."""
-        return self._models.known(plan, batch).predict(plan).allocated_peak_bytes
+        return self.models.known(plan, batch).predict(plan).allocated_peak_bytes
 
     def step_s(self, plan: Plan, batch: int) -> float:
         """Seconds of a step under a plan that was found."""
-        return self.original_s(batch) * self._models.slowdown(plan, batch)
+        return self.original_s(batch) * self.models.slowdown(plan, batch)
 
     def original_s(self, batch: int) -> float:
         """Seconds of the original's step: by its runs and those that tell of it, or without one by its flops."""
         runs = self._telling_runs()
         if not runs:
-            return self._models.known(ORIGINAL, batch).step_s
+            return self.models.known(ORIGINAL, batch).step_s
         return seconds_at(batch, runs)
 
     @property
@@ -89,14 +74,11 @@ class Pricing:
 
     def _telling_runs(self) -> list[BatchProbe]:
         """Those of the original; while they are of one batch, or none, also those of plans, without their slowdown."""
-        runs = self._runs_of_original()
+        runs = self.models.runs_of_original()
         if len({run.batch for run in runs}) < 2:
-            planned = [(plan, run) for plan, run in self.runs() if plan != ORIGINAL]
-            runs += [replace(run, step_s=run.step_s / self._models.slowdown(plan, run.batch)) for plan, run in planned]
+            planned = [(plan, run) for plan, run in self.models.runs() if plan != ORIGINAL]
+            runs += [replace(run, step_s=run.step_s / self.models.slowdown(plan, run.batch)) for plan, run in planned]
         return runs
-
-    def _runs_of_original(self) -> list[BatchProbe]:
-        return [run for plan, run in self.runs() if plan == ORIGINAL]
 
     # ------------------------------------------------------------------------------------------ at one batch
 
@@ -111,7 +93,7 @@ class Pricing:
                 trace=lambda plan: self._trace(plan, batch),
                 late=self.probes.late,
             )
-            trace = self._models.known(ORIGINAL, batch).trace
+            trace = self.models.known(ORIGINAL, batch).trace
             self._planners[batch] = Planner(trace, CountedPlan(plan=ORIGINAL, counted=first), probes, self.options)
         return self._planners[batch]
 
@@ -119,12 +101,12 @@ class Pricing:
         return rule_in(self.probes.ask(ChunkingJob(path=path, allow_inexact=self.options.allow_inexact)))
 
     def _trace(self, plan: Plan, batch: int) -> StepTrace | Failure | NotTried:
-        model = self._models.of(plan, batch)
+        model = self.models.of(plan, batch)
         return model.trace if isinstance(model, CostModel) else model
 
     def _counted(self, plan: Plan, batch: int) -> Counted | Failure | NotTried:
         """The peak of a plan by the sums, in place of a dry run."""
-        model = self._models.of(plan, batch)
+        model = self.models.of(plan, batch)
         if not isinstance(model, CostModel):
             return model
         self.priced += 1

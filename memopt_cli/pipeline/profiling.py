@@ -6,16 +6,16 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import accumulate
 
 from memopt_cli.contents import read_plan
 from memopt_cli.errors import OptionError, StepError
 from memopt_cli.estimation import estimate, timed
-from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, Data, Measured, MeasureJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, Data, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.on_card import recorded_here
-from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.prediction import predicted_ranks, without_data
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,
@@ -58,7 +58,8 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     without_parameters = fake and is_factory(request.source.location)
     data: Data = "none" if without_parameters else "small batch" if fake else "full size"
     settings = recorded_here(request.settings, request.card)
-    prepared = prepare(opening_of(request, settings, data=data), progress=progress, ask=ask)
+    opening = replace(opening_of(request, settings), data=data)
+    prepared = prepare(opening, progress=progress, ask=ask)
     return profile_prepared(
         prepared,
         plan,
@@ -82,13 +83,12 @@ def _profile_ranks(
     """The same of one rank of many: of those that are asked for, the first that is largest."""
     opening = without_data(opening_of(request, request.settings), layout)
     prepared = prepare(opening, progress=progress, ask=ask)
-    asked = Ranks(layout=layout, rank=request.rank, plan=plan, card=request.card)
-    notes = list(prepared.notes)
-    with predicted_ranks(prepared, asked, request.timeout_s, progress) as (session, ranks):
+    notes, timeout_s = list(prepared.notes), request.timeout_s
+    predicted = predicted_ranks(prepared, layout, plan, timeout_s, progress, rank=request.rank, card=request.card)
+    with predicted as (session, ranks):
         progress.stage("recording a step")
         traced = record_step(session, plan, None, notes)
-    found = replace(_profile(prepared, plan, None, traced, notes), ranks=ranks)
-    return found if request.card is None else replace(found, estimate=estimate(traced.trace, request.card))
+    return replace(_profile(prepared, plan, None, traced, notes, request.card), ranks=ranks)
 
 
 def profile_prepared(
@@ -136,28 +136,22 @@ def profile_prepared(
         notes.append(
             f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {compiled.broken}."
         )
-    found = replace(
-        _profile(prepared, plan, measured, traced, notes),
-        compiled=compiled if isinstance(compiled, CompiledStep) else None,
-    )
-    return found if card is None else replace(found, estimate=estimate(traced.trace, card))
+    found = _profile(prepared, plan, measured, traced, notes, card)
+    return replace(found, compiled=compiled if isinstance(compiled, CompiledStep) else None)
 
 
 def _compiled(
     prepared: Prepared, plan: Plan, backend: str, timeout_s: float, progress: Progress
 ) -> CompiledStep | OutOfMemory:
     progress.stage("measuring a compiled step")
-    with prepared.session(timeout_s) as session:
-        found = session.ask(CompiledJob(plan=plan, backend=backend))
-    return found if isinstance(found, CompiledStep | OutOfMemory) else raise_failure(found, f"compiled by {backend}: ")
+    found = prepared.ask(CompiledJob(plan=plan, backend=backend), timeout_s)
+    return found if isinstance(found, OutOfMemory) else required(found, f"compiled by {backend}: ")
 
 
 def _measure(session: Session, plan: Plan, progress: Progress) -> Measurement | OutOfMemory:
     progress.stage("measuring a step")
     measured = session.ask(MeasureJob(plan=plan))
-    if isinstance(measured, Measured):
-        return measured.measurement
-    return measured if isinstance(measured, OutOfMemory) else raise_failure(measured)
+    return measured if isinstance(measured, OutOfMemory) else required(measured).measurement
 
 
 def record_step(
@@ -188,8 +182,7 @@ def record_step(
             )
             on_data = replace(job, fake=False)
             traced = session.ask(on_data) if traced.fake else replace(traced, dry_run_bytes=None)
-    if not isinstance(traced, Traced):
-        raise_failure(traced, "a step of the model could not be recorded: ")
+    traced = required(traced, "a step of the model could not be recorded: ")
     if traced.note:
         notes.append(f"{traced.note}; {consequence}.")
     notes.extend(f"{reason}." for reason in traced.unknown)
@@ -197,7 +190,12 @@ def record_step(
 
 
 def _profile(
-    prepared: Prepared, plan: Plan, measured: Measurement | OutOfMemory | None, traced: Traced, notes: list[str]
+    prepared: Prepared,
+    plan: Plan,
+    measured: Measurement | OutOfMemory | None,
+    traced: Traced,
+    notes: list[str],
+    card: DeviceProfile | None,
 ) -> StepProfile:
     trace = traced.trace
     live = live_bytes(trace)
@@ -219,6 +217,7 @@ def _profile(
         flops=sum(op.flops for op in trace.ops),
         notes=tuple(notes),
         trace=trace,
+        estimate=None if card is None else estimate(trace, card),
     )
 
 
@@ -229,11 +228,7 @@ def live_bytes(trace: StepTrace) -> tuple[int, ...]:
         change[s.born + 1] += s.nbytes
         if s.died is not None:
             change[s.died + 1] -= s.nbytes
-    total, live = 0, []
-    for difference in change:
-        total += difference
-        live.append(total)
-    return tuple(live)
+    return tuple(accumulate(change))
 
 
 def phase_peaks(trace: StepTrace, live: tuple[int, ...]) -> tuple[PhasePeak, ...]:

@@ -14,15 +14,15 @@ from memopt_cli import __version__
 from memopt_cli.devices import resolve_device
 from memopt_cli.errors import MemoptError, Terminated, first_line
 from memopt_cli.measure.conditions import conditions_of
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, MeasureJob
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.optimization import optimize
+from memopt_cli.pipeline.plan_measurements import measurement_in
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.recommendation import recommend_batch
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchRequest,
-    Counted,
     Failure,
     InputSpec,
     LevelRow,
@@ -180,8 +180,10 @@ def _optimized(case: _Case, device: str) -> Iterator[SelftestRow]:
     yield _verified(case.name, summary)
     rows = {row.level: row for row in summary.levels}
     original, planned = rows[0], rows[summary.applied_level]
-    yield _predicted(case.name, "original", original)
-    yield _predicted(case.name, "plan", planned)
+    for what, row in (("original", original), ("plan", planned)):
+        promise = f"the peak of the {what} is predicted within {_CLOSE:.0%}"
+        predicted = row.predicted_allocated_peak_bytes
+        yield _compared(case.name, promise, "not predicted" if predicted is None else predicted, _peak_of(row.outcome))
     yield _smaller(case.name, original, planned)
 
 
@@ -190,12 +192,6 @@ def _verified(name: str, summary: MemOptSummary) -> SelftestRow:
     seen = "not compared" if found is None else "equal" if found.passed else found.difference
     holds = found is not None and found.passed
     return SelftestRow(name=name, promise="the plan computes the same", seen=seen, holds=holds)
-
-
-def _predicted(name: str, what: str, row: LevelRow) -> SelftestRow:
-    promise = f"the peak of the {what} is predicted within {_CLOSE:.0%}"
-    predicted = row.predicted_allocated_peak_bytes
-    return _compared(name, promise, "not predicted" if predicted is None else predicted, _peak_of(row.outcome))
 
 
 def _smaller(name: str, original: LevelRow, planned: LevelRow) -> SelftestRow:
@@ -236,25 +232,15 @@ def _compared(name: str, promise: str, predicted: int | str, measured: int | str
 def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
     """Of a step with an optimizer: measured, and predicted on tensors without data."""
     with _prepared(case, device).session(_TIMEOUT_S) as session:
-        outcome = _measurement(session.ask(MeasureJob(plan=ORIGINAL)))
-        counted = session.ask(CountJob(plan=ORIGINAL, fake=True))
-    if not isinstance(counted, Counted):
-        raise_failure(counted, "without data it could not be run: ")
+        outcome = measurement_in(session.ask(MeasureJob(plan=ORIGINAL)))
+        counted = required(session.ask(CountJob(plan=ORIGINAL, fake=True)), "without data it could not be run: ")
     predicted = {peak.phase: peak.allocated_peak_bytes for peak in counted.phases}
     measured = {peak.phase: peak.allocated_peak_bytes for peak in getattr(outcome, "phases", ())}
-    for phase in _phases_of(case.settings):
+    without = "no such phase measured" if isinstance(outcome, Measurement) else describe(outcome)
+    phases = ("forward", "backward", "update") if case.settings.clip_norm is None else get_args(Phase)
+    for phase in phases:
         promise = f"the peak of its {phase} is predicted within {_CLOSE:.0%}"
-        yield _compared(
-            case.name, promise, predicted.get(phase, "not predicted"), measured.get(phase, _reason(outcome))
-        )
-
-
-def _reason(outcome: Measurement | Failure) -> str:
-    return "no such phase measured" if isinstance(outcome, Measurement) else describe(outcome)
-
-
-def _phases_of(settings: StepSettings) -> tuple[Phase, ...]:
-    return ("forward", "backward", "update") if settings.clip_norm is None else get_args(Phase)
+        yield _compared(case.name, promise, predicted.get(phase, "not predicted"), measured.get(phase, without))
 
 
 def _prepared(case: _Case, device: str) -> Prepared:
@@ -264,7 +250,8 @@ def _prepared(case: _Case, device: str) -> Prepared:
 
 def _repeated(case: _Case, device: str) -> Iterator[SelftestRow]:
     prepared = _prepared(case, device)
-    first, second = (_tensor_peak(_measured(prepared)) for _ in range(2))
+    runs = (_measured(prepared) for _ in range(2))
+    first, second = (run.tensor_peak_bytes if isinstance(run, Measurement) else describe(run) for run in runs)
     yield SelftestRow(
         name=case.name,
         promise="the tensor peak repeats to the byte",
@@ -273,18 +260,9 @@ def _repeated(case: _Case, device: str) -> Iterator[SelftestRow]:
     )
 
 
-def _tensor_peak(outcome: Measurement | Failure) -> int | str:
-    return outcome.tensor_peak_bytes if isinstance(outcome, Measurement) else describe(outcome)
-
-
 def _measured(prepared: Prepared) -> Measurement | Failure:
     """A step in a subprocess of its own."""
-    with prepared.session(_TIMEOUT_S) as session:
-        return _measurement(session.ask(MeasureJob(plan=ORIGINAL)))
-
-
-def _measurement(answer: Measured | Failure) -> Measurement | Failure:
-    return answer.measurement if isinstance(answer, Measured) else answer
+    return measurement_in(prepared.ask(MeasureJob(plan=ORIGINAL), _TIMEOUT_S))
 
 
 def _recommended(case: _Case, device: str) -> Iterator[SelftestRow]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import MeasurementError
 from memopt_cli.measure.jobs import VerifyJob
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.pipeline.in_backward import does_not_run
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import verified, verified_by_fingerprints
 from memopt_cli.progress import Progress
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan, StepFailed, Verification, describe
@@ -22,9 +22,8 @@ def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
 
     Raises :class:`MeasurementError` if no level could be run.
     """
-    measured = [row for row in (rows[0], chosen) if row is not None and isinstance(row.outcome, Measurement)]
-    best = min(reversed(measured), key=_allocated, default=None)
-    if best is None:
+    measured = [(row, row.outcome) for row in (chosen, rows[0]) if row and isinstance(row.outcome, Measurement)]
+    if not measured:
         failure = rows[-1].outcome
         assert failure is not None
         assert not isinstance(failure, Measurement)
@@ -32,6 +31,7 @@ def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
             f"no plan up to level {rows[-1].level} could be run: {describe(failure)}",
             hint="Try a smaller batch (--dim B=1 where the shape says B), or a machine with more memory.",
         )
+    best, _ = min(measured, key=lambda found: found[1].allocated_peak_bytes)
     return best
 
 
@@ -65,12 +65,11 @@ class Prover:
         if best.plan.in_backward and fails and not self.is_asked_for:
             best = self._without_in_backward(best, found)
             found = self._verify(best.plan)
-        if isinstance(found, StepFailed) and _has_chunks(best) and not self.is_asked_for:
+        if isinstance(found, StepFailed) and best.plan.has_chunks and not self.is_asked_for:
             self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
             best = self._without_chunks()
             found = self._verify(best.plan)
-        if not isinstance(found, Verification):
-            raise_failure(found, "verification could not be run: ")
+        found = required(found, "verification could not be run: ")
         return (best, found) if found.passed or self.is_asked_for else self._narrowed(best, found)
 
     def fault(self, plan: Plan) -> str:
@@ -81,16 +80,25 @@ class Prover:
     def _without_in_backward(self, best: LevelRow, found: Verification | Failure) -> LevelRow:
         """The row of the same plan with the optimizer's step after backward, in place of it."""
         self.notes.append(does_not_run(_fault(found)))
-        plan = best.plan.of_model
-        row = replace(best, plan=plan, outcome=self.measurements.measure(plan), predicted_tensor_peak_bytes=None)
-        row = replace(row, predicted_allocated_peak_bytes=None)
+        return self._put(best, best.plan.of_model, best.predicted_slowdown)
+
+    def _put(self, best: LevelRow, plan: Plan, predicted_slowdown: float | None) -> LevelRow:
+        """Another plan, measured, in place of a row's; the row to apply then."""
+        row = replace(
+            best,
+            plan=plan,
+            outcome=self.measurements.measure(plan),
+            predicted_tensor_peak_bytes=None,
+            predicted_allocated_peak_bytes=None,
+            predicted_slowdown=predicted_slowdown,
+        )
         self.rows[self.rows.index(best)] = row
         return applied_row(self.rows, row)
 
     def _without_chunks(self) -> LevelRow:
         """The best row whose plan runs nothing in chunks."""
         rows = self.rows
-        at = max(at for at, row in enumerate(rows) if not _has_chunks(row))
+        at = max(at for at, row in enumerate(rows) if not row.plan.has_chunks)
         if rows[at].outcome is None:
             rows[at] = replace(rows[at], outcome=self.measurements.measure(rows[at].plan))
         self.replaced = True
@@ -102,11 +110,8 @@ class Prover:
         plan, left_out = self._agreeing(best.plan, failed)
         row = self.rows[0]
         if plan.segments or plan.packed:
-            row = replace(best, plan=plan, outcome=self.measurements.measure(plan), predicted_tensor_peak_bytes=None)
-            row = replace(row, predicted_allocated_peak_bytes=None, predicted_slowdown=None)
+            row = self._put(best, plan, predicted_slowdown=None)
             self.replaced = True
-            self.rows[self.rows.index(best)] = row
-            row = applied_row(self.rows, row)
         found = self._verify(row.plan)
         if not isinstance(found, Verification) or not found.passed:
             return best, failed
@@ -117,13 +122,10 @@ class Prover:
 
     def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, dict[str, str]]:
         """What of a plan does as the original does, at the sizes at which it failed; see :func:`agreeing`."""
-        with contextlib.ExitStack() as stack:
-            sessions = [stack.enter_context(self.measurements.session())]
+        with Sessions(self.measurements.prepared, self.measurements.timeout_s, "full size", notes=[]) as session:
 
             def verify(plan: Plan) -> Verification | None:
-                if sessions[-1].ended:
-                    sessions.append(stack.enter_context(self.measurements.session()))
-                found = sessions[-1].ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
+                found = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
                 return found if isinstance(found, Verification) else None
 
             return agreeing(plan, verify)
@@ -141,12 +143,3 @@ class Prover:
 
 def _fault(found: Verification | Failure) -> str:
     return found.difference if isinstance(found, Verification) else describe(found)
-
-
-def _has_chunks(row: LevelRow) -> bool:
-    return row.plan.has_chunks
-
-
-def _allocated(row: LevelRow) -> int:
-    assert isinstance(row.outcome, Measurement)
-    return row.outcome.allocated_peak_bytes

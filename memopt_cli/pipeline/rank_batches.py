@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import read_plan
 from memopt_cli.errors import NothingFitsError
-from memopt_cli.measure.jobs import ORIGINAL, Data
-from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, looped_over, optimizer_left_out
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, looped_over, memory_left_out
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.memory_limit import limits_elsewhere
 from memopt_cli.pipeline.prediction import without_data
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     BatchRequest,
@@ -34,7 +33,7 @@ from memopt_cli.records import (
     predicted,
 )
 from memopt_cli.spec_text import ranks_asked
-from memopt_cli.units import counted, format_bytes
+from memopt_cli.units import counted
 
 
 def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> RanksRecommendation:
@@ -43,8 +42,9 @@ def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if the smallest batch fits nowhere.
     """
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
-    opening = without_data(opening_of(request, request.settings, plan=plan or ORIGINAL), request.layouts[-1])
-    return recommend_ranks_prepared(request, prepare(opening, progress=progress, ask=ask), plan, progress)
+    opening = without_data(opening_of(request, request.settings), request.layouts[-1])
+    prepared = prepare(replace(opening, plan=plan or ORIGINAL), progress=progress, ask=ask)
+    return recommend_ranks_prepared(request, prepared, plan, progress)
 
 
 def recommend_ranks_prepared(
@@ -59,7 +59,7 @@ def recommend_ranks_prepared(
         prepared=replace(prepared, subject=replace(prepared.subject, card=request.card)),
         progress=progress,
         limits=limits,
-        notes=[*prepared.notes, *optimizer_left_out(prepared)],
+        notes=[*prepared.notes, *memory_left_out(prepared, "twice the bytes of a rank's parameters")],
     )
     interrupted = False
     try:
@@ -73,7 +73,7 @@ def recommend_ranks_prepared(
     job.check()
     return RanksRecommendation(
         header=file_header(prepared),
-        limit=job.limit,
+        limit=limits.text,
         rows=tuple(job.rows),
         fewest_ranks=job.fitting[0].layout.ranks,
         notes=tuple(job.notes),
@@ -101,11 +101,6 @@ class _Job:
     def fitting(self) -> list[RanksRow]:
         """Rows of which a batch fits."""
         return [row for row in self.rows if isinstance(row.outcome, RankBatch)]
-
-    @property
-    def limit(self) -> str:
-        """For people."""
-        return f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name})"
 
     def find(self, layout: Layout, plan: Plan | None) -> Iterator[RanksRow]:
         """A row without the plan, and one under it."""
@@ -136,7 +131,7 @@ class _Job:
         ranks = counted(most.layout.ranks, "rank")
         more_ranks = "" if most.layout.parallel == "ddp" else "more ranks, "  # each has all of the model there
         raise NothingFitsError(
-            f"not even batch {most.outcome.batch} of each rank{under} fits into {self.limit} on {ranks}: "
+            f"not even batch {most.outcome.batch} of each rank{under} fits into {self.limits.text} on {ranks}: "
             f"{most.outcome.reason}",
             hint=f"Give more --memory, {more_ranks}smaller inputs, or with --plan a plan for these ranks.",
         )
@@ -177,11 +172,7 @@ class _Job:
         """The largest batch within the limits, and a dry run of it."""
         subject = replace(self.prepared.subject, layout=layout, rank=rank)
         of_rank = replace(self.prepared, subject=subject)
-
-        def open_session(data: Data) -> Session:
-            return of_rank.session(self.request.timeout_s, data)
-
-        with Sessions(open_session, lambda: self.notes.append(SESSION_LOST), "none") as session:
+        with Sessions(of_rank, self.request.timeout_s, "none", self.notes) as session:
             place = f"rank {rank} of {layout.ranks}"
             probes = BatchProbes(session=session, plan=plan, progress=self.progress, place=place)
             first = probes.count(start)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from memopt_cli.optimizer_text import IN_MEMORY
@@ -56,15 +56,10 @@ def _unreachable_alone(module: ModuleType | None, name: str) -> str:
 def unreachable(name: str) -> str:
     """Why a subprocess cannot import a qualified name, or empty."""
     package, _, rest = name.partition(".")
-    return _unreachable_in_main(rest) if package == "__main__" else _unreachable_by_import(package)
-
-
-def _unreachable_by_import(package: str) -> str:
-    """Why an import that does not know the package yet would not find it, or empty."""
-    if package in sys.builtin_module_names:
-        return ""
-    found = any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
-    return "" if found else "it was not imported from a file"
+    if package == "__main__":
+        return _unreachable_in_main(rest)
+    is_found = any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
+    return "" if is_found else "it was not imported from a file"
 
 
 def main_script() -> Path | None:
@@ -97,17 +92,13 @@ def _called_from_main_part(tree: ast.Module) -> bool:
     frame: FrameType | None = sys._getframe()
     module_level: FrameType | None = None
     while frame is not None:
-        if frame.f_globals is vars(sys.modules["__main__"]) and _is_module(frame.f_code):
+        if frame.f_globals is vars(sys.modules["__main__"]) and frame.f_code.co_name == "<module>":
             module_level = frame
         frame = frame.f_back
     if module_level is None:
         return False
     line = module_level.f_lineno
     return any(node.lineno <= line <= (node.end_lineno or line) for node in tree.body if _is_main_part(node))
-
-
-def _is_module(code: CodeType) -> bool:
-    return code.co_name == "<module>"
 
 
 def _is_main_part(node: ast.stmt) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +23,10 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
-from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of, limits_without_runs
-from memopt_cli.pipeline.on_card import recorded_here
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
 from memopt_cli.pipeline.replicas import check_replicas
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Accumulation,
@@ -37,15 +37,17 @@ from memopt_cli.records import (
     BatchRequest,
     DimRange,
     Failure,
+    FileHeader,
     LengthBatching,
+    ModelFacts,
     NoBatchFits,
     Plan,
     StepSettings,
     to_data,
 )
 from memopt_cli.spec_text import is_factory
-from memopt_cli.units import format_bytes, format_copies
-from memopt_cli.write import check_targets, content, write_all
+from memopt_cli.units import format_copies
+from memopt_cli.write import Fill, check_targets, content, write_all
 
 
 def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> BatchRecommendation:
@@ -59,13 +61,8 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
         check_targets([Path(request.output)], force=request.force, model=request.source.location)
     check_replicas(request)
     settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
-    opening = opening_of(
-        request,
-        settings,
-        plan=plan or ORIGINAL,
-        replicas=request.replicas is not None,
-        data=data_of(request),
-    )
+    opening = opening_of(request, settings)
+    opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     return recommend_prepared(request, prepared, plan, lengths, progress)
 
@@ -104,7 +101,8 @@ def recommend_prepared(
         prepared = replace(prepared, subject=replace(prepared.subject, card=request.card))
         notes.append(_ESTIMATED.format(request.card.name))
     elif request.fake:
-        limits = limits_without_runs(request.memory, device, request.multiple_of)
+        limits = limits_of(request.memory, device, math.inf, request.multiple_of)
+        limits = replace(limits, runnable_bytes=0, probes=0)
         notes.append(_PREDICTED)
     else:
         limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
@@ -126,10 +124,9 @@ def recommend_prepared(
         longest=longest,
         search=search,
     )
-    open_session = functools.partial(prepared.session, request.timeout_s)
     try:
         data: Data = "small batch" if request.runs else data_of(request)
-        with Sessions(open_session, lambda: notes.append(SESSION_LOST), data) as session:
+        with Sessions(prepared, request.timeout_s, data, notes) as session:
             found = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # on its way here it has ended the subprocess
         if not job.proven:
@@ -202,7 +199,7 @@ class _Job:
         return BatchRecommendation(
             header=file_header(self.prepared),
             objective=self.request.objective,
-            limit=self._limit,
+            limit=self.limits.text,
             rows=tuple(case.row() for case in cases),
             chosen=cases.index(main),
             batch=self._chosen(main),
@@ -232,7 +229,7 @@ class _Job:
         assert isinstance(smallest, NoBatchFits)
         copies = f" of {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
         raise NothingFitsError(
-            f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self._limit}: {smallest.reason}",
+            f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self.limits.text}: {smallest.reason}",
             hint="Give more --memory or smaller inputs, or a plan of memopt optimize with --plan.",
         )
 
@@ -291,10 +288,6 @@ class _Job:
             probe=probe,
         )
 
-    @property
-    def _limit(self) -> str:
-        return f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name})"
-
     def _chosen(self, main: Case) -> int:
         outcome = main.search.outcome()
         assert not isinstance(outcome, NoBatchFits)
@@ -305,11 +298,10 @@ class _Job:
     def _note_accumulation(self, found: Accumulation, main: Case) -> None:
         if main.search.runs.fitting and found.batch not in main.search.runs:
             self.notes.append(f"Batch {found.batch} was not run itself; a larger one was.")
-        has_batch_norms = bool(self.prepared.facts.batch_norms)
-        self.notes += accumulation_notes(found, has_batch_norms=has_batch_norms, was_run=self.request.runs)
+        self.notes += accumulation_notes(found, self.prepared.facts, was_run=self.request.runs)
 
 
-def accumulation_notes(found: Accumulation, *, has_batch_norms: bool, was_run: bool = True) -> Iterator[str]:
+def accumulation_notes(found: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:
     """How training by accumulation differs from what was run, or estimated, or from one large batch."""
     how = "Every step was run with" if was_run else "The peaks are those of a step with"
     yield f"{how} the gradients of earlier ones in memory, as accumulation does."
@@ -318,7 +310,7 @@ def accumulation_notes(found: Accumulation, *, has_batch_norms: bool, was_run: b
             f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "
             f"{found.steps} × {found.batch} are {found.batch * found.steps}."
         )
-    if found.steps > 1 and has_batch_norms:
+    if found.steps > 1 and facts.batch_norms:
         yield (
             f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "
             f"{found.global_batch}, so accumulation is not the same training step as one large batch."
@@ -346,9 +338,13 @@ def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
 
 def _write(found: BatchRecommendation, request: BatchRequest) -> tuple[str, ...]:
     assert request.output is not None
-    shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=found.batch))
-    data = batch_yaml(found.header, shaping=to_data(shaping), recommended=_recommended(found))
-    return write_all({Path(request.output): content(data)}, force=request.force)
+    return write_all({Path(request.output): batch_file(found.header, _recommended(found))}, force=request.force)
+
+
+def batch_file(header: FileHeader, recommended: Mapping[str, Any]) -> Fill:
+    """A ``*.batch.yaml``: batches of the recommended size, and what that rests on."""
+    shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=recommended["batch_size"]))
+    return content(batch_yaml(header, shaping=to_data(shaping), recommended=recommended))
 
 
 def _recommended(found: BatchRecommendation) -> Mapping[str, Any]:

@@ -13,11 +13,11 @@ from memopt_cli.contents import baseline_json, read_measured, read_plan
 from memopt_cli.devices import resolve_device
 from memopt_cli.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.errors import BaselineError, UnsafeFileError
-from memopt_cli.measure.jobs import ConditionsJob, Measured, MeasureJob, RecordJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
-from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prediction import Ranks, predicted_ranks, without_data
+from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.prediction import predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, StepRequest, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.profiling import is_alive, live_bytes, saved_tensors
 from memopt_cli.progress import Ask, Progress
@@ -65,12 +65,13 @@ def record_prepared(request: BaselineRequest, prepared: Prepared, progress: Prog
     with _session(prepared, request.layout, plan, request.timeout_s, progress) as (session, rank):
         measured = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
-            conditions=replace(_conditions(session), layout=request.layout),
+            conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout),
             memory=_memory(session, rank, plan, progress),
         )
     spec = prepared.subject.spec
     lengths = _shorter_lengths(plan, spec)
-    measured = replace(measured, shorter=_shorter(request, lengths, prepared, request.layout, progress))
+    shorter = _shorter(prepared, plan, lengths, request.layout, request.timeout_s, progress)
+    measured = replace(measured, shorter=shorter)
     (file,) = write_all({target: content(baseline_json(measured))}, force=request.force)
     return BaselineResult(baseline=measured, file=file, notes=tuple(_left_out(plan, spec)))
 
@@ -95,7 +96,7 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
         raise BaselineError(
             f"{request.baseline_path} is a summary of memopt optimize, not a baseline", hint=_record_anew(request)
         )
-    _refuse_reach(request, before)
+    _refuse_reach(request, before, before.conditions)
     return before, _settings(request, before.conditions.settings)
 
 
@@ -105,11 +106,12 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared, 
     plan, layout = _plan(request.plan_path, prepared), _layout(request, before)
     now = replace(before, header=replace(file_header(prepared), model=request.source.location))
     with prepared.session(request.timeout_s, _DATA if layout is None else "none") as session:
-        now = replace(now, conditions=replace(_conditions(session), layout=layout))
+        now = replace(now, conditions=replace(required(session.ask(ConditionsJob())), layout=layout))
     _require_alike(request, before, now)
     with _session(prepared, layout, plan, request.timeout_s, progress) as (session, rank):
         memory = _memory(session, rank, plan, progress)
-    shorter = _shorter(request, [(step.dim, step.size) for step in before.shorter], prepared, layout, progress)
+    lengths = [(step.dim, step.size) for step in before.shorter]
+    shorter = _shorter(prepared, plan, lengths, layout, request.timeout_s, progress)
     return compare(before, replace(now, memory=memory, shorter=shorter), request.limits)
 
 
@@ -124,20 +126,20 @@ def compare_files(before: str, after: str) -> Comparison:
 # ---------------------------------------------------------------------------------------------- the same step again
 
 
-def _refuse_reach(request: CheckRequest, before: Baseline) -> None:
+def _refuse_reach(request: CheckRequest, before: Baseline, conditions: Conditions) -> None:
     """A baseline is data, which may have come with the model: it runs nothing, and reads nothing but beside itself.
 
     What it ran, or read elsewhere, is used again where the user says so.
     """
     spec, described, missing = before.header.spec, _describes(request.spec), {}
-    if before.conditions and before.conditions.settings.loss and not request.loss:
-        missing["--loss"] = before.conditions.settings.loss
-    optimizer = parse_optimizer(before.conditions.settings.optimizer if before.conditions else "")
+    if conditions.settings.loss and not request.loss:
+        missing["--loss"] = conditions.settings.loss
+    optimizer = parse_optimizer(conditions.settings.optimizer)
     if isinstance(optimizer, MadeOptimizer) and not request.optimizer:
         missing["--optimizer"] = optimizer.reference
     if spec.script and not described:
         missing["--input-script"] = spec.script
-    layout = before.conditions.layout if before.conditions else None
+    layout = conditions.layout
     if layout is not None and request.layout is None and not is_built_in(layout.parallel):
         mesh = ",".join(f"{name}={length}" for name, length in layout.mesh.items())
         missing |= {"--parallel": layout.parallel, "--ranks": str(layout.ranks), "--mesh": mesh}
@@ -256,7 +258,7 @@ def _session(
         with prepared.session(timeout_s, _DATA) as session:
             yield session, None
         return
-    with predicted_ranks(prepared, Ranks(layout=layout, plan=plan), timeout_s, progress) as (session, ranks):
+    with predicted_ranks(prepared, layout, plan, timeout_s, progress) as (session, ranks):
         yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
 
 
@@ -284,69 +286,47 @@ def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
 
 
 def _shorter(
-    request: BaselineRequest | CheckRequest,
-    lengths: Sequence[tuple[str, int]],
     prepared: Prepared,
+    plan: Plan,
+    lengths: Sequence[tuple[str, int]],
     layout: Layout | None,
+    timeout_s: float,
     progress: Progress,
 ) -> tuple[ShorterStep, ...]:
     """The step at each of these lengths."""
-    plan = _plan(request.plan_path, prepared)
     found = []
     for dim, size in lengths:
         sized = prepared.sized(dim, size)
         progress.stage(f"{dim}={size}")
-        with _session(sized, layout, plan, request.timeout_s, progress) as (session, rank):
+        with _session(sized, layout, plan, timeout_s, progress) as (session, rank):
             memory = _memory(session, rank, plan, progress)
         found.append(ShorterStep(dim=dim, size=size, memory=replace(memory, plan=plan.at({dim: size}))))
     return tuple(found)
 
 
-def _conditions(session: Session) -> Conditions:
-    """Where the step will be run, and how."""
-    found = session.ask(ConditionsJob())
-    return found if isinstance(found, Conditions) else raise_failure(found)
-
-
 def _memory(session: Session, rank: RankPrediction | None, plan: Plan, progress: Progress) -> StepMemory:
-    return _measure(session, plan, progress) if rank is None else _predicted(session, rank, progress)
-
-
-def _measure(session: Session, plan: Plan, progress: Progress) -> StepMemory:
-    progress.stage("measuring a step")
-    measured = session.ask(MeasureJob(plan=plan))
-    if not isinstance(measured, Measured):
-        raise_failure(measured)
+    """What the step takes, measured; or that of a rank, predicted."""
+    if rank is None:
+        progress.stage("measuring a step")
+        measured = required(session.ask(MeasureJob(plan=plan))).measurement
+        progress.stage("recording a step")
+        trace = required(session.ask(RecordJob(plan=plan)), "a step of the model could not be recorded: ")
+        return _memory_of(plan, trace, measured, measured.breakdown, measured.step_s)
     progress.stage("recording a step")
-    recorded = session.ask(RecordJob(plan=plan))
-    if not isinstance(recorded, StepTrace):
-        raise_failure(recorded, "a step of the model could not be recorded: ")
-    return _step_memory(plan, measured.measurement, recorded)
-
-
-def _predicted(session: Session, rank: RankPrediction, progress: Progress) -> StepMemory:
-    progress.stage("recording a step")
-    traced = session.ask(TraceJob(plan=rank.plan, fake=True))
-    if not isinstance(traced, Traced):
-        raise_failure(traced, "a step of the rank could not be recorded: ")
-    trace = traced.trace
-    return _memory_of(rank.plan, trace, trace.tensor_peak_bytes, trace.allocated_peak_bytes, 0.0, rank.breakdown)
-
-
-def _step_memory(plan: Plan, measured: Measurement, trace: StepTrace) -> StepMemory:
-    peaks = measured.tensor_peak_bytes, measured.allocated_peak_bytes
-    return _memory_of(plan, trace, *peaks, measured.step_s, measured.breakdown)
+    answer = session.ask(TraceJob(plan=plan, fake=True))
+    trace = required(answer, "a step of the rank could not be recorded: ").trace
+    return _memory_of(plan, trace, trace, rank.breakdown, step_s=0.0)
 
 
 def _memory_of(
-    plan: Plan, trace: StepTrace, tensor_bytes: int, allocated_bytes: int, step_s: float, breakdown: Breakdown
+    plan: Plan, trace: StepTrace, peaks: Measurement | StepTrace, breakdown: Breakdown, step_s: float
 ) -> StepMemory:
     live = live_bytes(trace)
     peak = live.index(max(live)) - 1
     return StepMemory(
         plan=plan,
-        tensor_peak_bytes=tensor_bytes,
-        allocated_peak_bytes=allocated_bytes,
+        tensor_peak_bytes=peaks.tensor_peak_bytes,
+        allocated_peak_bytes=peaks.allocated_peak_bytes,
         step_s=step_s,
         breakdown=breakdown,
         peak=_place(trace, peak),

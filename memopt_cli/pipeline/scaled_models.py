@@ -28,15 +28,19 @@ class ScaledModels:
     step: ScaledStep
     record: Callable[[Plan, int], Traced | Failure | NotTried]
     """A step under a plan, recorded at a batch."""
-    runs: Callable[[], list[BatchProbe]]
-    """Of the original, so far."""
+    runs: Callable[[], list[tuple[Plan, BatchProbe]]]
+    """Of the original and of plans that were priced, so far."""
     _steps: dict[Heads, ScaledStep | Failure | NotTried] = field(default_factory=dict)
     _models: dict[tuple[Heads, int], CostModel | Failure | NotTried] = field(default_factory=dict)
+
+    def runs_of_original(self) -> list[BatchProbe]:
+        """Those without a plan."""
+        return [run for plan, run in self.runs() if plan == ORIGINAL]
 
     @property
     def update_s(self) -> float:
         """Seconds of the update in a step, as far as they are known."""
-        return statistics.median([run.update_s for run in self.runs()] or [0.0])
+        return statistics.median([run.update_s for run in self.runs_of_original()] or [0.0])
 
     def slowdown(self, plan: Plan, batch: int) -> float:
         """How many times as long as the original's a step under a plan takes, by the sums."""
@@ -61,7 +65,7 @@ class ScaledModels:
 
     def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
         """Its operators take together what the step takes: what Python does between them counts as theirs."""
-        runs, timed = self.runs(), self.step.timed
+        runs, timed = self.runs_of_original(), self.step.timed
         passes = sum(op.seconds for op in timed.ops if op.phase not in UPDATE_PHASES)
         updates = sum(op.seconds for op in timed.ops if op.phase in UPDATE_PHASES)
         if not runs or not passes:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from memopt_cli.measure.jobs import Data
 from memopt_cli.measure.runner import Session
-
-SESSION_LOST = "A profiling subprocess died; restarted."
+from memopt_cli.pipeline.prepare import Prepared
 
 
 class Sessions:
     """Called, it gives the session that answers; a context manager, at whose end all of them are closed."""
 
-    def __init__(self, open_session: Callable[[Data], Session], lost: Callable[[], None], data: Data) -> None:
-        """``lost`` is called where a job has ended a subprocess; ``data``: what steps may be run on."""
-        self._open = open_session
-        self._lost = lost
+    def __init__(self, prepared: Prepared, timeout_s: float, data: Data, notes: list[str]) -> None:
+        """``data``: what steps may be run on; ``notes`` are told where a job has ended a subprocess."""
+        self._prepared = prepared
+        self._timeout_s = timeout_s
         self._data = data
+        self._notes = notes
         self._stack = contextlib.ExitStack()
         self._current: Session | None = None
 
@@ -37,7 +36,7 @@ class Sessions:
         """One that lives."""
         assert self._current is not None, "not entered yet"
         if self._current.ended:
-            self._lost()
+            self._notes.append("A profiling subprocess died; restarted.")
             return self._next()
         return self._current
 
@@ -48,5 +47,5 @@ class Sessions:
         return self._next()
 
     def _next(self) -> Session:
-        self._current = self._stack.enter_context(self._open(self._data))
+        self._current = self._stack.enter_context(self._prepared.session(self._timeout_s, self._data))
         return self._current

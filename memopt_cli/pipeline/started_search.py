@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from memopt_cli.measure.jobs import CountJob, Traced
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
@@ -66,9 +66,8 @@ def start_search(
         smaller=sessions.smaller if isinstance(original, Measurement) else None,
         consequence="every plan is run to be counted",
     )
-    start = sessions().ask(CountJob(plan=Plan(), fake=traced.has_dry_runs))
-    if not isinstance(start, Counted):
-        raise_failure(start, "a step of the model could not be counted: ")
+    answer = sessions().ask(CountJob(plan=Plan(), fake=traced.has_dry_runs))
+    start = required(answer, "a step of the model could not be counted: ")
     if not isinstance(original, Measurement):
         notes.append(
             f"The original does not fit here; its peak of "

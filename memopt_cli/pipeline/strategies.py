@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.batch_size.runs import Limits
@@ -18,7 +18,7 @@ from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.recommendation import check_inputs
-from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -40,7 +40,6 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
-from memopt_cli.units import format_bytes
 
 _SEARCHED_LEVEL = 3
 """Of the plan that is searched where none is given."""
@@ -72,15 +71,14 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     )
     if "plan" in request.strategies and plan is None:
         plan = job.searched_plan()
-    open_session = functools.partial(prepared.session, request.timeout_s)
-    with Sessions(open_session, job.session_lost, "small batch") as session:
+    with Sessions(prepared, request.timeout_s, "small batch", job.notes) as session:
         curves = tuple(curve for name in request.strategies for curve in job.curves(name, plan, session))
     return StrategyComparison(
         header=file_header(prepared),
         symbol=steps.symbol,
         batch=prepared.batch,
         budget_bytes=limits.budget_bytes,
-        limit=f"{format_bytes(limits.budget_bytes)} ({limits.name})",
+        limit=limits.text,
         curves=curves,
         notes=tuple(job.notes),
         spent_s=time.monotonic() - started,
@@ -107,11 +105,7 @@ class _Job:
     prepared: Prepared
     progress: Progress
     limits: Limits
-    notes: list[str] = field(default_factory=list)
-
-    def session_lost(self) -> None:
-        """A run ended its subprocess."""
-        self.notes.append(SESSION_LOST)
+    notes: list[str]
 
     def searched_plan(self) -> Plan | StepFailed:
         """The plan of the search at the smallest number of time steps, or why there is none."""

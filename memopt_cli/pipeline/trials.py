@@ -50,10 +50,6 @@ class Trials:
         if isinstance(found, BatchProbe) and found.step_s < before.step_s:
             self.found[plan, batch] = found
 
-    def run_original(self, batch: int) -> BatchProbe | Failure:
-        """The same without a plan."""
-        return self.run(ORIGINAL, batch)
-
     def planned(self) -> list[tuple[Plan, BatchProbe]]:
         """The runs that gave numbers, each with its plan."""
         return [(plan, run) for (plan, _), run in self.found.items() if isinstance(run, BatchProbe)]

@@ -48,8 +48,7 @@ def verified_small(prepared: Prepared, plan: Plan, timeout_s: float, progress: P
     progress.stage("verifying a few samples")
     sizes: Sizes | Failure = Sizes(batch=min(_FEW, prepared.batch))
     if plan.has_chunks:
-        with prepared.session(timeout_s) as session:
-            sizes = session.ask(SizesJob(plan=plan))
+        sizes = prepared.ask(SizesJob(plan=plan), timeout_s)
     found = _verified_at(prepared, plan, sizes, timeout_s) if isinstance(sizes, Sizes) else None
     if found is None or isinstance(found, OutOfMemory):
         return verified(prepared, plan, timeout_s, progress, fits=False)
@@ -103,8 +102,7 @@ def agreement(measured: MeasuredSteps, plan: Plan, prepared: Prepared) -> Finger
 def _sizes(prepared: Prepared, plan: Plan, step_s: float, timeout_s: float) -> Sizes:
     batch = prepared.batch
     if plan.has_chunks:
-        with prepared.session(timeout_s) as session:
-            found = session.ask(SizesJob(plan=plan))
+        found = prepared.ask(SizesJob(plan=plan), timeout_s)
         return found if isinstance(found, Sizes) else Sizes(batch=batch)
     share = _QUICK_S / (_STEPS * step_s)
     return Sizes(batch=max(1, min(batch, int(batch * share))))
@@ -114,9 +112,6 @@ def _verified_at(
     prepared: Prepared, plan: Plan, sizes: Sizes, timeout_s: float, asked_s: float = 0.0
 ) -> Verification | Failure:
     job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
-    with prepared.session(timeout_s) as session:
-        found = session.ask(job)
-    if not isinstance(found, Verification | StepFailed):
-        with prepared.session(timeout_s) as session:
-            found = session.ask(replace(job, further=False))
-    return found
+    found = prepared.ask(job, timeout_s)
+    is_told = isinstance(found, Verification | StepFailed)
+    return found if is_told else prepared.ask(replace(job, further=False), timeout_s)

@@ -12,24 +12,14 @@ for its input and not for its output, so what is paid adds up over blocks that f
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
-from memopt_cli.plan.cost_model import (
-    Passes,
-    batch_norms,
-    ends_of_recomputation,
-    packed_inputs,
-    packing_s,
-    recomputed_until,
-    statistics_passes,
-    trained_input_bytes,
-)
+from memopt_cli.plan.cost_model import CostModel, Passes, packed_inputs, packing_s
 from memopt_cli.plan.keeping import Costly, costly_calls
 from memopt_cli.plan.operator_bytes import OperatorBytes
-from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace, StepTrace
+from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace
 
 
 @dataclass(slots=True, eq=False)
@@ -92,9 +82,9 @@ class Block:
             yield from child
 
 
-def block_tree(trace: StepTrace, recompute_s: Sequence[float]) -> Block:
-    """The tree of a recorded step.  ``recompute_s``: of every operator in a recomputation, measured or estimated."""
-    return _Builder(trace, recompute_s).build()
+def block_tree(model: CostModel) -> Block:
+    """The tree of a recorded step."""
+    return _Builder(model).build()
 
 
 @dataclass(slots=True)
@@ -129,11 +119,6 @@ class _Round:
         """As the rounds around see it: over when what follows begins."""
         end = max(self.around.end, self.around.backward_end)
         return replace(self.around, end=end, backward_start=end, backward_end=end)
-
-
-def is_own(trace: StepTrace) -> bool:
-    """Whether it is a step of one's own, which runs its models in no module."""
-    return bool(trace.calls[0].path)
 
 
 def _rounds(nodes: Sequence[_Node], ops: int) -> _Round:
@@ -180,18 +165,16 @@ def _backward_edges(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range
 
 
 class _Builder:
-    def __init__(self, trace: StepTrace, seconds: Sequence[float]) -> None:
-        self._trace = trace
-        self._modules = {module.path: module for module in trace.modules}
-        self._elapsed = [0.0, *accumulate(seconds)]
-        self._norms = batch_norms(trace)
-        self._costly = costly_calls(trace, seconds)
-        self._ends = ends_of_recomputation(trace)
-        self._bytes = OperatorBytes(trace)
+    def __init__(self, model: CostModel) -> None:
+        self._model = model
+        self._trace = model.trace
+        self._costly = costly_calls(model.trace, model.recompute_s)
+        self._bytes = OperatorBytes(model.trace)
 
     def build(self) -> Block:
-        if not is_own(self._trace):
+        if not self._trace.calls[0].path:
             return self._block(_nest(self._trace.calls))
+        # A step of one's own runs its models in no module.
         whole = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
         nodes = _nest([whole, *self._trace.calls]).children
         return self._round(_rounds(nodes, len(self._trace.ops)))
@@ -212,15 +195,14 @@ class _Builder:
     def _block(self, node: _Node) -> Block:
         call = node.call
         children = tuple(self._children(call, node.children))
-        module = self._modules.get(call.path)
+        module = self._model.modules.get(call.path)
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
         paid = [self._trace.storages[s] for s in inputs if self._bytes.payer.get(s, call.start) >= call.start]
         forward, backward = range(call.start, call.end), range(call.backward_start, call.backward_end)
-        own = self._span(call.path, forward, backward, recomputed_until(self._ends, call))
+        own = self._span(call.path, forward, backward, self._model.recomputed_until(call))
         own.forward_bytes = self._bytes.forward_alone(call)
-        own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
-        given_bytes = trained_input_bytes(self._trace, call)
-        own.passes = statistics_passes(self._elapsed, self._norms, call.start, own.stop, given_bytes)
+        own.forward_s = self._model.elapsed[own.stop] - self._model.elapsed[call.start]
+        own.passes = self._model.passes(call, own.stop)
         own.overhead = self._trace.segment_overhead
         own.input_bytes = sum(storage.nbytes for storage in paid)
         own.packing_s = packing_s(self._trace, sum(storage.packing_bytes for storage in paid), len(inputs))
@@ -278,7 +260,7 @@ class _Builder:
             packed_peak_bytes=max((known.base[i] + passed_whole[i] + known.whole[i] for i in ops), default=fallback),
             again_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
             resident_bytes=max((known.resident[i] for i in backward), default=0),
-            forward_s=self._elapsed[forward.stop] - self._elapsed[forward.start],
+            forward_s=self._model.elapsed[forward.stop] - self._model.elapsed[forward.start],
             ops=len(forward),
             costly=tuple(self._costly[first:last]),
             stop=stop,
@@ -304,8 +286,5 @@ class _Builder:
 
 def repeated(root: Block) -> set[str]:
     """Paths of modules that are called more than once a step."""
-    calls: dict[str, int] = defaultdict(int)
-    for block in root:
-        if block.path:
-            calls[block.path] += 1
+    calls = Counter(block.path for block in root if block.path)
     return {path for path, count in calls.items() if count > 1}

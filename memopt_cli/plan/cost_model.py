@@ -178,7 +178,7 @@ class CostModel:
 
     def __init__(self, trace: StepTrace) -> None:
         self.trace = trace
-        self._modules = {module.path: module for module in trace.modules}
+        self.modules = {module.path: module for module in trace.modules}
         self._calls: dict[str, list[ModuleCall]] = defaultdict(list)
         for call in trace.calls:
             self._calls[call.path].append(call)
@@ -193,8 +193,9 @@ class CostModel:
         """Time of the original step in seconds: of its operators, measured or estimated from their flops."""
         self.recompute_s = [again for _, again in measured] or seconds
         """Of every operator in a recomputation."""
-        self._elapsed = [0.0, *accumulate(self.recompute_s)]
-        self._norms = batch_norms(trace)
+        self.elapsed = [0.0, *accumulate(self.recompute_s)]
+        """Seconds before every operator, and of all."""
+        self.norms = batch_norms(trace)
         self._original = Original(trace)
         self._ends = ends_of_recomputation(trace)
         left = [s for s in trace.storages if s.kind == "activations" and s.died is None]
@@ -221,16 +222,24 @@ class CostModel:
         )
 
     def _added_s(self, block: ReplayedSegment) -> float:
-        forward_s = self._elapsed[block.stop] - self._elapsed[block.call.start]
+        forward_s = self.elapsed[block.stop] - self.elapsed[block.call.start]
         saved_s = sum(self.recompute_s[op] for op in block.kept)
         packed_bytes = sum(self.trace.storages[s].packing_bytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
         ops = block.call.end - block.call.start
-        given = trained_input_bytes(self.trace, block.call)
-        passes = statistics_passes(self._elapsed, self._norms, block.call.start, block.stop, given)
-        scale = self.trace.segment_overhead
+        passes, scale = self.passes(block.call, block.stop), self.trace.segment_overhead
         overhead = overhead_s(block.segment, forward_s=forward_s, ops=ops, passes=passes, scale=scale)
         return forward_s - saved_s + overhead + packing
+
+    def passes(self, call: ModuleCall, stop: int) -> Passes:
+        """Over the chunks of a call whose recomputation ends at an operator, if they gather batch statistics."""
+        given_bytes = trained_input_bytes(self.trace, call)
+        return statistics_passes(self.elapsed, self.norms, call.start, stop, given_bytes)
+
+    def recomputed_until(self, call: ModuleCall) -> int:
+        """The operator before which a recomputation of the call ends."""
+        last = bisect.bisect_left(self._ends, (call.end, 0)) - 1
+        return max(call.start, self._ends[last][1]) if last >= 0 else call.start
 
     def _blocks(self, plan: Plan) -> list[ReplayedSegment]:
         """Outer ones first, in the order of their forward."""
@@ -246,12 +255,12 @@ class CostModel:
             if call.backward_start == call.backward_end:
                 continue  # nothing in it is differentiated: it runs as a plain module
             block = ReplayedSegment(call, segment, around[-1] if around else None)
-            block.stop = recomputed_until(self._ends, call)
-            block.state_bytes = self._modules[call.path].state_bytes if call.path in self._modules else 0
+            block.stop = self.recomputed_until(call)
+            block.state_bytes = self.modules[call.path].state_bytes if call.path in self.modules else 0
             if segment.batch_statistics and segment.chunks > 1:
-                first, last = (_first_from(self._norms, op) for op in (call.start, block.stop))
+                first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
                 given = trained_input_bytes(self.trace, call)
-                block.norms = tuple(norm.op for norm in self._norms[first:last] if norm.nbytes <= given)
+                block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.nbytes <= given)
             block.keeps_graph = self._left_by(call) > block.state_bytes > 0
             block.first_saver = _first_saver(self._ends, call)
             block.length = self._length(segment)
@@ -295,7 +304,7 @@ class CostModel:
         return frozenset(kept_calls(self.trace, own, block.segment.keep))
 
     def _length(self, segment: SegmentPlan) -> int:
-        shape = self._modules[segment.path].input_shape if segment.path in self._modules else ()
+        shape = self.modules[segment.path].input_shape if segment.path in self.modules else ()
         return shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
 
     def _segment_calls(self, segment: SegmentPlan) -> Iterator[ModuleCall]:
@@ -322,7 +331,7 @@ class CostModel:
         codec = block.segment.compressor
         if codec == "null":
             return {}
-        packed = packed_inputs(self.trace, self._modules.get(block.call.path), block.call, codec)
+        packed = packed_inputs(self.trace, self.modules.get(block.call.path), block.call, codec)
         if codec != "parts":
             return packed
         storages = self.trace.storages
@@ -375,29 +384,18 @@ def packed_inputs(
     return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}
 
 
-def needed_until(trace: StepTrace, storage: int, saver: int) -> int:
-    """The operator before which a recomputation may end that is to give ``storage`` to ``saver``, the last it serves.
+def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
+    """Every operator of forward that autograd saves something for, and where running up to it again ends; in order.
 
     What an operator is given autograd saves before it runs, what it makes afterwards.
     """
-    made = trace.storages[storage].born >= saver or storage in trace.ops[saver].mutates
-    return saver + 1 if made else saver
-
-
-def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
-    """Every operator of forward that autograd saves something for, and where running up to it again ends; in order."""
     ends: dict[int, int] = {}
     for index, storage in enumerate(trace.storages):
         for op in storage.saved_by:
             if trace.ops[op].phase == "forward":
-                ends[op] = max(ends.get(op, 0), needed_until(trace, index, op))
+                is_made = storage.born >= op or index in trace.ops[op].mutates
+                ends[op] = max(ends.get(op, 0), op + is_made)
     return sorted(ends.items())
-
-
-def recomputed_until(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int:
-    """The operator before which a recomputation of the call ends.  ``ends``: :func:`ends_of_recomputation`."""
-    last = bisect.bisect_left(ends, (call.end, 0)) - 1
-    return max(call.start, ends[last][1]) if last >= 0 else call.start
 
 
 def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.improvements import Improvements
-from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried, Probes
+from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
 from memopt_cli.plan.levels import CHUNKS, NESTED, allowed_at
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.policy import most_segments
@@ -31,7 +31,8 @@ class Grounds:
     """The recorded step; from the level of chunks on, where heads lower the peak, the one with them in its place."""
 
     def __init__(self, trace: StepTrace, probes: Probes, dry_runs: DryRuns, options: SearchOptions) -> None:
-        self._tree = ModuleTree(trace)
+        self._trace = trace
+        self._asked = asked_for(trace.modules, options)
         self._probes = probes
         self._dry_runs = dry_runs
         self._options = options
@@ -56,7 +57,7 @@ class Grounds:
     def at(self, level: int) -> Ground:
         """That of a level, with its means allowed.  Raises :class:`TimeIsUp`."""
         self._tick()
-        if level >= CHUNKS and self._headed is None and self.may_cut and asked_for(self._tree, self._options) is None:
+        if level >= CHUNKS and self._headed is None and self.may_cut and self._asked is None:
             self._headed = next(self._with_heads(), None)
         ground = self.highest if level >= CHUNKS else self.plain
         self._allow(ground, level)
@@ -88,7 +89,7 @@ class Grounds:
         entered = level, len(self._forbidden)
         if self._entered.get(ground) == entered:
             return
-        allowed = allowed_at(level, self._options, self._tree, self.limits)
+        allowed = allowed_at(level, self._options, self._trace.modules, self.limits)
         known = ground.questions.known if level >= CHUNKS else {}
 
         def is_target(path: str) -> bool:
@@ -104,7 +105,7 @@ class Grounds:
         """
         starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            found = with_heads(start.dry_run, self._tree, self._counted)
+            found = with_heads(start.dry_run, self._trace, self._counted)
             if heads := heads_of(found.plan):
                 trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):
@@ -119,7 +120,7 @@ class Grounds:
         return CountedPlan(plan=plan, counted=counted) if isinstance(counted, Counted) else None
 
     def _headed_by(self, found: CountedPlan, trace: StepTrace) -> Ground:
-        seconds = [sum(op.seconds for op in step.ops) for step in (self._tree.trace, trace)]
+        seconds = [sum(op.seconds for op in step.ops) for step in (self._trace, trace)]
         slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
         proposals = Proposals(trace, self._tick, heads=heads_of(found.plan), slowdown=slowdown)
         for plan in (found.plan, Plan(segments=proposals.heads)):
@@ -130,9 +131,9 @@ class Grounds:
         """The limits that were asked for; a share is one of what is asked for, or else of what level 1 would take."""
         options = self._options
         limits = Limits(splits=options.max_split_rounds, cuts=options.max_split_rounds)
-        asked, plan = asked_for(self._tree, options), None
+        asked, plan = self._asked, None
         if asked is None and options.gc_target_budget_ratio is not None:
-            self.plain.proposals.allow(allowed_at(1, options, self._tree, Limits()))
+            self.plain.proposals.allow(allowed_at(1, options, self._trace.modules, Limits()))
             with contextlib.suppress(TimeIsUp):
                 plan = self.plain.proposals.solvers.least(2 * self.plain.proposals.model.peak_bytes)
         candidates = len(asked) if asked is not None else len(plan.segments) if plan else 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, StepTrace
+from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +42,6 @@ class Probes:
     """A step under a plan, recorded."""
     late: Callable[[], bool] = lambda: False
     """Whether the time of the search is over: long sums ask this too, for they count nothing meanwhile."""
-
-
-class ModuleTree:
-    """The called modules of a recorded step, in the order of first call, and by their paths."""
-
-    def __init__(self, trace: StepTrace) -> None:
-        self.trace = trace
-        self._modules = {m.path: m for m in trace.modules}
-
-    def __iter__(self) -> Iterator[ModuleTrace]:
-        return iter(self.trace.modules)
-
-    def __getitem__(self, path: str) -> ModuleTrace:
-        return self._modules[path]
 
 
 def is_within(path: str, ancestor: str) -> bool:

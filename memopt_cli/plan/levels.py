@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from memopt_cli.plan.interface import ModuleTree, is_within
+from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.segment_ways import Allowed
 from memopt_cli.plan.targets import asked_for
 from memopt_cli.plan.ways import Limits, spent_by
-from memopt_cli.records import Plan, SearchOptions, SegmentPlan
+from memopt_cli.records import ModuleTrace, Plan, SearchOptions
 
 NESTED, CHUNKS, KEPT = 2, 3, 4
 """The levels from which segments may lie in others, run in chunks and through losses, and keep outputs."""
 
 
-def allowed_at(level: int, options: SearchOptions, tree: ModuleTree, limits: Limits) -> Allowed:
+def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: Limits) -> Allowed:
     """The means of a level, of the modules that were asked for; from level 2 on what lies in them counts as asked for.
 
     Raises :class:`PlanError` for a target that matches nothing that can be a segment.
     """
-    asked = asked_for(tree, options)
+    asked = asked_for(modules, options)
     chosen = None if asked is None else {module.path for module in asked}
 
     def is_target(path: str) -> bool:
@@ -45,11 +46,7 @@ def level_of(plan: Plan) -> int:
         return 0
     if any(segment.keep for segment in plan.segments):
         return KEPT
-    if any(_is_cut(segment) for segment in plan.segments):
+    if any(segment.chunks > 1 or segment.through_loss for segment in plan.segments):
         return CHUNKS
     _, splits, _ = spent_by(plan.segments, 2)
     return NESTED if splits else 1
-
-
-def _is_cut(segment: SegmentPlan) -> bool:
-    return segment.chunks > 1 or segment.through_loss

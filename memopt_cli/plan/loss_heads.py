@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from memopt_cli.plan.interface import CountedPlan, ModuleTree, is_within
-from memopt_cli.records import ModuleCall, ModuleTrace, Plan, SegmentPlan, StepTrace
+from memopt_cli.plan.interface import CountedPlan, is_within
+from memopt_cli.records import ModuleTrace, Plan, SegmentPlan, StepTrace
 
 _LEAST_ROWS = 128
 """Of a chunk: products of fewer rows are slow."""
@@ -15,13 +15,13 @@ _ON_THE_WAY = {"aten::_to_copy", "aten::clone"}
 _LOSS = "aten::_log_softmax"
 
 
-def with_heads(start: CountedPlan, tree: ModuleTree, count: Callable[[Plan], CountedPlan | None]) -> CountedPlan:
+def with_heads(start: CountedPlan, trace: StepTrace, count: Callable[[Plan], CountedPlan | None]) -> CountedPlan:
     """The plan with every head through its loss that does not raise the peak, if that lowers it in the end.
 
     Of two that stand equally high one alone changes nothing.  ``count`` dry-runs a plan, ``None`` if it cannot run.
     """
     best = start
-    for head in loss_heads(tree):
+    for head in loss_heads(trace):
         others = tuple(s for s in best.plan.segments if not is_within(head.path, s.path))
         found = count(replace(best.plan, segments=(*others, head)))
         if found is not None and found.peak_bytes <= best.peak_bytes:
@@ -29,20 +29,17 @@ def with_heads(start: CountedPlan, tree: ModuleTree, count: Callable[[Plan], Cou
     return best if best.peak_bytes < start.peak_bytes else start
 
 
-def loss_heads(tree: ModuleTree) -> tuple[SegmentPlan, ...]:
+def loss_heads(trace: StepTrace) -> tuple[SegmentPlan, ...]:
     """Every such head, in as many chunks as make one of its output about as large as its input."""
-    calls: dict[str, list[ModuleCall]] = {}
-    for call in tree.trace.calls:
-        calls.setdefault(call.path, []).append(call)
     return tuple(
         SegmentPlan(path=module.path, chunks=_chunks(module), through_loss=True)
-        for module in tree
+        for module in trace.modules
         if module.calls == 1
         and module.class_name == "Linear"
         and not module.refusal
         and len(module.input_shape) > 1
         and module.output_bytes > module.input_bytes
-        and _feeds_loss_alone(tree.trace, calls[module.path][0])
+        and _feeds_loss_alone(trace, module)
     )
 
 
@@ -52,8 +49,12 @@ def _chunks(module: ModuleTrace) -> int:
     return max(2, min(wanted, rows // _LEAST_ROWS))
 
 
-def _feeds_loss_alone(trace: StepTrace, call: ModuleCall) -> bool:
-    """Whether forward reads the output in views and casts until a loss does.  Being returned is not being read."""
+def _feeds_loss_alone(trace: StepTrace, module: ModuleTrace) -> bool:
+    """Whether forward reads the output of its one call in views and casts until a loss does.
+
+    Being returned is not being read.
+    """
+    call = next(call for call in trace.calls if call.path == module.path)
     logits = set(call.outputs)
     found = False
     for op in trace.ops[call.end :]:

@@ -38,14 +38,12 @@ class OperatorBytes:
         for index, storage in enumerate(self._trace.storages):
             savers = [op for op in storage.saved_by if self._is_forward[op]]
             if savers and storage.born >= 0:
-                payer = min((op for op in savers if not self._produces(op, index)), default=savers[0])
+                given = (op for op in savers if op != storage.born and index not in self._trace.ops[op].mutates)
+                payer = min(given, default=savers[0])
                 self.payer[index] = payer
                 paid[payer + 1] += storage.nbytes
                 packed[payer + 1] += storage.nbytes if storage.compressor == "null" else storage.packed_bytes
         return list(accumulate(paid)), list(accumulate(packed))
-
-    def _produces(self, op: int, storage: int) -> bool:
-        return self._trace.storages[storage].born == op or storage in self._trace.ops[op].mutates
 
     def _levels(self) -> tuple[list[int], list[int], list[int]]:
         """At every operator: bytes not kept for backward, workspace included; those it finds; those that stay."""

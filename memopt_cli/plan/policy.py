@@ -192,13 +192,21 @@ def select(candidates: Sequence[ModuleTrace], options: SearchOptions) -> Selecti
     count, limits = len(candidates), _limits(options, len(candidates))
     policy = _policy(candidates, options, min(limits, default=count))
     ranked = sorted(candidates, key=lambda m: (-m.first_input_bytes, m.order))[: min(limits, default=count)]
-    selected = tuple(sorted(ranked, key=lambda m: m.order))
-    return Selection(
-        policy=policy,
-        candidates=count,
-        selected=selected,
-        explanation=_EXPLANATIONS[policy].format(n=count, k=len(selected), **_limit_texts(options)),
+    selected = sorted(ranked, key=lambda m: m.order)
+    return _selection(policy, count, selected, options)
+
+
+def _selection(
+    policy: SelectionPolicy, candidates: int, selected: Sequence[ModuleTrace], options: SearchOptions
+) -> Selection:
+    ratio = options.gc_target_budget_ratio
+    explanation = _EXPLANATIONS[policy].format(
+        n=candidates,
+        k=len(selected),
+        limit=options.max_gc_wrapped_modules,
+        ratio="" if ratio is None else f"{ratio:g}",
     )
+    return Selection(policy=policy, candidates=candidates, selected=tuple(selected), explanation=explanation)
 
 
 def chosen(
@@ -210,12 +218,7 @@ def chosen(
         policy = "no_candidates"
     elif most_segments(options, candidates) == 0:
         policy = _none_allowed(options)
-    return Selection(
-        policy=policy,
-        candidates=candidates,
-        selected=tuple(segments),
-        explanation=_EXPLANATIONS[policy].format(n=candidates, k=len(segments), **_limit_texts(options)),
-    )
+    return _selection(policy, candidates, segments, options)
 
 
 def most_segments(options: SearchOptions, candidates: int) -> int | None:
@@ -265,11 +268,6 @@ _EXPLANATIONS: dict[SelectionPolicy, str] = {
     "least_predicted_peak": "{k} of {n} candidates: the set with the lowest predicted peak.",
     "fastest_within_budget": "{k} of {n} candidates: the fastest plan found for this peak.",
 }
-
-
-def _limit_texts(options: SearchOptions) -> dict[str, str]:
-    ratio = options.gc_target_budget_ratio
-    return {"limit": str(options.max_gc_wrapped_modules), "ratio": "" if ratio is None else f"{ratio:g}"}
 
 
 # ---------------------------------------------------------------------------------------------- what to say of it

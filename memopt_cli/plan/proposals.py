@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from memopt_cli.plan.block_tree import block_tree
-from memopt_cli.plan.cost_model import CostModel, batch_norms
+from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.search import SolvedBlocks, Solver
 from memopt_cli.plan.segment_ways import Allowed
 from memopt_cli.plan.ways import Way
@@ -85,11 +85,11 @@ class Proposals:
 
         ``tick`` is called all along; what it raises ends the search.
         """
-        self.modules = {module.path: module for module in trace.modules}
         self.model = CostModel(trace)
-        self.root = block_tree(trace, self.model.recompute_s)
+        self.modules = self.model.modules
+        self.root = block_tree(self.model)
         self.heads = heads
-        self.norms = _norms_within(trace)
+        self.norms = _norms_within(self.model)
         """Of every module, how many in it normalize by the statistics of a batch."""
         self.allowed = Allowed()
         self._ground_slowdown = slowdown
@@ -137,8 +137,8 @@ class Proposals:
         return Solvers(self.model, {p: solver(p) for p in packings}, self.heads, self._ground_slowdown)
 
 
-def _norms_within(trace: StepTrace) -> Counter[str]:
-    norms = {trace.ops[norm.op].module for norm in batch_norms(trace)}
+def _norms_within(model: CostModel) -> Counter[str]:
+    norms = {model.trace.ops[norm.op].module for norm in model.norms}
     return Counter(path for norm in norms for path in _around(norm.split(".")))
 
 

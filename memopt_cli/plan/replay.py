@@ -302,15 +302,11 @@ class _Passes:
 
         Of the longest chunk of what is normalized: its gradient by the statistics.
         """
-        norms = self._norms(block)
-        return max((_share_of(self._trace.storages[index], block) for op in norms for index in op.makes), default=0)
-
-    def _norms(self, block: ReplayedSegment) -> list[OpTrace]:
-        """What differentiates those that get the statistics of all chunks."""
         if not block.segment.batch_statistics:
-            return []
+            return 0
         ops = self._trace.ops[block.call.backward_start : block.call.backward_end]
-        return [op for op in ops if op.name == _NORM_BACKWARD]
+        made = (index for op in ops if op.name == _NORM_BACKWARD for index in op.makes)
+        return max((_share_of(self._trace.storages[index], block) for index in made), default=0)
 
     def product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
         """Of the derivative of a norm in chunks, which get the statistics of all: its kernel holds none of this.
@@ -350,7 +346,8 @@ class Replay:
         """The most bytes at any instant, kernel workspace included, and the operator that runs then."""
         for index, storage in enumerate(self._trace.storages):
             if storage.born < 0:
-                self._end_of_existing(storage)
+                if storage.died is not None:
+                    self._ledger.change[self._order.after(storage.died)] -= storage.nbytes
             elif self._original.is_forward[storage.born]:
                 self._forward_life(index, storage)
             else:
@@ -364,10 +361,6 @@ class Replay:
             self._passes.add_links(block, self._ledger)
         best, at = self._ledger.highest(self._original.held_before)
         return best, operators[at]
-
-    def _end_of_existing(self, storage: StorageTrace) -> None:
-        if storage.died is not None:
-            self._ledger.change[self._order.after(storage.died)] -= storage.nbytes
 
     def _forward_life(self, index: int, storage: StorageTrace) -> None:
         """In the first forward, and again in every recomputation around it."""

@@ -47,25 +47,15 @@ def is_timed(step: StepTrace) -> bool:
 
 def scaled(small: StepTrace, large: StepTrace) -> ScaledStep | None:
     """Of two records; ``None`` where more differs than sizes: operators, or the lives of storages."""
-    return ScaledStep(small=small, large=large) if _are_alike(small, large) else None
+    return ScaledStep(small=small, large=large) if _shape(small) == _shape(large) else None
 
 
-def _are_alike(one: StepTrace, other: StepTrace) -> bool:
-    return (
-        len(one.storages) == len(other.storages)
-        and [module.path for module in one.modules] == [module.path for module in other.modules]
-        and one.calls == other.calls
-        and list(map(_done, one.ops)) == list(map(_done, other.ops))
-        and list(map(_life, one.storages)) == list(map(_life, other.storages))
-    )
-
-
-def _done(op: OpTrace) -> tuple[object, ...]:
-    return op.name, op.module, op.phase, op.reads, op.makes, op.mutates
-
-
-def _life(storage: StorageTrace) -> tuple[object, ...]:
-    return storage.kind, storage.module, storage.born, storage.died, storage.freed, storage.saved_by
+def _shape(step: StepTrace) -> tuple[object, ...]:
+    """What has no size."""
+    paths = [module.path for module in step.modules]
+    ops = [(op.name, op.module, op.phase, op.reads, op.makes, op.mutates) for op in step.ops]
+    lives = [(s.kind, s.module, s.born, s.died, s.freed, s.saved_by) for s in step.storages]
+    return paths, step.calls, ops, lives
 
 
 def _on_the_line(small: Any, large: Any, share: float) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from memopt_cli.errors import PlanError
-from memopt_cli.plan.interface import ModuleTree, is_within
+from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.policy import Selection, chosen
 from memopt_cli.records import ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
 from memopt_cli.units import format_some
@@ -29,22 +29,23 @@ def segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
     return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
 
 
-def asked_for(tree: ModuleTree, options: SearchOptions) -> list[ModuleTrace] | None:
+def asked_for(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
     """The outermost modules that may be segments; ``None``: whichever memopt chooses."""
     if options.targets:
-        return matching_targets(tree, options.targets)
+        return matching_targets(modules, options.targets)
     if options.modules is not None:
-        return outermost([m for m in tree if m.path in options.modules and not m.refusal])
+        return outermost([m for m in modules if m.path in options.modules and not m.refusal])
     return None
 
 
-def selected(tree: ModuleTree, plan: Plan, options: SearchOptions, *, by_goal: bool) -> Selection:
+def selected(modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions, *, by_goal: bool) -> Selection:
     """Which of the candidates are segments of a plan, and why modules that were asked for are none."""
-    asked = asked_for(tree, options)
-    candidates = len(asked) if asked is not None else sum(not module.refusal for module in tree)
-    segments = outermost([tree[segment.path] for segment in plan.segments])
+    asked = asked_for(modules, options)
+    candidates = len(asked) if asked is not None else sum(not module.refusal for module in modules)
+    by_path = {module.path: module for module in modules}
+    segments = outermost([by_path[segment.path] for segment in plan.segments])
     found = chosen(candidates, segments, options, by_goal=by_goal)
-    return replace(found, asked=tuple(asked or ()), refused=refused(tree, options))
+    return replace(found, asked=tuple(asked or ()), refused=refused(modules, options))
 
 
 def refused(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str, str]:
@@ -81,20 +82,21 @@ def outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:
     return [m for m in ordered if not any(o is not m and is_within(m.path, o.path) for o in modules)]
 
 
-def matching_targets(tree: ModuleTree, targets: Iterable[str]) -> list[ModuleTrace]:
+def matching_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> list[ModuleTrace]:
     """The outermost modules whose class name or path matches; :class:`PlanError` if a target matches nothing usable."""
     chosen: list[ModuleTrace] = []
     for target in targets:
-        matches = [m for m in tree if m.class_name == target or (m.path and fnmatch.fnmatchcase(m.path, target))]
+        matches = [m for m in modules if m.class_name == target or (m.path and fnmatch.fnmatchcase(m.path, target))]
         usable = [m for m in matches if not m.refusal]
         if not usable:
-            raise PlanError(_no_match(tree, target, matches), hint="Name a class or a path glob: --target Bottleneck.")
+            said = _no_match(modules, target, matches)
+            raise PlanError(said, hint="Name a class or a path glob: --target Bottleneck.")
         chosen += [m for m in usable if m not in chosen]
     return outermost(chosen)
 
 
-def _no_match(tree: ModuleTree, target: str, matches: list[ModuleTrace]) -> str:
+def _no_match(modules: Sequence[ModuleTrace], target: str, matches: list[ModuleTrace]) -> str:
     if matches:
         return f"target '{target}' matches '{matches[0].path}', which cannot be a segment: {matches[0].refusal}"
-    classes = sorted({m.class_name for m in tree if not m.refusal})
+    classes = sorted({m.class_name for m in modules if not m.refusal})
     return f"target '{target}' matches no module that the training step calls (classes: {', '.join(classes)})"

@@ -27,10 +27,10 @@ class FakePrepared:
     in_turns: TimedInTurns | Failure
     asked: list[type[Job[Any]]] = field(default_factory=list)
 
-    def session(self, timeout_s: float, data: str) -> Any:
+    def session(self, timeout_s: float) -> Any:
         return contextlib.nullcontext(self)
 
-    def ask(self, job: Job[Any]) -> Any:
+    def ask(self, job: Job[Any], timeout_s: float = 1.0) -> Any:
         self.asked.append(type(job))
         if isinstance(job, TimeInTurnsJob):
             return self.in_turns

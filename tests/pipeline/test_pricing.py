@@ -13,6 +13,7 @@ from torch import nn
 from memopt_cli.errors import MemoptError
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.pricing import Pricing
+from memopt_cli.pipeline.scaled_models import ScaledModels
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.scaled import scaled
@@ -46,12 +47,14 @@ def pricing(runs: list[tuple[Plan, BatchProbe]], large: StepTrace | None = None)
     step = scaled(record(2), large or record(4))
     assert step is not None
     return Pricing(
-        step=step,
-        record=lambda plan, batch: pytest.fail("no head runs through its loss"),
+        models=ScaledModels(
+            step=step,
+            record=lambda plan, batch: pytest.fail("no head runs through its loss"),
+            runs=lambda: runs,
+        ),
         probes=SearchProbes(nobody, limit_s=None),  # type: ignore[arg-type]
         options=SearchOptions(level=2),
         progress=Progress(),
-        runs=lambda: runs,
     )
 
 
@@ -86,7 +89,7 @@ def test_what_python_does_between_operators_counts_as_theirs() -> None:
 def test_an_update_takes_what_it_took_in_the_runs_at_any_batch() -> None:
     runs = [(plan, replace(run, update_s=0.6)) for plan, run in ran(lambda batch: 0.6 + batch, 2, 4)]
     prices = pricing(runs, timed(record(4)))
-    assert prices.update_s == 0.6
+    assert prices.models.update_s == 0.6
     plan = prices.fastest(20, record(20).allocated_peak_bytes * 7 // 10)
     assert plan is not None
     slowdown = prices.step_s(plan, 20) / prices.step_s(Plan(), 20)
@@ -108,7 +111,7 @@ def test_the_time_of_the_original(step_s: Callable[[int], float], at_10: float) 
 def test_without_a_run_it_is_told_by_flops() -> None:
     prices = pricing([])
     assert 0 < prices.original_s(4) < prices.original_s(400)
-    assert prices.update_s == 0
+    assert prices.models.update_s == 0
 
 
 def test_a_plan_that_ran_tells_how_the_step_grows_where_the_original_ran_at_one_batch() -> None:

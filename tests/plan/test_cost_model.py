@@ -211,7 +211,7 @@ def keeping(subject: Subject, root: Block, chance: random.Random) -> Plan:
 @pytest.mark.parametrize("name", quick(["chain", "resnet", "gpt"], ["chain", "gpt"]))
 def test_what_segments_keep_is_close_to_the_dry_run(name: str) -> None:
     subject, chance = SUBJECTS[name](), random.Random(2)
-    root = block_tree(subject.trace, subject.model.recompute_s)
+    root = block_tree(subject.model)
     errors = [abs(subject.error(keeping(subject, root, chance))) for _ in range(10)]
     assert statistics.median(errors) <= 0.02
     assert max(errors) <= 0.05
@@ -276,7 +276,7 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None,
     model = CostModel(trace)
     chunks = {"blocks.2": (rule, 4)} if rule else {}
     allowed = Allowed(targets=lambda path: path == "blocks.2", chunks=chunks)
-    (block,) = (b for b in block_tree(trace, model.recompute_s) if b.path == "blocks.2")
+    (block,) = (b for b in block_tree(model) if b.path == "blocks.2")
     ways = Solver(block, allowed)._as_segment(block, Around())
     priced = {segment: way.added_s for way in ways for segment in way.segments()}
     assert any(segment.batch_statistics for segment in priced) is bool(rule)
@@ -371,7 +371,7 @@ def in_tree(block: Block, chosen: set[str]) -> tuple[int, int]:
 @pytest.mark.parametrize("name", ["chain", "resnet", "gpt"])
 def test_the_tree_adds_up_to_the_replay(name: str) -> None:
     subject = SUBJECTS[name]()
-    root = block_tree(subject.trace, subject.model.recompute_s)
+    root = block_tree(subject.model)
     assert in_tree(root, set())[1] == pytest.approx(subject.trace.allocated_peak_bytes, rel=0.01)
     for path in subject.usable[::3]:
         replayed = subject.model.predict(segments(path)).allocated_peak_bytes
@@ -383,7 +383,7 @@ def test_the_tree_adds_up_to_the_replay(name: str) -> None:
 def test_blocks_that_are_alike_have_tensors_of_the_same_sizes(name: str) -> None:
     subject = SUBJECTS[name]()
     sizes: dict[int, set[tuple[int, ...]]] = {}
-    for block in block_tree(subject.trace, subject.model.recompute_s):
+    for block in block_tree(subject.model):
         own = block.kept_bytes, block.packed_bytes, block.input_bytes, block.output_bytes, block.forward_bytes
         sizes.setdefault(block.signature, set()).add(own)
     assert all(len(found) == 1 for found in sizes.values())
@@ -432,7 +432,7 @@ def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed:
     trace = record(step, 4, contents=True)
     model = CostModel(trace)
     assert model.packable_bytes > 0
-    solver = Solver(block_tree(trace, model.recompute_s), Allowed(targets=lambda path: False, packed=packed))
+    solver = Solver(block_tree(model), Allowed(targets=lambda path: False, packed=packed))
     way = solver.fastest(trace.allocated_peak_bytes)
     assert way is not None
     predicted = model.predict(Plan(packed=packed)).allocated_peak_bytes

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
-from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried
+from memopt_cli.plan.interface import CountedPlan, NotTried
 from memopt_cli.plan.loss_heads import loss_heads, with_heads
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
@@ -53,7 +53,7 @@ def subject_of(loss: Callable[[Tensor, Tensor], object], hidden: int = 96) -> Su
 
 
 def heads_of(subject: Subject) -> tuple[SegmentPlan, ...]:
-    return loss_heads(ModuleTree(subject.trace))
+    return loss_heads(subject.trace)
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_heads_that_stand_equally_high_go_together(
 ) -> None:
     subject = subject_of(alone)
     heads = tuple(SegmentPlan(path=path, chunks=4, through_loss=True) for path in ("one", "worse", "other"))
-    monkeypatch.setattr("memopt_cli.plan.loss_heads.loss_heads", lambda tree: heads)
+    monkeypatch.setattr("memopt_cli.plan.loss_heads.loss_heads", lambda trace: heads)
     tried: list[Plan] = []
 
     def count(plan: Plan) -> CountedPlan | None:
@@ -117,14 +117,14 @@ def test_heads_that_stand_equally_high_go_together(
         peak_bytes = int(share * counted.allocated_peak_bytes)
         return CountedPlan(plan=plan, counted=replace(counted, allocated_peak_bytes=peak_bytes))
 
-    found = with_heads(subject.original, ModuleTree(subject.trace), count)
+    found = with_heads(subject.original, subject.trace, count)
     assert [segment.path for segment in found.plan.segments] == kept
     assert len(tried) == 3
 
 
 def test_a_head_that_cannot_run_through_its_loss_stays() -> None:
     subject = subject_of(alone)
-    assert with_heads(subject.original, ModuleTree(subject.trace), lambda plan: None) is subject.original
+    assert with_heads(subject.original, subject.trace, lambda plan: None) is subject.original
 
 
 def test_a_head_takes_the_place_of_the_segments_in_it() -> None:
@@ -132,7 +132,7 @@ def test_a_head_takes_the_place_of_the_segments_in_it() -> None:
     (head,) = heads_of(subject)
     start = replace(subject.original, plan=Plan(segments=(SegmentPlan(path="head"), SegmentPlan(path="blocks"))))
     tried: list[Plan] = []
-    with_heads(start, ModuleTree(subject.trace), lambda plan: tried.append(plan))
+    with_heads(start, subject.trace, lambda plan: tried.append(plan))
     assert [plan.segments for plan in tried] == [(SegmentPlan(path="blocks"), head)]
 
 

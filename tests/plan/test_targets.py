@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from memopt_cli.errors import PlanError
-from memopt_cli.plan.interface import ModuleTree
 from memopt_cli.plan.levels import allowed_at
 from memopt_cli.plan.targets import asked_for, left_out, matching_targets, outermost, refused, segment
 from memopt_cli.plan.ways import Limits
-from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan, StepTrace
+from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan
 
 
 def module(path: str, class_name: str = "Layer", refusal: str = "") -> ModuleTrace:
@@ -31,13 +30,12 @@ def module(path: str, class_name: str = "Layer", refusal: str = "") -> ModuleTra
     )
 
 
-def tree_of(*modules: ModuleTrace) -> ModuleTree:
+def in_order(*modules: ModuleTrace) -> tuple[ModuleTrace, ...]:
     """Adds the root."""
-    ordered = tuple(replace(m, order=i) for i, m in enumerate((module("", "Net"), *modules)))
-    return ModuleTree(StepTrace(modules=ordered, tensor_peak_bytes=0, resident_bytes=0, batch=1))
+    return tuple(replace(m, order=i) for i, m in enumerate((module("", "Net"), *modules)))
 
 
-BLOCKS = tree_of(
+BLOCKS = in_order(
     module("a"),
     module("a.x", "Attention"),
     module("a.y", "Mlp"),
@@ -116,10 +114,11 @@ def test_what_was_asked_for_and_cannot_be_is_noted() -> None:
 
 
 def test_the_outermost_are_in_the_order_of_first_call() -> None:
-    chosen = [BLOCKS[path] for path in ("b", "a.y", "a.x", "b.y")]
+    by_path = {m.path: m for m in BLOCKS}
+    chosen = [by_path[path] for path in ("b", "a.y", "a.x", "b.y")]
     assert [m.path for m in outermost(chosen)] == ["a.x", "a.y", "b"]
 
 
 @pytest.mark.parametrize(("compress", "codec"), [(True, "bit"), (False, "null")])
 def test_inputs_are_packed_if_that_is_wanted(compress: bool, codec: str) -> None:
-    assert segment(BLOCKS["a"], compress) == SegmentPlan(path="a", compressor=codec)
+    assert segment(BLOCKS[1], compress) == SegmentPlan(path="a", compressor=codec)

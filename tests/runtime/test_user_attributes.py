@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
 from memopt_cli.errors import PlanError
-from memopt_cli.plan.interface import CountedPlan, ModuleTree, Probes
+from memopt_cli.plan.interface import CountedPlan, Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.targets import matching_targets
 from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepSettings
@@ -94,7 +94,7 @@ def test_a_codec_that_nobody_knows_refuses_the_segment(said: Any) -> None:
     with pytest.raises(ValueError, match="its x_compressor is"):
         install_segment(block, SegmentConfig())
     with pytest.raises(PlanError, match=r"matches '0', which cannot be a segment: its x_compressor is"):
-        matching_targets(ModuleTree(record(step_of(nn.Sequential(block)), 8, contents=True)), ["Block"])
+        matching_targets(record(step_of(nn.Sequential(block)), 8, contents=True).modules, ["Block"])
 
 
 def test_a_codec_of_the_users_own_in_a_step(judge: Any) -> None:

@@ -569,7 +569,7 @@ def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
     assert {m.compressor for m in blocks} == {"sparse"}
     plan = Plan(segments=tuple(SegmentPlan(path=m.path, compressor="sparse") for m in blocks))
     raw = Plan(segments=tuple(SegmentPlan(path=m.path) for m in blocks))
-    tree = {block.path: block for block in block_tree(trace, [op.seconds for op in trace.ops])}
+    tree = {block.path: block for block in block_tree(CostModel(trace))}
     for m in blocks:
         assert tree[m.path].compressor == "sparse"
         assert tree[m.path].packed_input_bytes < 0.05 * m.input_bytes
