@@ -2,9 +2,11 @@
 
     python benchmarks/overhead.py [--rounds 25]
 
-CPU time of one thread, medians: of a step plainly, in a segment, and in one that keeps the outputs of its products.
-Then of a step of norms in a segment, which finds their statistics again or notes them, by the size of their input.
-Last, of norms in chunks that gather the statistics of the batch, in one pass more than there are norms.
+CPU time of one thread, medians of steps, plainly and with one segment in 1, 2 and 4 chunks.  What the segment adds
+beside one forward is a sum over its runs, the modules and operators in these, and the operators that chunks run more
+often; the constants are the least squares of the relative errors.  Then what it costs an operator that its segment
+keeps the outputs of products; a step of norms in a segment, which finds their statistics again or notes them, by the
+size of their input; and norms in chunks that gather the statistics of the batch, in one pass more than there are norms.
 """
 
 from __future__ import annotations
@@ -16,36 +18,74 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.apply import apply_plan, remove_plan
-from memopt_cli.plan.cost_model import OP_S, SEGMENT_OP_S, SEGMENT_S
-from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.plan.cost_model import (
+    MODULE_S,
+    NORM_S,
+    OP_S,
+    PRODUCT_S,
+    SEGMENT_OP_S,
+    SEGMENT_S,
+    CostModel,
+    Passes,
+    Work,
+    overhead_s,
+)
+from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import found_statistics
+from memopt_cli.step import Step
+from memopt_cli.trace import FakeStep
 
 _LAYERS = 20
+_COUNTS = (5, 20, 60)
 _CHUNKS = 16
 _NORM_COUNTS = [1, 2, 4, 8]
 _NORM_SIZES = [2**power for power in range(14, 21)]
 
 
-def _linear() -> tuple[nn.Module, Tensor, str]:
-    layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.GELU())]
-    return nn.Sequential(nn.Sequential(*layers)), torch.randn(4, 8), "aten::addmm"
+class _Functions(nn.Module):
+    """Operators of one module."""
+
+    def __init__(self, layers: int, layer: Callable[[Tensor, nn.Linear], Tensor]) -> None:
+        super().__init__()
+        self.linear, self._layers, self._layer = nn.Linear(8, 8), layers, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self._layers):
+            x = self._layer(x, self.linear)
+        return x
 
 
-def _convolution(*, normalized: bool) -> tuple[nn.Module, Tensor, str]:
-    layers: list[nn.Module] = []
-    for _ in range(_LAYERS):
-        norm = [nn.BatchNorm2d(4)] if normalized else []
-        layers += [nn.Conv2d(4, 4, 3, padding=1), *norm, nn.ReLU()]
-    return nn.Sequential(nn.Sequential(*layers)), torch.randn(2, 4, 4, 4), "aten::convolution"
+def _product(x: Tensor, linear: nn.Linear) -> Tensor:
+    return F.gelu(F.linear(x, linear.weight, linear.bias))
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, str]]] = {
-    "linear, GELU": _linear,
-    "convolution, ReLU": lambda: _convolution(normalized=False),
-    "convolution, norm, ReLU": lambda: _convolution(normalized=True),
+def _elementwise(x: Tensor, _: nn.Linear) -> Tensor:
+    return x.tanh() * 0.5
+
+
+def _linears(layers: int) -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(8, 8), nn.GELU())))
+
+
+def _convolutions(layers: int) -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())))
+
+
+_KEPT = [
+    ("products, functions", "aten::addmm"),
+    ("linear, GELU", "aten::addmm"),
+    ("convolution, ReLU", "aten::convolution"),
+]
+_ROWS, _IMAGES = torch.randn(8, 8, requires_grad=True), torch.randn(8, 4, 4, 4, requires_grad=True)
+MODELS: dict[str, tuple[Callable[[int], nn.Module], Tensor]] = {
+    "products, functions": (lambda layers: _Functions(layers, _product), _ROWS),
+    "elementwise, functions": (lambda layers: _Functions(layers, _elementwise), _ROWS),
+    "linear, GELU": (_linears, _ROWS),
+    "convolution, ReLU": (_convolutions, _IMAGES),
 }
 
 
@@ -59,25 +99,76 @@ def _median_s(run: Callable[[], object], rounds: int) -> float:
     return statistics.median(taken[1:])
 
 
-def _row(name: str, rounds: int) -> list[str]:
-    model, x, product = MODELS[name]()
+class _Segment:
+    """A module as a segment: what that adds to its step."""
 
-    def forward() -> Tensor:
+    def __init__(self, module: nn.Module, x: Tensor, rounds: int) -> None:
+        self._model, self._x, self._rounds = nn.Sequential(module), x, rounds
+        step = Step(model=self._model, args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
+        trace = FakeStep(step).record(batch=len(x))
+        self.work = CostModel(trace).work(next(call for call in trace.calls if call.path == "0"))
         with torch.no_grad():
-            out: Tensor = model(x)
-        return out
+            self._forward_s = _median_s(lambda: self._model(x), rounds)
+        self._plain_s = _median_s(self._step, rounds)
 
-    def step() -> None:
-        model(x).sum().backward()
-        model.zero_grad()
+    def _step(self) -> None:
+        self._model(self._x).sum().backward()
+        self._model.zero_grad()
 
-    plain_s, forward_s = _median_s(step, rounds), _median_s(forward, rounds)
-    more = []
-    for keep in ((), (product,)):
-        apply_plan(model, Plan(segments=(SegmentPlan(path="0", keep=keep),)))
-        more.append((_median_s(step, rounds) - plain_s - forward_s) / _LAYERS)
-        remove_plan(model)
-    return [name, f"{forward_s / _LAYERS * 1e6:.0f} µs", *(f"{s * 1e6:.0f} µs" for s in more)]
+    def added_s(self, segment: SegmentPlan) -> float:
+        """Beside running forward once more."""
+        apply_plan(self._model, Plan(segments=(segment,)))
+        try:
+            for _ in range(_WARM_UP):
+                self._step()
+            return _median_s(self._step, self._rounds) - self._plain_s - self._forward_s
+        finally:
+            remove_plan(self._model)
+
+
+_WARM_UP = 17
+"""Steps in which a segment is compared with its recomputation twice."""
+
+
+def _terms(chunks: int, work: Work) -> list[int]:
+    """How often each constant counts."""
+    again = 3 * (chunks - 1)
+    return [chunks, chunks * work.modules, chunks * work.ops, again * work.ops, again * work.products]
+
+
+def _fitted(rounds: int) -> str:
+    cases = [
+        (f"{name} x {layers}", chunks, segment.work, segment.added_s(SegmentPlan(path="0", chunks=chunks)))
+        for name, (make, x) in MODELS.items()
+        for layers in _COUNTS
+        for segment in [_Segment(make(layers), x, rounds)]
+        for chunks in (1, 2, 4)
+    ]
+    terms = torch.tensor([_terms(chunks, work) for _, chunks, work, _ in cases], dtype=torch.float64)
+    added = torch.tensor([added_s for *_, added_s in cases], dtype=torch.float64)
+    fit = torch.linalg.lstsq(terms / added[:, None], torch.ones(len(cases), 1, dtype=torch.float64)).solution[:, 0]
+    now = torch.tensor([SEGMENT_S, MODULE_S, SEGMENT_OP_S, OP_S, PRODUCT_S], dtype=torch.float64)
+    names = ["SEGMENT_S", "MODULE_S", "SEGMENT_OP_S", "OP_S", "PRODUCT_S"]
+    constants = [[name, *(f"{s * 1e6:.1f} µs" for s in pair)] for name, *pair in zip(names, fit, now, strict=True)]
+    rows = [
+        [
+            name,
+            str(chunks),
+            f"{added_s * 1e3:.1f} ms",
+            f"{float(wanted @ fit) / added_s:.2f}",
+            f"{float(wanted @ now) / added_s:.2f}",
+        ]
+        for (name, chunks, _, added_s), wanted in zip(cases, terms, strict=True)
+    ]
+    values = table(["constant", "fitted", "the cost model has"], constants)
+    return values + "\n\n" + table(["layers", "chunks", "adds", "fitted / measured", "cost model / measured"], rows)
+
+
+def _keep_row(name: str, product: str, rounds: int) -> list[str]:
+    make, x = MODELS[name]
+    segment = _Segment(make(_LAYERS), x, rounds)
+    whole_s, keeping_s = (segment.added_s(SegmentPlan(path="0", keep=keep)) for keep in ((), (product,)))
+    return [name, f"{(keeping_s - whole_s) / (2 * segment.work.ops) * 1e6:.0f} µs"]
 
 
 def _norm_row(elements: int, rounds: int) -> list[str]:
@@ -105,12 +196,15 @@ def _chunked_row(norms: int, rounds: int) -> list[str]:
     def step() -> None:
         model(x).sum().backward()
 
+    segment = SegmentPlan(path="0", chunks=_CHUNKS, batch_statistics=True)
     plain_s = _median_s(step, rounds)
-    apply_plan(model, Plan(segments=(SegmentPlan(path="0", chunks=_CHUNKS, batch_statistics=True),)))
+    apply_plan(model, Plan(segments=(segment,)))
     chunk_s = (_median_s(step, rounds) - plain_s) / _CHUNKS
-    ops = len(layers) + sum(3 * before + 2 for before in range(norms))
-    left_s = chunk_s - SEGMENT_S * (norms + 1) - (SEGMENT_OP_S + 3 * OP_S) * ops
-    return [f"{norms}", f"{chunk_s * 1e3:.1f} ms", f"{left_s / (norms * (norms + 3) / 2) * 1e6:.0f} µs"]
+    work = Work(ops=len(layers), products=norms, modules=len(layers) + 1)
+    passes = Passes(norms=norms, ops=sum(3 * before + 2 for before in range(norms)))
+    met = norms * (norms + 3) / 2
+    left_s = chunk_s - overhead_s(segment, forward_s=0.0, work=work, passes=passes) / _CHUNKS + met * NORM_S
+    return [f"{norms}", f"{chunk_s * 1e3:.1f} ms", f"{left_s / met * 1e6:.0f} µs"]
 
 
 def main() -> None:
@@ -119,16 +213,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [_row(name, options.rounds) for name in MODELS]
-    header = ["", "forward", "a segment adds beside forward", "one that keeps products adds"]
-    segments = table(header, rows)
-    text = f"CPU time for each of {_LAYERS} layers, one thread, medians of {options.rounds} steps.\n\n"
+    keeps = [_keep_row(*case, options.rounds) for case in _KEPT]
+    kept = table(["layers", "keeping products adds to each operator of each run"], keeps)
+    text = f"CPU time of one thread, medians of {options.rounds} steps.\n\n{_fitted(options.rounds)}\n\n{kept}"
     norms = table(
         ["elements", "a norm, found again", "noted"], [_norm_row(elements, options.rounds) for elements in _NORM_SIZES]
     )
     header = ["norms", f"a chunk of {_CHUNKS} adds", "of that, a norm each time"]
     chunked = table(header, [_chunked_row(count, options.rounds) for count in _NORM_COUNTS])
-    text += f"{segments}\n\n{norms}\n\n{chunked}"
+    text += f"\n\n{norms}\n\n{chunked}"
     write_section("Segments: cost beside their kernels", this_command(), text)
     print(text)
 

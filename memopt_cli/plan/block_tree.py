@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.plan.cost_model import CostModel, Passes, packed_inputs, packing_s
+from memopt_cli.plan.cost_model import CostModel, Passes, Work, packed_inputs, packing_s
 from memopt_cli.plan.keeping import Costly, costly_calls
 from memopt_cli.plan.operator_bytes import OperatorBytes
 from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace
@@ -50,8 +50,8 @@ class Block:
     """Its costly calls and those of what is below, in their order."""
     stop: int = 0
     """The operator before which running it again ends."""
-    ops: int = 0
-    """Operators of its forward."""
+    work: Work = field(default_factory=Work)
+    """That of its forward."""
     overhead: float = 1.0
     """See :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
     input_bytes: int = 0
@@ -203,6 +203,7 @@ class _Builder:
         own.forward_bytes = self._bytes.forward_alone(call)
         own.forward_s = self._model.elapsed[own.stop] - self._model.elapsed[call.start]
         own.passes = self._model.passes(call, own.stop)
+        own.work = self._model.work(call)
         own.overhead = self._trace.segment_overhead
         own.input_bytes = sum(storage.nbytes for storage in paid)
         own.packing_s = packing_s(self._trace, sum(storage.packing_bytes for storage in paid), len(inputs))
@@ -236,7 +237,7 @@ class _Builder:
         gaps = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
         for index, gap in enumerate(gaps):
             span = self._span("", gap, backward[index], gap.stop)
-            if span.kept_bytes or span.ops:
+            if span.kept_bytes or span.work.ops:
                 yield span
             if index < len(parts):
                 yield self._part(parts[index])
@@ -261,7 +262,7 @@ class _Builder:
             again_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
             resident_bytes=max((known.resident[i] for i in backward), default=0),
             forward_s=self._model.elapsed[forward.stop] - self._model.elapsed[forward.start],
-            ops=len(forward),
+            work=Work(ops=len(forward)),
             costly=tuple(self._costly[first:last]),
             stop=stop,
             signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),

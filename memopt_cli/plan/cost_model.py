@@ -14,8 +14,8 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -31,35 +31,64 @@ from memopt_cli.records import (
     SegmentPlan,
     StepTrace,
     StorageTrace,
+    ancestry,
 )
 
 _PACKING_BYTES_PER_S = 1e9
 """Where it was not measured: of the order of two copies of the tensor."""
-OP_S = 15e-6
-"""Time that an operator takes however small its tensors are: what chunks add."""
-_PACKING_OPS = 10
-"""Of such operators, what packing a small tensor takes and unpacking it again: 0.15 ms on a CPU."""
-SEGMENT_S = 1.1e-3
-"""What a run of a segment takes beside its operators, forward and recomputation together: state, hooks, generators.
-Measured on layers of a few numbers (``benchmarks/overhead.py``), as are the four that follow."""
-SEGMENT_OP_S = 60e-6
-"""What it adds to every operator in it."""
-KEEP_OP_S = 25e-6
+OP_S = 1.5e-6
+"""Time that an operator takes however small its tensors are: what chunks add, in forward, recomputation and backward.
+Fitted, as are the five that follow, to layers of a few numbers in 1 to 4 chunks (``benchmarks/overhead.py``)."""
+PRODUCT_S = 40e-6
+"""What it is more of a convolution or a product of matrices."""
+SEGMENT_S = 1.5e-3
+"""What a run of a segment takes beside its operators, forward and recomputation together: state, hooks, generators."""
+MODULE_S = 50e-6
+"""What each module in it adds: its state is noted, and put back."""
+SEGMENT_OP_S = 14e-6
+"""What it adds to every operator in it: hooks on what autograd saves."""
+_PACKING_S = 150e-6
+"""What packing a small tensor takes and unpacking it again."""
+KEEP_OP_S = 20e-6
 """What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
 REPEAT_S = 450e-6
 """What repeating a norm by what forward found adds to its kernels, in both runs together."""
-NORM_S = 1.1e-3
+NORM_S = 0.9e-3
 """What each norm adds to a chunk where batch statistics are gathered: it is a dozen small operators then,
 in forward, in recomputation and in backward, whether it is measured or normalizes."""
 _NORM_SHARE = 0.4
 """What these take for many numbers, of what the norm's own kernel takes: measured 0.48, normalized 0.33."""
 _FLOPS_PER_S = 5e10
 """Where no operator was timed: only ratios of the times count then."""
+_LEAST_S = 15e-6
+"""There, of an operator."""
 
 
 def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
     """Seconds that it takes to pack so many tensors of so many bytes together, checks included, and to unpack them."""
-    return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S) + tensors * _PACKING_OPS * OP_S
+    return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S) + tensors * _PACKING_S
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a run of a module's forward is made of, of which each takes time however small its tensors are."""
+
+    ops: int = 0
+    products: int = 0
+    """Of these, convolutions and products of matrices."""
+    modules: int = 0
+    """In it, itself among them."""
+
+
+def work_in(trace: StepTrace) -> Callable[[ModuleCall], Work]:
+    """What gives the work of a call in the recorded step."""
+    products = [0, *accumulate(op.flops > 0 for op in trace.ops)]
+    modules = Counter(path for module in trace.modules for path in ancestry(module.path))
+
+    def of_call(call: ModuleCall) -> Work:
+        return Work(call.end - call.start, products[call.end] - products[call.start], modules[call.path])
+
+    return of_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +103,19 @@ class Passes:
     """What these add in forward and in recomputation together."""
 
 
-def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, passes: Passes, scale: float = 1.0) -> float:
+def overhead_s(segment: SegmentPlan, *, forward_s: float, work: Work, passes: Passes, scale: float = 1.0) -> float:
     """What one call of a segment takes beside running its forward again and packing its inputs, in seconds.
 
-    ``forward_s`` and ``ops``: of its forward.  ``passes``: those that precede it if the segment gathers
+    ``forward_s`` and ``work``: of its forward.  ``passes``: those that precede it if the segment gathers
     batch statistics.  ``scale``: :attr:`~memopt_cli.records.StepTrace.segment_overhead`.
     """
     if not segment.batch_statistics or segment.chunks == 1:
         passes = Passes()
-    run_ops = ops + passes.ops
+    runs = segment.chunks * (1 + passes.norms)
+    times = segment.chunks * (1 + passes.ops / max(1, work.ops))  # that an operator runs, in all of them together
     per_op_s = SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)
-    watched_s = segment.chunks * (SEGMENT_S * (1 + passes.norms) + run_ops * per_op_s)
-    chunked_s = 3 * OP_S * (run_ops * segment.chunks - ops)
+    watched_s = runs * (SEGMENT_S + work.modules * MODULE_S) + times * work.ops * per_op_s
+    chunked_s = 3 * (times - 1) * (work.ops * OP_S + work.products * PRODUCT_S)
     met = passes.norms * (passes.norms + 3) // 2  # one norm in the first pass, two in the second, ... all in the last
     norms_s = segment.chunks * met * NORM_S
     states_s = forward_s * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
@@ -188,7 +218,7 @@ class CostModel:
         self.peak_bytes = trace.allocated_peak_bytes
         """Of the original."""
         measured = _timed_alike(trace) if timed else []
-        seconds = [s for s, _ in measured] or [max(OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        seconds = [s for s, _ in measured] or [max(_LEAST_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
         self.step_s = sum(seconds)
         """Time of the original step in seconds: of its operators, measured or estimated from their flops."""
         self.recompute_s = [again for _, again in measured] or seconds
@@ -196,6 +226,8 @@ class CostModel:
         self.elapsed = [0.0, *accumulate(self.recompute_s)]
         """Seconds before every operator, and of all."""
         self.norms = batch_norms(trace)
+        self.work = work_in(trace)
+        """Of a call."""
         self._original = Original(trace)
         self._ends = ends_of_recomputation(trace)
         left = [s for s in trace.storages if s.kind == "activations" and s.died is None]
@@ -226,9 +258,9 @@ class CostModel:
         saved_s = sum(self.recompute_s[op] for op in block.kept)
         packed_bytes = sum(self.trace.storages[s].packing_bytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
-        ops = block.call.end - block.call.start
-        passes, scale = self.passes(block.call, block.stop), self.trace.segment_overhead
-        overhead = overhead_s(block.segment, forward_s=forward_s, ops=ops, passes=passes, scale=scale)
+        work, passes = self.work(block.call), self.passes(block.call, block.stop)
+        scale = self.trace.segment_overhead
+        overhead = overhead_s(block.segment, forward_s=forward_s, work=work, passes=passes, scale=scale)
         return forward_s - saved_s + overhead + packing
 
     def passes(self, call: ModuleCall, stop: int) -> Passes:

@@ -92,7 +92,7 @@ class Segments:
                 continue
             highest = peak if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
             overhead = overhead_s(
-                segment, forward_s=block.forward_s, ops=block.ops, passes=block.passes, scale=block.overhead
+                segment, forward_s=block.forward_s, work=block.work, passes=block.passes, scale=block.overhead
             )
             added = block.forward_s + inside.added_s + overhead + (block.packing_s if packed else 0.0)
             yield Way(

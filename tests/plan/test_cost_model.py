@@ -19,14 +19,17 @@ from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import (
     KEEP_OP_S,
+    MODULE_S,
     NORM_S,
     OP_S,
+    PRODUCT_S,
     REPEAT_S,
     SEGMENT_OP_S,
     SEGMENT_S,
     BatchNorm,
     CostModel,
     Passes,
+    Work,
     chunk_counts,
     overhead_s,
     statistics_passes,
@@ -238,7 +241,9 @@ def test_a_segment_of_operators_that_take_no_time_takes_some(
     model = CostModel(replace(subject.trace, ops=ops, segment_overhead=scale))
     (call,) = (call for call in subject.trace.calls if call.path == "blocks.2")
     added_s = model.predict(Plan(segments=(SegmentPlan(path="blocks.2", keep=keep),))).step_s - model.step_s
-    assert added_s == pytest.approx(scale * (SEGMENT_S + per_op_s * (call.end - call.start)), rel=0.01)
+    work = model.work(call)
+    watched_s = SEGMENT_S + MODULE_S * work.modules + per_op_s * work.ops
+    assert added_s == pytest.approx(scale * watched_s, rel=0.01)
 
 
 @pytest.mark.slow
@@ -315,13 +320,18 @@ def test_the_runs_that_are_priced_are_those_that_chunks_take(norms: int) -> None
     ops, segments_run = 2 * norms, runs.count(layers[0])
     norms_met = sum(isinstance(module, nn.BatchNorm2d) for module in runs)
     passes = statistics_passes([0.0] * (ops + 1), [BatchNorm(op, op - 1) for op in range(1, ops, 2)], 0, ops, 0)
-    assert overhead_s(segment, forward_s=0.0, ops=ops, passes=passes) == pytest.approx(
-        SEGMENT_S * segments_run + SEGMENT_OP_S * len(runs) + 3 * OP_S * (len(runs) - ops) + NORM_S * norms_met
+    work = Work(ops=ops, products=norms, modules=ops + 1)
+    again = len(runs) / ops - 1
+    assert overhead_s(segment, forward_s=0.0, work=work, passes=passes) == pytest.approx(
+        (SEGMENT_S + MODULE_S * work.modules) * segments_run
+        + SEGMENT_OP_S * len(runs)
+        + 3 * again * (OP_S * ops + PRODUCT_S * norms)
+        + NORM_S * norms_met
     )
 
 
 def test_passes_cost_nothing_where_no_statistics_are_gathered() -> None:
-    price = functools.partial(overhead_s, SegmentPlan(path="", chunks=4), forward_s=1.0, ops=9)
+    price = functools.partial(overhead_s, SegmentPlan(path="", chunks=4), forward_s=1.0, work=Work(ops=9))
     assert price(passes=Passes(norms=2, ops=7, seconds=5.0)) == price(passes=Passes())
 
 
@@ -339,7 +349,8 @@ def test_a_recomputation_ends_where_autograd_has_what_it_saved() -> None:
         hook.remove()
     assert runs == ["Linear", "Tanh", "Linear", "Linear", "Tanh"]
     whole = sum(op.module.startswith("0") and op.phase == "forward" for op in ops)
-    assert model.predict(segments("0")).step_s - model.step_s < whole * (1 + SEGMENT_OP_S) + SEGMENT_S - 0.99
+    watched_s = SEGMENT_S + 4 * MODULE_S + whole * SEGMENT_OP_S
+    assert model.predict(segments("0")).step_s - model.step_s < whole + watched_s - 0.99
 
 
 @pytest.mark.slow

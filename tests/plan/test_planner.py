@@ -435,7 +435,7 @@ def test_what_no_plan_may_cut_is_not_asked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("worth", "asks"), [(0.0, True), (5.0, False)])
+@pytest.mark.parametrize(("worth", "asks"), [(0.0, True), (50.0, False)])
 def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memopt_cli.plan import ways
 from memopt_cli.plan.block_tree import Block
-from memopt_cli.plan.cost_model import SEGMENT_S, Passes, overhead_s
+from memopt_cli.plan.cost_model import SEGMENT_S, Passes, Work, overhead_s
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import Costly, choices
 from memopt_cli.plan.search import Solver
@@ -33,7 +33,7 @@ def block(path: str, children: tuple[Block, ...] = (), **numbers: int | float) -
         forward_bytes=int(numbers.get("forward", 0)),
         forward_s=float(numbers.get("seconds", 0)) + sum(c.forward_s for c in children),
         input_bytes=int(numbers.get("input", 0)),
-        ops=int(numbers.get("ops", 0)),
+        work=Work(ops=int(numbers.get("ops", 0))),
         children=children,
     )
     made.stop = sys.maxsize
@@ -72,6 +72,11 @@ def paths(root: Block) -> list[str]:
     return [b.path for b in root if b.path]
 
 
+def overhead_of(block: Block, segment: SegmentPlan) -> float:
+    """Of one without norms."""
+    return overhead_s(segment, forward_s=block.forward_s, work=block.work, passes=Passes())
+
+
 def step(root: Block, segments: frozenset[str]) -> tuple[int, int, float]:
     """(kept, peak, added time) of a plan, straight from the definition."""
     if root.children:
@@ -85,7 +90,7 @@ def step(root: Block, segments: frozenset[str]) -> tuple[int, int, float]:
         kept, peak, added = root.kept_bytes, root.kept_bytes + root.peak_bytes, 0.0
     if root.path not in segments:
         return kept, peak, added
-    added += root.forward_s + overhead_s(SegmentPlan(path=""), forward_s=root.forward_s, ops=root.ops, passes=Passes())
+    added += root.forward_s + overhead_of(root, SegmentPlan(path=""))
     return root.input_bytes, max(root.input_bytes, peak, root.forward_bytes), added
 
 
@@ -204,7 +209,7 @@ def chunked_step(root: Block, plan: Chunked) -> tuple[int, int, float]:
             root.output_bytes + 2 * root.given_bytes,
             2 * root.output_bytes,
         )
-    overhead = overhead_s(SegmentPlan(path="", chunks=chunks), forward_s=root.forward_s, ops=root.ops, passes=Passes())
+    overhead = overhead_of(root, SegmentPlan(path="", chunks=chunks))
     return root.input_bytes, max(root.input_bytes, peak), added + root.forward_s + overhead
 
 
@@ -276,7 +281,7 @@ def keeping_step(root: Block, segments: Kept, around: frozenset[int] = frozenset
         return kept, peak, added, held
     stored = root.input_bytes + held
     segment = SegmentPlan(path="", keep=("costly",) if inner else ())
-    added += root.forward_s + overhead_s(segment, forward_s=root.forward_s, ops=root.ops, passes=Passes())
+    added += root.forward_s + overhead_of(root, segment)
     return stored, max(stored, peak, root.forward_bytes + held), added, 0
 
 
