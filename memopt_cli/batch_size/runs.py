@@ -29,6 +29,8 @@ class Limits:
     name: str
     """The budget, for people: ``80 % of the machine's memory``."""
     longest_step_s: float
+    aim: float = 1.0
+    """Share of the longest step at which runs aim."""
     multiple_of: int = 1
     most_samples: int | None = None
     """No larger batch is of use; ``None``: any is."""
@@ -101,7 +103,7 @@ class Runs(dict[int, BatchProbe | Failure]):
 
         No smaller than the largest that was in time.
         """
-        limit = self.limits.longest_step_s
+        limit = self.limits.aim * self.limits.longest_step_s
         in_time = [run for run in self.measured if self.is_in_time(run)]
         base = in_time[-1] if in_time else self.measured[0]
         batch = base.batch * limit / base.step_s
