@@ -44,7 +44,7 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.pipeline.goal import GoalSearch
 from memopt_cli.pipeline.in_backward import InBackwardPlans
-from memopt_cli.pipeline.optimization import find_levels
+from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import CountedPlan, Probes
 from memopt_cli.plan.planner import Planner
@@ -173,7 +173,8 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
         recommend_batch=False,
         measure_levels=True,
     )
-    return find_levels(request, resolve(SearchOverrides(level=level, max_slowdown=math.inf)), ready, Progress())
+    resolved = resolve(SearchOverrides(level=level, max_slowdown=math.inf))
+    return find_plan(request, resolved, ready, Progress()).rows
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:

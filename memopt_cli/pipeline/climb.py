@@ -82,8 +82,6 @@ class Climb:
 
     def measured(self, row: LevelRow) -> LevelRow:
         """The row with the measurement of its plan."""
-        if row.outcome is not None:
-            return row
         self.progress.stage(f"level {row.level}: measuring its plan", self._expected(row))
         return replace(row, outcome=self.original.outcome if row.plan.is_empty else self.measure(row.plan))
 

@@ -68,7 +68,7 @@ def compare_prepared(
     job, once = sides.first(steps)
     again = sides.reference(job)
     progress.stage("following the candidate")
-    other = required(sides.candidate(job), "the candidate's step could not be run: ")
+    other = sides.candidate(job)
     blank = Equivalence(
         reference=reference.subject.source.location,
         candidate=candidate.subject.source.location,
@@ -83,16 +83,10 @@ def compare_prepared(
     if other.failed:
         cause = of_failure(other.steps[-1])
         return replace(blank, failed=other.failed, differs_in_step=len(other.steps), cause=cause)
-    return _compared(sides, job, _Runs(once=once, again=again, other=other), blank)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Runs:
-    """What the reference left, twice, and the candidate."""
-
-    once: Followed
-    again: Followed
-    other: Followed
+    sides.unsteady = unsteady(*by_the_same_names(once, again))
+    again, _ = sides.comparable(again, other)
+    once, other = sides.comparable(once, other)
+    return _Judge(sides=sides, job=job, once=once, again=again, other=other).compared(blank)
 
 
 def _trained(found: Followed | Failure) -> Followed:
@@ -134,9 +128,9 @@ class _Sides:
         """Raises :class:`MemoptError` if it cannot be run."""
         return _trained(self._ask(self._reference, job))
 
-    def candidate(self, job: FollowJob) -> Followed | Failure:
-        """What it leaves, or why it leaves nothing."""
-        return self._ask(self._candidate, job)
+    def candidate(self, job: FollowJob) -> Followed:
+        """Raises :class:`MemoptError` if it cannot be run."""
+        return required(self._ask(self._candidate, job), "the candidate's step could not be run: ")
 
     def both(self, job: FollowJob) -> tuple[Followed, Followed] | Failure:
         """The same of each, by the same names."""
@@ -156,34 +150,120 @@ class _Sides:
         return prepared.ask(replace(job, plan=prepared.carried), self._timeout_s)
 
 
-def _compared(sides: _Sides, job: FollowJob, runs: _Runs, blank: Equivalence) -> Equivalence:
-    sides.unsteady = unsteady(*by_the_same_names(runs.once, runs.again))
-    once, other = sides.comparable(runs.once, runs.other)
-    again, _ = sides.comparable(runs.again, runs.other)
-    hooks, notes = _hooks(once, other)
-    found = replace(
-        blank,
-        compared=len(once.steps[0].left),
-        worst=largest_gap(once, other),
-        hooks=hooks,
-        notes=(*blank.notes, *notes),
-    )
-    judged = _judged(sides, job, found, _Runs(once=once, again=again, other=other))
-    judged = _in_their_modes(sides, job, judged, once, other)
-    return replace(judged, alike="not") if hooks else judged
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judge:
+    """Holds what the sides left against each other, and asks them what that leaves open."""
 
+    sides: _Sides
+    job: FollowJob
+    once: Followed
+    """What the reference left."""
+    again: Followed
+    """The same of another run."""
+    other: Followed
+    """What the candidate left."""
 
-def _judged(sides: _Sides, job: FollowJob, found: Equivalence, runs: _Runs) -> Equivalence:
-    """By what the steps left alone."""
-    noise, apart = _noise(runs.once, runs.again), first_gap(runs.once, runs.other)
-    if apart is None:
-        return replace(found, alike="to the bit")
-    apart = first_gap(runs.once, runs.other, noise)
-    if apart is None:
-        return replace(found, alike="within noise")
-    if apart.is_rounding:
-        return _told_by_rounding(sides, job, found, runs)
-    return _explained(sides, job, found, apart, noise)
+    def compared(self, blank: Equivalence) -> Equivalence:
+        """All of it."""
+        hooks, notes = _hooks(self.once, self.other)
+        found = replace(
+            blank,
+            compared=len(self.once.steps[0].left),
+            worst=largest_gap(self.once, self.other),
+            hooks=hooks,
+            notes=(*blank.notes, *notes),
+        )
+        judged = self._in_their_modes(self._judged(found))
+        return replace(judged, alike="not") if hooks else judged
+
+    def _judged(self, found: Equivalence) -> Equivalence:
+        """By what the steps left alone."""
+        noise, apart = _noise(self.once, self.again), first_gap(self.once, self.other)
+        if apart is None:
+            return replace(found, alike="to the bit")
+        apart = first_gap(self.once, self.other, noise)
+        if apart is None:
+            return replace(found, alike="within noise")
+        if apart.is_rounding:
+            return self._told_by_rounding(found)
+        return self._explained(self.job, found, apart, noise)
+
+    def _told_by_rounding(self, found: Equivalence) -> Equivalence:
+        """Numbers alone differ: in float64 sums in another order agree to nine digits, and nothing else does."""
+        epsilon = EPSILONS.get(self.sides.precision, 0.0)
+        least = half_of_digits(self.once, epsilon)
+        both: tuple[Followed, Followed] | Failure = self.once, self.other
+        wide = self.job
+        if not is_in_double(self.once):
+            self.sides.progress.stage("comparing in float64")
+            wide = replace(wide, double=True)
+            both = self.sides.both(wide)
+        if not isinstance(both, tuple):
+            said = f"it does not run in float64: {both.message}" if isinstance(both, StepFailed) else ""
+            return self._told_by_half(found, least, said or "float64 does not fit")
+        apart, cast = first_gap(*both, _TOLERANCE), replace(found, precision="fp64")
+        if apart is not None and self.other.is_compiled:
+            return self._told_by_half(found, least, "what a compiled model casts to float32 stays so")
+        if apart is not None:
+            return self._explained(wide, cast, apart, _TOLERANCE)
+        if epsilon:
+            return self._told_by_half(found, least, "float64 agrees, and autocast leaves it alone")
+        return replace(cast, alike="up to rounding", notes=(*found.notes, *self._far(least)))
+
+    def _far(self, least: float) -> tuple[str, ...]:
+        """A note, where rounding has more of an effect than it commonly has."""
+        apart = first_step_apart(self.once, self.other)
+        if apart <= least:
+            return ()
+        return (
+            f"In float64 they agree; as stored they are {apart:.1g} apart, more than half of the digits: rounding tips "
+            "choices, or one of them computes in a lower precision.",
+        )
+
+    def _told_by_half(self, found: Equivalence, allowed: float, why: str) -> Equivalence:
+        """By half of the digits, as far as float64 does not decide."""
+        noted = replace(found, notes=(*found.notes, f"Judged by half of the digits, {allowed:.1g}: {why}."))
+        apart = first_gap(self.once, self.other, allowed)
+        if apart is None:
+            return replace(noted, alike="as far as can be told")
+        return self._explained(self.job, noted, apart, allowed)
+
+    def _explained(self, job: FollowJob, found: Equivalence, apart: Apart, tolerance: float) -> Equivalence:
+        """Where they differ, looked at once more: which module, and why."""
+        self.sides.progress.stage("looking for the cause")
+        both = self.sides.both(replace(job, steps=apart.step + 1, watched=apart.step))
+        cause = self._cause(job, both, apart.gaps, tolerance) if isinstance(both, tuple) else of_gaps(apart.gaps)
+        return replace(found, alike="not", differs_in_step=apart.step + 1, gaps=apart.gaps, cause=cause)
+
+    def _cause(
+        self, job: FollowJob, both: tuple[Followed, Followed], gaps: Sequence[TensorGap], tolerance: float
+    ) -> Cause | None:
+        one, other = both
+        cause = cause_of(Pair(reference=one.steps[-1], candidate=other.steps[-1], gaps=gaps, tolerance=tolerance))
+        if job.mode == "as it came":
+            return cause or _evaluated(one, other)
+        if cause is not None and cause.text != RANDOM and not other.is_compiled:
+            return cause
+        if one.draws or other.draws:
+            calm = self.sides.both(replace(job, mode="eval"))
+            if isinstance(calm, tuple) and first_gap(*calm, max(tolerance, half_of_digits(calm[0], 0.0))) is None:
+                text = RANDOM_COMPILED if other.is_compiled else RANDOM
+                return replace(cause, text=text) if cause else Cause(module="", class_name="", text=text)
+        return cause
+
+    def _in_their_modes(self, found: Equivalence) -> Equivalence:
+        """What was found in training mode; and where only one has modules in eval mode, in those that both came in."""
+        noted = replace(found, notes=(*found.notes, *_modes(self.once, self.other)))
+        if not found.passed or set(self.once.evaluating) == set(self.other.evaluating):
+            return noted
+        self.sides.progress.stage("comparing in the modes that they came in")
+        as_came = replace(self.job, mode="as it came")
+        both = self.sides.both(as_came)
+        if not isinstance(both, tuple):
+            return noted
+        allowed = max(half_of_digits(both[0], EPSILONS.get(self.sides.precision, 0.0)), 2 * found.worst)
+        apart = first_gap(*both, allowed)
+        return noted if apart is None else self._explained(as_came, noted, apart, allowed)
 
 
 def _noise(once: Followed, again: Followed) -> float:
@@ -198,92 +278,6 @@ def _noise(once: Followed, again: Followed) -> float:
             hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds.",
         )
     return 2 * largest_gap(once, again)
-
-
-def _told_by_rounding(sides: _Sides, job: FollowJob, found: Equivalence, runs: _Runs) -> Equivalence:
-    """Numbers alone differ: in float64 sums in another order agree to nine digits, and nothing else does."""
-    epsilon = EPSILONS.get(sides.precision, 0.0)
-    least = half_of_digits(runs.once, epsilon)
-    if is_in_double(runs.once):
-        both: tuple[Followed, Followed] | Failure = (runs.once, runs.other)
-        wide = job
-    else:
-        sides.progress.stage("comparing in float64")
-        wide = replace(job, double=True)
-        both = sides.both(wide)
-    if not isinstance(both, tuple):
-        why = f"it does not run in float64: {both.message}" if isinstance(both, StepFailed) else "float64 does not fit"
-        return _told_by_half(sides, job, found, runs, least, why)
-    apart, cast = first_gap(*both, _TOLERANCE), replace(found, precision="fp64")
-    if apart is not None and runs.other.is_compiled:
-        return _told_by_half(sides, job, found, runs, least, "what a compiled model casts to float32 stays so")
-    if apart is not None:
-        return _explained(sides, wide, cast, apart, _TOLERANCE)
-    if epsilon:
-        return _told_by_half(sides, job, found, runs, least, "float64 agrees, and autocast leaves it alone")
-    return replace(cast, alike="up to rounding", notes=(*found.notes, *_far(runs, least)))
-
-
-def _far(runs: _Runs, least: float) -> tuple[str, ...]:
-    """A note, where rounding has more of an effect than it commonly has."""
-    apart = first_step_apart(runs.once, runs.other)
-    if apart <= least:
-        return ()
-    return (
-        f"In float64 they agree; as stored they are {apart:.1g} apart, more than half of the digits: rounding tips "
-        "choices, or one of them computes in a lower precision.",
-    )
-
-
-def _told_by_half(
-    sides: _Sides, job: FollowJob, found: Equivalence, runs: _Runs, allowed: float, why: str
-) -> Equivalence:
-    """By half of the digits, as far as float64 does not decide."""
-    noted = replace(found, notes=(*found.notes, f"Judged by half of the digits, {allowed:.1g}: {why}."))
-    apart = first_gap(runs.once, runs.other, allowed)
-    if apart is None:
-        return replace(noted, alike="as far as can be told")
-    return _explained(sides, job, noted, apart, allowed)
-
-
-def _explained(sides: _Sides, job: FollowJob, found: Equivalence, apart: Apart, tolerance: float) -> Equivalence:
-    """Where they differ, looked at once more: which module, and why."""
-    sides.progress.stage("looking for the cause")
-    both = sides.both(replace(job, steps=apart.step + 1, watched=apart.step))
-    cause = _cause(sides, job, both, apart.gaps, tolerance) if isinstance(both, tuple) else of_gaps(apart.gaps)
-    return replace(found, alike="not", differs_in_step=apart.step + 1, gaps=apart.gaps, cause=cause)
-
-
-def _cause(
-    sides: _Sides, job: FollowJob, both: tuple[Followed, Followed], gaps: Sequence[TensorGap], tolerance: float
-) -> Cause | None:
-    one, other = both
-    cause = cause_of(Pair(reference=one.steps[-1], candidate=other.steps[-1], gaps=gaps, tolerance=tolerance))
-    if job.mode == "as it came":
-        return cause or _evaluated(one, other)
-    if cause is not None and cause.text != RANDOM and not other.is_compiled:
-        return cause
-    if one.draws or other.draws:
-        calm = sides.both(replace(job, mode="eval"))
-        if isinstance(calm, tuple) and first_gap(*calm, max(tolerance, half_of_digits(calm[0], 0.0))) is None:
-            text = RANDOM_COMPILED if other.is_compiled else RANDOM
-            return replace(cause, text=text) if cause else Cause(module="", class_name="", text=text)
-    return cause
-
-
-def _in_their_modes(sides: _Sides, job: FollowJob, found: Equivalence, one: Followed, other: Followed) -> Equivalence:
-    """What was found in training mode; and where only one has modules in eval mode, in the modes that both came in."""
-    noted = replace(found, notes=(*found.notes, *_modes(one, other)))
-    if not found.passed or set(one.evaluating) == set(other.evaluating):
-        return noted
-    sides.progress.stage("comparing in the modes that they came in")
-    as_came = replace(job, mode="as it came")
-    both = sides.both(as_came)
-    if not isinstance(both, tuple):
-        return noted
-    allowed = max(half_of_digits(both[0], EPSILONS.get(sides.precision, 0.0)), 2 * found.worst)
-    apart = first_gap(*both, allowed)
-    return noted if apart is None else _explained(sides, as_came, noted, apart, allowed)
 
 
 def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:

@@ -24,23 +24,17 @@ RUNS = 2
 _SYMBOLS = ("S", "T")
 
 
-def length_symbol(spec: InputSpec) -> str:
-    """The symbol of the inputs that is a sequence's length.  Raises :class:`UsageError` if there is none."""
-    found = next((symbol for symbol in _SYMBOLS if symbol in spec.dims), None)
-    if found is None:
+def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | None) -> dict[str, int]:
+    """The symbol of a sequence's length, and the size of the longest, at least 2.
+
+    Raises :class:`UsageError` if the inputs have no such symbol, or it has a range.
+    """
+    symbol = next((symbol for symbol in _SYMBOLS if symbol in spec.dims), None)
+    if symbol is None:
         raise UsageError(
             "--lengths needs a dimension S or T in the inputs, to know which of their sizes is the length",
             hint="Name it, for example -i BxS@int64=0..32000 --dim B=8 --dim S=128.",
         )
-    return found
-
-
-def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | None) -> dict[str, int]:
-    """The symbol of a sequence's length, and the size of the longest, at least 2.
-
-    Raises :class:`UsageError` if there is no such symbol, or it has a range.
-    """
-    symbol = length_symbol(spec)
     if dim_range is not None and dim_range.symbol == symbol:
         raise UsageError(
             f"--lengths and a range of --dim {symbol} cannot be given together: the lengths are the sizes of {symbol}",

@@ -101,7 +101,13 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     if is_elsewhere(request):
         return find_elsewhere(request, resolved, prepared, progress)
-    job = _job(request, resolved, prepared, progress, notes)
+    measurements = PlanMeasurements(
+        prepared=prepared,
+        timeout_s=request.timeout_s,
+        progress=progress,
+        warm_up=resolved.options.warmup_in_profile_workers,
+    )
+    job = _Job(request, resolved.options, measurements, progress, notes)
     rows = job.search()
     best, verification = job.prove(rows) if request.goal.applies else (rows[0], None)
     job.notes += [IN_BACKWARD] * best.plan.in_backward
@@ -124,24 +130,6 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
         faster=job.faster,
         smaller=job.smaller,
     )
-
-
-def find_levels(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> list[LevelRow]:
-    """Search, and measure the last level's plan; verifies nothing.  Raises :class:`MemoptError`."""
-    return _job(request, resolved, prepared, progress, []).search()
-
-
-def _job(
-    request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress, notes: list[str]
-) -> _Job:
-    options = resolved.options
-    measurements = PlanMeasurements(
-        prepared=prepared,
-        timeout_s=request.timeout_s,
-        progress=progress,
-        warm_up=options.warmup_in_profile_workers,
-    )
-    return _Job(request=request, options=options, measurements=measurements, progress=progress, notes=notes)
 
 
 @dataclass(slots=True)

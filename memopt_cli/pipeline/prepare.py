@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -12,9 +11,9 @@ from memopt_cli import __version__
 from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.devices import resolve_device
 from memopt_cli.errors import UsageError
-from memopt_cli.measure.jobs import ORIGINAL, Answer, Data, DescribeJob, Job, Saved, SaveJob, Subject
+from memopt_cli.measure.jobs import ORIGINAL, Answer, Data, DescribeJob, Job, SaveJob, Subject
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     SCHEMA_VERSION,
@@ -192,14 +191,13 @@ def open_model(
 
 def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[BinaryIO], None]:
     """Writes the model with a plan to a file, which a fresh subprocess sends."""
-    return functools.partial(_save, Subject(source=source), plan, timeout_s)
 
+    def save(file: BinaryIO) -> None:
+        with Session(Subject(source=source), timeout_s) as session:
+            saved = session.save(SaveJob(plan=plan), file)
+        required(saved, "" if isinstance(saved, StepFailed) else "the model could not be saved: ")
 
-def _save(subject: Subject, plan: Plan, timeout_s: float, file: BinaryIO) -> None:
-    with Session(subject, timeout_s) as session:
-        saved = session.save(SaveJob(plan=plan), file)
-    if not isinstance(saved, Saved):
-        raise_failure(saved, "" if isinstance(saved, StepFailed) else "the model could not be saved: ")
+    return save
 
 
 def file_header(prepared: Prepared) -> FileHeader:

@@ -14,7 +14,6 @@ from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.batch_size.accumulation import accumulate
 from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batch_size.length_strategies import read_lengths
-from memopt_cli.batch_size.runs import Limits
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.errors import NothingFitsError, UsageError
@@ -115,15 +114,7 @@ def recommend_prepared(
         why_fixed=functools.partial(why_fixed, prepared=prepared),
         most_runs=limits.probes - RUNS * bool(lengths),
     )
-    job = _Job(
-        request=request,
-        prepared=prepared,
-        progress=progress,
-        notes=notes,
-        limits=limits,
-        longest=longest,
-        search=search,
-    )
+    job = _Job(request=request, prepared=prepared, longest=longest, search=search)
     try:
         data: Data = "small batch" if request.runs else data_of(request)
         with Sessions(prepared, request.timeout_s, data, notes) as session:
@@ -142,9 +133,6 @@ class _Job:
 
     request: BatchRequest
     prepared: Prepared
-    progress: Progress
-    notes: list[str]
-    limits: Limits
     longest: dict[str, int]
     """The size of the longest of the user's sequences, at which the batch is to fit; empty without them."""
     search: CaseSearch
@@ -182,7 +170,7 @@ class _Job:
             case.search.interrupt()
         self.search.runs = sum(len(case.search.runs) for case in self.search.searched)
         self.length_runs = 0
-        self.notes.append("Interrupted: what was still to be run may have given a better answer.")
+        self.search.notes.append("Interrupted: what was still to be run may have given a better answer.")
         cases = [case for case in reversed(self.search.searched) if case.search.runs.fitting]
         main = self._main(cases)
         return replace(self._answer(cases, main, self._accumulation(main), ()), interrupted=True)
@@ -195,18 +183,20 @@ class _Job:
         strategies: tuple[LengthBatching, ...],
     ) -> BatchRecommendation:
         if accumulation is not None:
-            self._note_accumulation(accumulation, main)
+            if main.search.runs.fitting and accumulation.batch not in main.search.runs:
+                self.search.notes.append(f"Batch {accumulation.batch} was not run itself; a larger one was.")
+            self.search.notes += accumulation_notes(accumulation, self.prepared.facts, was_run=self.request.runs)
         return BatchRecommendation(
             header=file_header(self.prepared),
             objective=self.request.objective,
-            limit=self.limits.text,
+            limit=self.search.limits.text,
             rows=tuple(case.row() for case in cases),
             chosen=cases.index(main),
             batch=self._chosen(main),
             verified=bool(main.search.runs.fitting),
             accumulation=accumulation,
             lengths=strategies,
-            notes=tuple(self.notes),
+            notes=tuple(self.search.notes),
             probes=self.search.runs
             + self.length_runs
             + sum(len(case.replicas.probes) - 1 for case in cases if case.replicas is not None),
@@ -229,7 +219,8 @@ class _Job:
         assert isinstance(smallest, NoBatchFits)
         copies = f" of {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
         raise NothingFitsError(
-            f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self.limits.text}: {smallest.reason}",
+            f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self.search.limits.text}: "
+            f"{smallest.reason}",
             hint="Give more --memory or smaller inputs, or a plan of memopt optimize with --plan.",
         )
 
@@ -245,7 +236,7 @@ class _Job:
         found = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
         unit = self.request.multiple_of
         for left, case in zip(range(len(found), 0, -1), found, strict=True):
-            self.progress.stage(f"finding the fastest batch{case.text}")
+            self.search.progress.stage(f"finding the fastest batch{case.text}")
             runs = self.search.left - (self.request.global_batch is not None)
             best = case.search.runs.fitting[-1].batch // unit if case.search.runs.fitting else 0
             faster = [best // 2 * unit, best // 4 * unit] if best else []
@@ -268,14 +259,14 @@ class _Job:
         self, lengths: Sequence[int], main: Case, session: Callable[[], Session]
     ) -> tuple[LengthBatching, ...]:
         """Ways to batch the user's sequences, by runs of shorter ones."""
-        self.progress.stage("comparing ways to batch sequences")
+        self.search.progress.stage("comparing ways to batch sequences")
         ((symbol, longest),) = self.longest.items()
 
         def probe(size: int, steps: int) -> BatchProbe | Failure:
             if steps == longest and size in main.search.runs:
                 return main.search.runs[size]
             self.length_runs += 1
-            self.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
+            self.search.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
             return session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
 
         batch, runnable = self._chosen(main), main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1
@@ -283,7 +274,7 @@ class _Job:
             lengths,
             batch=batch,
             runnable=min(batch, runnable),
-            budget_bytes=self.limits.budget_bytes,
+            budget_bytes=self.search.limits.budget_bytes,
             seed=self.request.settings.seed,
             probe=probe,
         )
@@ -294,11 +285,6 @@ class _Job:
         if isinstance(outcome, BatchEstimate):
             return outcome.batch
         return outcome.fastest_batch if self.request.objective == "throughput" else outcome.recommended_batch
-
-    def _note_accumulation(self, found: Accumulation, main: Case) -> None:
-        if main.search.runs.fitting and found.batch not in main.search.runs:
-            self.notes.append(f"Batch {found.batch} was not run itself; a larger one was.")
-        self.notes += accumulation_notes(found, self.prepared.facts, was_run=self.request.runs)
 
 
 def accumulation_notes(found: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:

@@ -46,9 +46,7 @@ def verified(
 def verified_small(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> Verification | Failure:
     """At two samples, or the least sizes at which all chunks run, where a full step is not to be run here."""
     progress.stage("verifying a few samples")
-    sizes: Sizes | Failure = Sizes(batch=min(_FEW, prepared.batch))
-    if plan.has_chunks:
-        sizes = prepared.ask(SizesJob(plan=plan), timeout_s)
+    sizes = _small(prepared, plan, min(_FEW, prepared.batch), timeout_s)
     found = _verified_at(prepared, plan, sizes, timeout_s) if isinstance(sizes, Sizes) else None
     if found is None or isinstance(found, OutOfMemory):
         return verified(prepared, plan, timeout_s, progress, fits=False)
@@ -77,7 +75,9 @@ def verified_by_fingerprints(
     if check is None:
         return verified(prepared, plan, timeout_s, progress)
     progress.stage("verifying")
-    sizes = _sizes(prepared, plan, measured.original_s, timeout_s)
+    share = _QUICK_S / (_STEPS * measured.original_s)
+    sizes = _small(prepared, plan, max(1, min(prepared.batch, int(prepared.batch * share))), timeout_s)
+    sizes = sizes if isinstance(sizes, Sizes) else Sizes(batch=prepared.batch)
     found = _verified_at(prepared, plan, sizes, timeout_s, measured.original_s)
     if not isinstance(found, Verification):
         return verified(prepared, plan, timeout_s, progress)
@@ -99,13 +99,9 @@ def agreement(measured: MeasuredSteps, plan: Plan, prepared: Prepared) -> Finger
     return check if agrees else None
 
 
-def _sizes(prepared: Prepared, plan: Plan, step_s: float, timeout_s: float) -> Sizes:
-    batch = prepared.batch
-    if plan.has_chunks:
-        found = prepared.ask(SizesJob(plan=plan), timeout_s)
-        return found if isinstance(found, Sizes) else Sizes(batch=batch)
-    share = _QUICK_S / (_STEPS * step_s)
-    return Sizes(batch=max(1, min(batch, int(batch * share))))
+def _small(prepared: Prepared, plan: Plan, batch: int, timeout_s: float) -> Sizes | Failure:
+    """So many samples; of a plan in chunks the least sizes at which all of these run."""
+    return prepared.ask(SizesJob(plan=plan), timeout_s) if plan.has_chunks else Sizes(batch=batch)
 
 
 def _verified_at(

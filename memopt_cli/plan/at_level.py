@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memopt_cli.plan.grounds import Ground, Grounds, heads_of
 from memopt_cli.plan.levels import CHUNKS
 from memopt_cli.plan.questions import DryRuns, Priced
-from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.records import ChunkRule, Plan, SegmentPlan
 
+DOUBT = 0.05
+"""A plan is not dry-run that the cost model puts further above what it must be below to be of use."""
 WORTH_LOWERING = 0.02
 """Share of a peak by which another must be lower to count as lower."""
 _WORTH_ASKING = 0.05
@@ -53,6 +54,15 @@ class LevelRuns:
         usable = [found for found in here if found.slowdown <= most_slowdown]
         return min(usable, key=lambda found: (found.peak_bytes, found.slowdown), default=None)
 
+    def to_beat(self, found: Priced) -> int:
+        """The peak that others are compared with by their predictions: its own may be off, too."""
+        return max(found.peak_bytes, self.ground.proposals.peak_of(found.plan))
+
+    def may_be_smallest(self, plan: Plan, most_slowdown: float) -> bool:
+        """Of those that are no slower; a dry run may be a little below the prediction."""
+        best = self.smallest(most_slowdown)
+        return best is None or self.ground.proposals.peak_of(plan) < (1 + DOUBT) * self.to_beat(best)
+
     def _failing(self, plan: Plan) -> SegmentPlan | None:
         """The segment that fails alone, found by halving; ``None`` where it takes several to fail, or packing."""
 
@@ -84,17 +94,29 @@ class LevelChunks:
         """Ask of a module that stands at the plan's peak, if that may be."""
         return self.may_learn and self.ground.questions.learn(plan)
 
-    def may_lower(self, peak_bytes: float, most_slowdown: float) -> bool:
-        """Whether chunks could lower the least peak by enough, if all go well; a question takes longer than these sums.
+    def hopeful(self) -> Mapping[str, tuple[ChunkRule, int]]:
+        """What may run in chunks, if all go well that may be asked."""
+        questions = self.ground.questions
+        return questions.hopeful() if self.may_learn and questions.may_ask else self.ground.proposals.allowed.chunks
 
-        At any price they nearly always could.
+    def lower(self, to_beat: int, most_slowdown: float) -> Plan | None:
+        """The plan of the least peak that is no slower, where chunks of modules lower the peak by enough.
+
+        A question takes longer than sums, so these say which plan it would be if all went well, and what that plan runs
+        in chunks is asked for.  Where something goes otherwise they are done again.
         """
-        if math.isinf(most_slowdown) or not self.may_learn:
-            return self.may_learn
-        proposals = self.ground.proposals
-        solvers = proposals.supposing(self.ground.questions.hopeful(), proposals.solvers.packings)
-        plan = solvers.least(2 * proposals.model.peak_bytes, most_slowdown)
-        return plan is not None and proposals.peak_of(plan) < (1 - WORTH_LOWERING) * peak_bytes
+        proposals, questions = self.ground.proposals, self.ground.questions
+        while self.may_learn:
+            solvers = proposals.supposing(self.hopeful(), proposals.solvers.packings)
+            hope = solvers.least(to_beat, most_slowdown)
+            if hope is None or proposals.peak_of(hope) >= (1 - WORTH_LOWERING) * to_beat:
+                break
+            asked = questions.questions
+            if questions.confirm(hope):
+                return hope
+            if questions.questions == asked:
+                break
+        return None
 
     def may_give_a_faster(self, best: Priced | None, target: int) -> bool:
         """Whether chunks could give the first plan within a budget, or about one that is faster by enough."""
@@ -106,5 +128,5 @@ class LevelChunks:
         wanted = best.slowdown - _WORTH_ASKING
         if wanted <= proposals.least_slowdown:
             return False
-        plan = proposals.supposing(questions.hopeful(), [False]).fastest(packed=False, budget_bytes=target)
+        plan = proposals.supposing(self.hopeful(), [False]).fastest(packed=False, budget_bytes=target)
         return plan is not None and proposals.slowdown(plan) < wanted

@@ -195,7 +195,7 @@ class _Builder:
     def _block(self, node: _Node) -> Block:
         call = node.call
         children = tuple(self._children(call, node.children))
-        module = self._model.modules.get(call.path)
+        module = self._model.modules[call.path]
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
         paid = [self._trace.storages[s] for s in inputs if self._bytes.payer.get(s, call.start) >= call.start]
         forward, backward = range(call.start, call.end), range(call.backward_start, call.backward_end)
@@ -210,8 +210,8 @@ class _Builder:
         own.packed_input_bytes, own.compressor = self._packed(module, call)
         own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
         own.output_bytes = sum(self._trace.storages[s].nbytes for s in call.outputs)
-        own.state_bytes = module.state_bytes if module else 0
-        own.refusal = self._refusal(module, call)
+        own.state_bytes = module.state_bytes
+        own.refusal = module.refusal if backward else "nothing in it is differentiated"
         own.children = children
         own.signature = hash(
             (
@@ -222,7 +222,7 @@ class _Builder:
                 own.input_bytes,
                 own.output_bytes,
                 own.refusal,
-                module.class_name if module else "",
+                module.class_name,
             )
         )
         return own
@@ -268,21 +268,14 @@ class _Builder:
             signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),
         )
 
-    def _packed(self, module: ModuleTrace | None, call: ModuleCall) -> tuple[int, CompressorName]:
+    def _packed(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
         """What the inputs take in the codec of this module, step inputs included: those are stored once more."""
-        codecs: tuple[CompressorName, ...] = ("parts",) if module is None else (module.compressor, "parts")
+        codecs: tuple[CompressorName, ...] = (module.compressor, "parts")
         for codec in codecs:
             packed = packed_inputs(self._trace, module, call, codec) if codec != "null" else {}
             if packed:
                 return sum(packed.values()), codec
         return 0, "null"
-
-    def _refusal(self, module: ModuleTrace | None, call: ModuleCall) -> str:
-        if module is None:
-            return "it was not recorded"
-        if call.backward_start == call.backward_end:
-            return "nothing in it is differentiated"
-        return module.refusal
 
 
 def repeated(root: Block) -> set[str]:

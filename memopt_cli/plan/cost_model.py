@@ -288,7 +288,7 @@ class CostModel:
                 continue  # nothing in it is differentiated: it runs as a plain module
             block = ReplayedSegment(call, segment, around[-1] if around else None)
             block.stop = self.recomputed_until(call)
-            block.state_bytes = self.modules[call.path].state_bytes if call.path in self.modules else 0
+            block.state_bytes = self.modules[call.path].state_bytes
             if segment.batch_statistics and segment.chunks > 1:
                 first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
                 given = trained_input_bytes(self.trace, call)
@@ -336,7 +336,7 @@ class CostModel:
         return frozenset(kept_calls(self.trace, own, block.segment.keep))
 
     def _length(self, segment: SegmentPlan) -> int:
-        shape = self.modules[segment.path].input_shape if segment.path in self.modules else ()
+        shape = self.modules[segment.path].input_shape
         return shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
 
     def _segment_calls(self, segment: SegmentPlan) -> Iterator[ModuleCall]:
@@ -363,7 +363,7 @@ class CostModel:
         codec = block.segment.compressor
         if codec == "null":
             return {}
-        packed = packed_inputs(self.trace, self.modules.get(block.call.path), block.call, codec)
+        packed = packed_inputs(self.trace, self.modules[block.call.path], block.call, codec)
         if codec != "parts":
             return packed
         storages = self.trace.storages
@@ -401,7 +401,7 @@ def _timed_alike(trace: StepTrace) -> list[tuple[float, float]]:
 
 
 def packed_inputs(
-    trace: StepTrace, module: ModuleTrace | None, call: ModuleCall, compressor: CompressorName
+    trace: StepTrace, module: ModuleTrace, call: ModuleCall, compressor: CompressorName
 ) -> dict[int, int]:
     """Those inputs of a call that a codec stores in less -> bytes.
 
@@ -410,7 +410,7 @@ def packed_inputs(
     """
     inputs = {index: trace.storages[index] for index in call.inputs}
     packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == compressor}
-    if not packed and module is not None and module.compressor == compressor:
+    if not packed and module.compressor == compressor:
         share = module.packed_input_bytes / max(1, module.input_bytes)
         packed = {index: int(s.nbytes * share) for index, s in inputs.items()}
     return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from memopt_cli.plan.cost_model import chunk_counts
 from memopt_cli.plan.proposals import Proposals
 from memopt_cli.plan.questions import ChunkQuestions, nested
 from memopt_cli.plan.targets import segment as plain_segment
-from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.records import ChunkRule, Plan, SegmentPlan
 
 _MOST_UNWRAPS = 40
 """Segments that are looked at one by one, those that cost most time first."""
@@ -25,13 +25,13 @@ class Improvements:
         self._questions = questions
         self._modules = proposals.modules
 
-    def rearranged(self, plan: Plan) -> Iterator[Plan]:
-        """The plan with a module at its peak that may run in chunks, or all of a class, in so many chunks.
+    def rearranged(self, plan: Plan, chunks: Mapping[str, tuple[ChunkRule, int]]) -> Iterator[Plan]:
+        """The plan with a module at its peak, or all of a class, in so many chunks, of those that these rules are of.
 
         And with the modules that have a split of their own split by it.
         """
         allowed = self._proposals.allowed
-        for other in (*self._split(plan), *self._cut(plan)):
+        for other in (*self._split(plan), *self._cut(plan, chunks)):
             if allowed.limits.admit_plan(other, allowed.chunk_factor):
                 yield other
 
@@ -52,29 +52,28 @@ class Improvements:
             others = [s for s in plan.segments if s.path in wanted or not any(nested(s.path, path) for path in wanted)]
             yield replace(plan, segments=tuple(replace(s, spatial_split=s.path in wanted) for s in others))
 
-    def _cut(self, plan: Plan) -> Iterator[Plan]:
-        known = self._proposals.allowed.chunks  # none below the level of chunks, whatever was learned above it
+    def _cut(self, plan: Plan, rules: Mapping[str, tuple[ChunkRule, int]]) -> Iterator[Plan]:
         classes: dict[str, list[str]] = defaultdict(list)
-        for path in known:
+        for path in self._proposals.allowed.chunks:
             if self._questions.is_cuttable(path):
                 classes[self._modules[path].class_name].append(path)
         at_peak = self._proposals.predict(plan).module
-        for paths in classes.values():
-            length = max(known[path][1] for path in paths)
+        alone = [path for path in rules if nested(path, at_peak) and self._questions.is_cuttable(path)]
+        for group in dict.fromkeys((*map(tuple, classes.values()), *((path,) for path in alone))):
+            if any(nested(path, other) for path in group for other in group if other != path):
+                continue
+            length = max(rules[path][1] for path in group)
             for chunks in chunk_counts(length, self._proposals.allowed.chunk_factor):
-                for group in [paths, *([path] for path in paths if len(paths) > 1 and nested(path, at_peak))]:
-                    if not any(nested(path, other) for path in group for other in group if other != path):
-                        yield self._in_chunks(plan, group, chunks)
+                yield self._in_chunks(plan, {path: rules[path] for path in group}, chunks)
 
-    def _in_chunks(self, plan: Plan, paths: Sequence[str], chunks: int) -> Plan:
+    def _in_chunks(self, plan: Plan, rules: Mapping[str, tuple[ChunkRule, int]], chunks: int) -> Plan:
         """What lies in the modules, and what they lie in, is no segment any longer."""
 
         def apart(other: SegmentPlan) -> bool:
-            return not any(nested(other.path, path) for path in paths)
+            return not any(nested(other.path, path) for path in rules)
 
         new = []
-        for path in paths:
-            rule, length = self._proposals.allowed.chunks[path]
+        for path, (rule, length) in rules.items():
             module = self._modules[path]
             cut = rule.applied(plain_segment(module, self._proposals.allowed.compress), min(chunks, length))
             new.append(replace(cut, recompute_states=module.state_bytes > 0))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from memopt_cli.plan.at_level import WORTH_LOWERING, LevelChunks, LevelRuns
+from memopt_cli.plan.at_level import DOUBT, WORTH_LOWERING, LevelChunks, LevelRuns
 from memopt_cli.plan.grounds import Ground
+from memopt_cli.plan.questions import Priced
 from memopt_cli.records import Plan, SearchOptions
 
-DOUBT = 0.05
-"""A plan that the cost model, corrected by the dry run before, puts further above the budget is not dry-run."""
 _DRY_RUNS = 6
 """Dry runs for one budget, with packing and without."""
 _SOLUTIONS = 16
@@ -51,21 +50,31 @@ class LevelSearch:
     def descend(self, budget_bytes: int, most_slowdown: float = math.inf) -> None:
         """Count plans of ever lower peaks that are no slower, until one is within the budget.
 
-        Modules that stand at the peak are asked for chunks until a few answers in a row have not lowered it by enough.
+        Modules are asked for chunks until a few answers in a row have not lowered the peak by enough.
         """
+        plan: Plan | None = None
         lowest, in_vain = math.inf, 0
         while self.runs.fastest(budget_bytes) is None and in_vain <= _PATIENCE:
-            plan = self._least_plan(most_slowdown)
+            plan = self._least_plan(most_slowdown) if plan is None else self._lower(plan, most_slowdown)
             if plan is None:
                 break
-            if self.runs.count(plan) is None and not self.runs.is_allowed(plan):
+            may_be = self.runs.may_be_smallest(plan, most_slowdown)
+            if may_be and self.runs.count(plan) is None and not self.runs.is_allowed(plan):
+                plan = None
                 continue
             peak_bytes = self.ground.proposals.peak_of(plan)
             in_vain = 0 if peak_bytes < (1 - WORTH_LOWERING) * lowest else in_vain + 1
             lowest = min(lowest, peak_bytes)
-            if in_vain <= _PATIENCE and not (self.chunks.may_lower(lowest, most_slowdown) and self.chunks.learn(plan)):
-                break
         self._rearrange(budget_bytes, most_slowdown)
+
+    def _lower(self, plan: Plan, most_slowdown: float) -> Plan | None:
+        """The plan of the least peak once modules were asked for chunks; ``None`` if none was."""
+        best, questions = self.runs.smallest(most_slowdown), self.ground.questions
+        if math.isinf(most_slowdown) or best is None:  # at any price chunks of what stands at it nearly always lower it
+            return self._least_plan(most_slowdown) if self.chunks.learn(plan) else None
+        asked = questions.questions
+        lower = self.chunks.lower(self.runs.to_beat(best), most_slowdown)
+        return self._least_plan(most_slowdown) if lower is None and asked < questions.questions else lower
 
     def _approach_by(self, packed: bool, budget_bytes: int, *, may_learn: bool) -> None:
         """By the sums of one solver.
@@ -119,21 +128,28 @@ class LevelSearch:
 
         The solver cannot see all that chunks hold, a state's graph for one; the cost model sees more of it.
         """
-        proposals, questions = self.ground.proposals, self.ground.questions
+        questions = self.ground.questions
         best = self.runs.smallest(most_slowdown)
         while best is not None and best.peak_bytes > budget_bytes:
-            asked = questions.questions
-            plans = {plan: proposals.predict(plan) for plan in self.ground.improvements.rearranged(best.plan)}
-            ranked = sorted(plans, key=lambda plan: (plans[plan].allocated_peak_bytes, plans[plan].step_s))
-            quick = [plan for plan in ranked if proposals.slowdown(plan) <= most_slowdown]
-            asked_for = (plan for plan in quick[: self._most_rearrangements()] if questions.follows(plan))
-            tried = [self.runs.count(plan) for plan in asked_for if questions.confirm(plan)]
-            better = min((found for found in tried if found), key=lambda found: found.peak_bytes, default=best)
+            asked, smallest = questions.questions, best
+            for plan in self._rearranged(best, most_slowdown):
+                if self._seems_below(plan, smallest) and questions.confirm(plan) and (found := self.runs.count(plan)):
+                    smallest = min(smallest, found, key=lambda found: found.peak_bytes)
             learned = asked < questions.questions and questions.may_ask  # of modules that go by a rule of their own
-            if better.peak_bytes >= best.peak_bytes and not learned:
+            if smallest is best and not learned:
                 break
-            best = min(better, best, key=lambda found: found.peak_bytes)
+            best = smallest
 
-    def _most_rearrangements(self) -> int:
-        most = self.options.max_candidates_per_round
-        return _REARRANGEMENTS if most is None else min(_REARRANGEMENTS, most)
+    def _rearranged(self, best: Priced, most_slowdown: float) -> list[Plan]:
+        """Those of the lowest peaks."""
+        proposals, most = self.ground.proposals, self.options.max_candidates_per_round
+        others = self.ground.improvements.rearranged(best.plan, self.chunks.hopeful())
+        plans = [plan for plan in others if self._seems_below(plan, best)]
+        quick = [plan for plan in plans if proposals.slowdown(plan) <= most_slowdown]
+        ranked = sorted(quick, key=lambda plan: (proposals.peak_of(plan), proposals.slowdown(plan)))
+        return ranked[: _REARRANGEMENTS if most is None else min(_REARRANGEMENTS, most)]
+
+    def _seems_below(self, plan: Plan, found: Priced) -> bool:
+        """By the sums of both, which are off alike; by enough if a question comes first."""
+        share = 1.0 if self.ground.questions.follows(plan) else 1 - WORTH_LOWERING
+        return self.ground.proposals.peak_of(plan) < share * self.ground.proposals.peak_of(found.plan)

@@ -7,10 +7,10 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
-from memopt_cli.plan.at_level import WORTH_LOWERING, LevelChunks, LevelRuns
+from memopt_cli.plan.at_level import DOUBT, WORTH_LOWERING, LevelChunks, LevelRuns
 from memopt_cli.plan.grounds import Ground, Grounds
 from memopt_cli.plan.interface import CountedPlan, Probes
-from memopt_cli.plan.level_search import DOUBT, LevelSearch
+from memopt_cli.plan.level_search import LevelSearch
 from memopt_cli.plan.questions import DryRuns, Priced, TimeIsUp
 from memopt_cli.records import Outlook, Plan, SearchOptions, StepTrace
 from memopt_cli.units import format_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from memopt_cli.plan.block_tree import block_tree
@@ -45,25 +45,29 @@ class Solvers:
     def least(self, high_bytes: int, most_slowdown: float = math.inf) -> Plan | None:
         """The plan of the least peak that is no slower; ``None`` if none has less than ``high_bytes``."""
         plans = (self._least_by(solver, packed, high_bytes, most_slowdown) for packed, solver in self._solvers.items())
-        return min((plan for plan in plans if plan is not None), key=self._peak_bytes, default=None)
+        return min((plan for plan in plans if plan is not None), key=self._peak, default=None)
 
     def _least_by(self, solver: Solver, packed: bool, high_bytes: int, most_slowdown: float) -> Plan | None:
-        """By one solver, whose time is corrected by what the cost model says."""
+        """By one solver, whose time is corrected by what the cost model says.
+
+        Of all that it finds on its way down, for its sums are off by more than the next plan differs.
+        """
         seconds = most_s = (most_slowdown / self._ground_slowdown - 1) * self._model.step_s
         for _ in range(_CORRECTIONS):
             low = solver.least_peak_bytes(high_bytes, seconds)
-            way = solver.fastest(low) if low is not None else None
-            if way is None:
+            if low is None:
                 return None
-            plan = self._plan(way, packed)
-            over_s = self._model.predict(plan).step_s - self._model.step_s - most_s
-            if over_s <= 0:
-                return plan
-            seconds -= _OVERSHOOT * over_s
+            plans = {self._plan(way, packed): None for way in solver.ways(seconds)}
+            over = {plan: self._model.predict(plan).step_s - self._model.step_s - most_s for plan in plans}
+            if quick := [plan for plan in plans if over[plan] <= 0]:
+                return min(quick, key=self._peak)
+            seconds -= _OVERSHOOT * min(over.values())
         return None
 
-    def _peak_bytes(self, plan: Plan) -> int:
-        return self._model.predict(plan).allocated_peak_bytes
+    def _peak(self, plan: Plan) -> tuple[int, float]:
+        """And the time of its step, by the cost model."""
+        predicted = self._model.predict(plan)
+        return predicted.allocated_peak_bytes, predicted.step_s
 
     def _plan(self, way: Way, packed: bool) -> Plan:
         segments = {segment.path: segment for segment in way.segments()}
@@ -95,6 +99,8 @@ class Proposals:
         self._ground_slowdown = slowdown
         self._tick = tick
         self._solved = SolvedBlocks()
+        self._known: dict[Hashable, Solver] = {}
+        """By all that their answers depend on: what one has solved another is not asked for."""
         self.solvers = self._solvers(Allowed(), ())
 
     @property
@@ -131,8 +137,14 @@ class Proposals:
         return ground * self.model.predict(plan).step_s / self.model.step_s
 
     def _solvers(self, allowed: Allowed, packings: Iterable[bool]) -> Solvers:
+        targets = frozenset(filter(allowed.targets, self.modules))
+        key = allowed.means, targets, frozenset(allowed.chunks.items())
+
         def solver(packed: bool) -> Solver:
-            return Solver(self.root, replace(allowed, packed=packed), self._tick, self._solved)
+            if (key, packed) not in self._known:
+                solver = Solver(self.root, replace(allowed, packed=packed), self._tick, self._solved)
+                self._known[key, packed] = solver
+            return self._known[key, packed]
 
         return Solvers(self.model, {p: solver(p) for p in packings}, self.heads, self._ground_slowdown)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -128,61 +129,62 @@ class ChunkQuestions:
         """Ask of a module that stands at the plan's peak; ``False`` if none is left to ask that can."""
         if not self.may_ask:
             return False
-        modules = self._proposals.modules
-        for block in self._around(self._proposals.predict(plan).module, plan):
-            alike = self._like(block.path)
-            self._asked.update(alike)
-            self._learned += 1
-            rule = self._ask(block.path)
-            if rule is None:
-                continue  # what is refused of one is taken to be refused of its class
-            lengths = {path: modules[path].input_shape[rule.axis :] for path in alike}
-            found = {path: (rule, shape[0]) for path, shape in lengths.items() if shape}
-            self._certain.add(block.path)
-            self._allow({**self.known, **found})
-            return True
-        return False
+        at_peak = self._around(self._proposals.predict(plan).module, plan)
+        return any(self._learn(block.path) for block in at_peak)
 
     def confirm(self, plan: Plan) -> bool:
-        """Ask for the modules that the plan runs in chunks because others of their class can.
+        """Ask for the modules that the plan runs in chunks on trust, or because others of their class can.
 
         ``False``: of one it was learned that it cannot, or by another rule, which the next plan then follows.
         """
-        for segment in _cut(plan):
-            if segment.path in self._certain:
-                continue
-            self._certain.add(segment.path)
-            rule = self._ask(segment.path) if self.questions < self._most else None
-            if rule != self.known[segment.path][0]:
-                others = {path: found for path, found in self.known.items() if path != segment.path}
-                if rule is not None:
-                    others[segment.path] = rule, self._proposals.modules[segment.path].input_shape[rule.axis]
-                self._allow(others)
+        modules = self._proposals.modules
+        for path in sorted((s.path for s in _cut(plan)), key=lambda path: -modules[path].saved_bytes):
+            if path not in self._asked and not (self.may_ask and self._learn(path)):
                 return False
-        return True
+        return self.follows(plan) and all(self._is_certain(segment) for segment in _cut(plan))
 
     def follows(self, plan: Plan) -> bool:
-        """Whether the plan, made before an answer, is one that could be made after it."""
+        """Whether the plan is one that could be made by the answers so far."""
         rules = ((segment, self.known.get(segment.path)) for segment in _cut(plan))
         return all(known and known[0].applied(segment, segment.chunks) == segment for segment, known in rules)
+
+    def _is_certain(self, segment: SegmentPlan) -> bool:
+        if segment.path in self._certain:
+            return True
+        self._certain.add(segment.path)
+        rule = self._ask(segment.path) if self.questions < self._most else None
+        if rule == self.known[segment.path][0]:
+            return True
+        others = {path: found for path, found in self.known.items() if path != segment.path}
+        if rule is not None:
+            others[segment.path] = rule, self._proposals.modules[segment.path].input_shape[rule.axis]
+        self._allow(others)
+        return False
 
     def hopeful(self) -> dict[str, tuple[ChunkRule, int]]:
         """What may run in chunks if every module that was not asked can, along the longer of its first two axes.
 
         With a batch norm in it by exact statistics, which cost more, and with several not at all: but for inexact ones.
+        The model itself only where it may be asked, see :meth:`_around`.
         """
         hopeful = dict(self.known)
         for path, module in self._proposals.modules.items():
             lengths, norms = module.input_shape[:2], self._proposals.norms[path]
             length = max(lengths, default=0)
-            is_usable = length > 1 and self._may_save(module)
-            if path not in self._asked and is_usable:
+            may_be_asked = self.is_cuttable(path) and (path or not self._has_part_called_once)
+            if path not in self._asked and length > 1 and may_be_asked:
                 axis = lengths.index(length)
                 rule = ChunkRule(
                     axis=axis, seq_inputs=1, seq_outputs=1, batch_statistics=norms > 0 and not self._allow_inexact
                 )
                 hopeful.setdefault(path, (rule, length))
         return hopeful
+
+    @functools.cached_property
+    def _has_part_called_once(self) -> bool:
+        """Of those at the peak of the original that may run in chunks."""
+        peak, modules = self._proposals.predict(Plan()).module, self._proposals.modules.values()
+        return any(m.calls == 1 and nested(m.path, peak) and self.is_cuttable(m.path) for m in modules if m.path)
 
     def is_cuttable(self, path: str) -> bool:
         """Whether chunks of a module may be in a plan, and would save something."""
@@ -197,6 +199,19 @@ class ChunkQuestions:
     def _allow(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
         self.known = chunks
         self._proposals.allow_chunks(chunks)
+
+    def _learn(self, path: str) -> bool:
+        """Ask whether a module can run in chunks: its answer, refused or not, is taken for all of its class."""
+        modules, alike = self._proposals.modules, self._like(path)
+        self._asked.update(alike)
+        self._learned += 1
+        rule = self._ask(path)
+        if rule is not None:
+            lengths = {path: modules[path].input_shape[rule.axis :] for path in alike}
+            found = {path: (rule, shape[0]) for path, shape in lengths.items() if shape}
+            self._certain.add(path)
+            self._allow({**self.known, **found})
+        return rule is not None
 
     def _ask(self, path: str) -> ChunkRule | None:
         self._probes.report(f"asking whether {path or '(root)'} can run in chunks")

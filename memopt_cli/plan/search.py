@@ -15,13 +15,14 @@ on the safe side.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from memopt_cli.plan.block_tree import Block, repeated
 from memopt_cli.plan.segment_ways import Allowed, Around, Means, Segments
-from memopt_cli.plan.ways import MOST_INNER_WAYS, MOST_WAYS, Spent, Way, followed, thinned
+from memopt_cli.plan.ways import MOST_INNER_WAYS, MOST_WAYS, Bounds, Spent, Way, followed, thinned
 
 _PRECISION = 1000
 """A least peak is found to this part of itself."""
@@ -39,13 +40,17 @@ class _Choice:
     """Equal for blocks that are alike and in which a plan may do the same, by the paths that lie in them."""
     counts: Counter[int]
     """Blocks of each kind."""
-    answers: dict[int, Way | None] = field(default_factory=dict)
-    """Of the budgets that were asked for, the fastest way within each."""
+    answers: dict[int, tuple[Way | None, float]] = field(default_factory=dict)
+    """Of the budgets that were asked for, the fastest way within each, and the least time that any is known to add."""
 
     def least_added_s(self, budget_bytes: int) -> float:
         """No way within the budget is known to add less: none within a larger one does."""
-        larger = (way for budget, way in self.answers.items() if budget >= budget_bytes)
-        return max((math.inf if way is None else way.added_s for way in larger), default=-math.inf)
+        return max((least for budget, (_, least) in self.answers.items() if budget >= budget_bytes), default=-math.inf)
+
+    def known(self, budget_bytes: int) -> Way | None:
+        """The fastest way within the budget, if it is that of a larger one that was asked for."""
+        larger = (way for budget, (way, _) in self.answers.items() if budget >= budget_bytes)
+        return next((way for way in larger if way is not None and way.peak_bytes <= budget_bytes), None)
 
 
 @dataclass(slots=True)
@@ -122,9 +127,8 @@ class Solver:
         """The way through the step that adds least time and stays within the budget; ``None`` if there is none."""
         best: Way | None = None
         for choice in self._choices:
-            if choice.least_added_s(budget_bytes) < (math.inf if best is None else best.added_s):
-                way = self._fastest(choice, budget_bytes)
-                best = way if best is None or (way is not None and way.added_s < best.added_s) else best
+            less = math.inf if best is None else math.nextafter(best.added_s, -math.inf)
+            best = self._fastest(choice, budget_bytes, less) or best
         return best
 
     def least_peak_bytes(self, high: int, most_added_s: float = math.inf) -> int | None:
@@ -138,14 +142,16 @@ class Solver:
             least = least if lower is None else lower
         return least
 
+    def ways(self, most_added_s: float) -> Iterator[Way]:
+        """Those found so far that add no more time."""
+        found = (way for choice in self._choices for way, _ in choice.answers.values())
+        return (way for way in found if way is not None and way.added_s <= most_added_s)
+
     def _least(self, choice: _Choice, high: int, most_added_s: float) -> int | None:
         """The same for one choice: down in growing steps, then by halves."""
 
         def is_met(budget_bytes: int) -> bool:
-            if choice.least_added_s(budget_bytes) > most_added_s:
-                return False
-            way = self._fastest(choice, budget_bytes)
-            return way is not None and way.added_s <= most_added_s
+            return self._fastest(choice, budget_bytes, most_added_s) is not None
 
         if high < 0 or not is_met(high):
             return None
@@ -161,33 +167,38 @@ class Solver:
                 low = middle
         return high
 
-    def _fastest(self, choice: _Choice, budget_bytes: int) -> Way | None:
-        if budget_bytes not in choice.answers:
+    def _fastest(self, choice: _Choice, budget_bytes: int, most_added_s: float) -> Way | None:
+        """``None``: none within the budget adds so little."""
+        way = choice.known(budget_bytes)
+        if way is None and choice.least_added_s(budget_bytes) <= min(most_added_s, sys.float_info.max):
             self._chosen = choice
-            found = self._through([Way(spent=self._spent_before(choice))], self._root, budget_bytes)
-            choice.answers[budget_bytes] = min(found, key=lambda way: way.added_s, default=None)
-        return choice.answers[budget_bytes]
+            bounds = Bounds(budget_bytes, most_added_s, self._allowed.limits)
+            found = self._through([Way(spent=self._spent_before(choice))], self._root, bounds)
+            way = min(found, key=lambda way: way.added_s, default=None)
+            least_s = math.nextafter(most_added_s, math.inf) if way is None else way.added_s
+            choice.answers[budget_bytes] = way, least_s
+        return way if way is not None and way.added_s <= most_added_s else None
 
     def _spent_before(self, choice: _Choice) -> Spent:
         """By the segments that are called several times, each of which counts once."""
         return (len(choice.segmented), 0, 0) if self._allowed.limits.hold and choice.segmented else ()
 
-    def _through(self, before: list[Way], block: Block, budget_bytes: int) -> list[Way]:
+    def _through(self, before: list[Way], block: Block, bounds: Bounds) -> list[Way]:
         """Ways up to and through a block: here every peak within the budget is as good as another."""
         self._tick()
         if self._stands_alone(block):
-            return followed(before, self._ways(block, self._outside), budget_bytes, self._allowed.limits)
+            return followed(before, self._ways(block, self._outside), bounds)
         plain, run = before, list[Way]()
         for child in block.children:
             ways = self._ways(child, self._outside) if self._stands_alone(child) else []
             if len(ways) == 1:  # many in a row are one, before they follow all the ways so far
                 run = [run[0].then(ways[0])] if run else ways
                 continue
-            plain = followed(plain, run, budget_bytes, self._allowed.limits) if run else plain
-            plain, run = self._through(plain, child, budget_bytes), []
-        plain = followed(plain, run, budget_bytes, self._allowed.limits) if run else plain
-        segments = followed(before, self._as_segment(block, self._outside), budget_bytes, self._allowed.limits)
-        return thinned([*plain, *segments], MOST_WAYS, budget_bytes)
+            plain = followed(plain, run, bounds) if run else plain
+            plain, run = self._through(plain, child, bounds), []
+        plain = followed(plain, run, bounds) if run else plain
+        segments = followed(before, self._as_segment(block, self._outside), bounds)
+        return thinned([*plain, *segments], MOST_WAYS, bounds.budget_bytes)
 
     def _stands_alone(self, block: Block) -> bool:
         """Whether it is looked at by itself: it has no parts, others are like it, or it keeps nothing in the end."""

@@ -157,16 +157,27 @@ _Pair = tuple[int, float, Way, Way]
 """Bytes kept and time added by two ways, one after the other."""
 
 
-def followed(before: Sequence[Way], own: Sequence[Way], budget_bytes: int, limits: Limits) -> list[Way]:
-    """First a way of ``before``, then one of ``own``: what :func:`thinned` would leave of those within the budget.
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What no way through a step may pass."""
+
+    budget_bytes: int
+    added_s: float
+    """No part of a way through it takes time off."""
+    limits: Limits
+
+
+def followed(before: Sequence[Way], own: Sequence[Way], bounds: Bounds) -> list[Way]:
+    """First a way of ``before``, then one of ``own``: what :func:`thinned` would leave of those within the bounds.
 
     Most pairs are dropped before they are made a way.
     """
+    budget_bytes, most_s, limits = bounds.budget_bytes, bounds.added_s, bounds.limits
     pairs = [
         (way.kept_bytes + after.kept_bytes, way.added_s + after.added_s, way, after)
         for after in own
         for way in before
-        if way.kept_bytes + after.peak_bytes <= budget_bytes
+        if way.kept_bytes + after.peak_bytes <= budget_bytes and way.added_s + after.added_s <= most_s
     ]
     if not limits.hold:
         return _best_pairs(pairs)

@@ -336,7 +336,7 @@ def test_nothing_is_solved_when_the_time_is_up(search: str, dry_runs: int, monke
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("asked", [0, 3, 40, 200])
+@pytest.mark.parametrize("asked", [0, 3, 40, 120])
 def test_sums_end_when_the_time_is_up(search: str, asked: int) -> None:
     """Within the solver and the cost model, too; the best of what was counted before is the answer."""
     subject = small("chain")
@@ -406,6 +406,44 @@ def test_a_model_that_calls_its_parts_in_every_step_is_asked_itself() -> None:
     assert len(asked) > 1
     assert [(s.path, s.chunks > 1) for s in found.plan.segments] == [("", True)]
     assert found.peak_bytes < 0.6 * subject.planner().least(3).peak_bytes
+
+
+@pytest.mark.slow
+def test_only_those_are_asked_for_chunks_that_a_lower_plan_needs() -> None:
+    asked: list[str] = []
+    subject = known("chain")
+    chunks = subject.planner(lambda path: asked.append(path) or rule_along(0))._at(3).chunks
+    assert chunks.lower(1, 10.0) is None
+    assert not asked
+    plan = chunks.lower(subject.original.peak_bytes, 10.0)
+    assert plan is not None
+    assert set(asked) == {segment.path for segment in plan.segments if segment.chunks > 1}
+
+
+@pytest.mark.slow
+def test_no_plan_is_dry_run_that_cannot_be_the_smallest() -> None:
+    subject = known("chain")
+    smallest = subject.planner(lambda path: rule_along(0)).least(4)
+    plans = subject.planner(lambda path: Refused(reason="no"))
+    for known_first in (True, False):
+        search = plans._at(4)
+        if known_first:
+            search.runs.count(smallest.plan)
+        else:
+            plans.dry_runs._found.pop(smallest.plan)
+        before = len(plans.dry_runs)
+        search.descend(0)
+        assert (len(plans.dry_runs) > before) is not known_first
+
+
+@pytest.mark.slow
+def test_what_is_refused_is_planned_without() -> None:
+    subject = known("chain")
+    chunks = subject.planner(lambda path: Refused(reason="no"))._at(3).chunks
+    assert chunks.lower(subject.original.peak_bytes // 4, 10.0) is None
+    whole = chunks.lower(subject.original.peak_bytes, 10.0)
+    assert whole is not None
+    assert all(segment.chunks == 1 for segment in whole.segments)
 
 
 @pytest.mark.slow
@@ -560,10 +598,10 @@ def test_a_module_runs_in_chunks_by_its_own_rule_not_by_that_of_its_class(axis: 
 
 def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_it() -> None:
     plans = known("chain").planner(lambda path: rule_along(0))
-    ground = plans._at(4).ground
-    ground.questions._allow({"blocks.1": (rule_along(0), 4)})
+    ground, rules = plans._at(4).ground, {"blocks.1": (rule_along(0), 4)}
+    ground.questions._allow(rules)
     around = segments("", "blocks.0", "blocks.1.0")
-    found = [[(s.path, s.chunks) for s in plan.segments] for plan in ground.improvements.rearranged(around)]
+    found = [[(s.path, s.chunks) for s in plan.segments] for plan in ground.improvements.rearranged(around, rules)]
     assert found
     assert all(paths == [("blocks.0", 1), ("blocks.1", paths[-1][1])] and paths[-1][1] > 1 for paths in found)
 
@@ -573,7 +611,8 @@ def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_
 def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut: bool) -> None:
     plans = small("chain").planner(lambda path: rule_along(0))
     plans.least(3)
-    rearranged = plans._at(level).ground.improvements.rearranged(segments("blocks.1"))
+    search = plans._at(level)
+    rearranged = search.ground.improvements.rearranged(segments("blocks.1"), search.chunks.hopeful())
     assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
 
