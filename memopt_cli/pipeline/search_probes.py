@@ -30,9 +30,7 @@ class SearchProbes:
 
     @property
     def over(self) -> str:
-        """Why nothing more is tried; empty if it is."""
-        if not self._over and self.late():
-            self._over = f"the search was ended after {self._limit_s:.3g} s (--search-time)"
+        """Why something was not tried any more; empty if all was that was asked."""
         return self._over
 
     def left(self) -> Span | None:
@@ -41,7 +39,9 @@ class SearchProbes:
 
     def late(self) -> bool:
         """Whether the search is over: by its time limit, or because it was ended."""
-        return bool(self._over) or time.monotonic() >= self._ends
+        if not self._over and time.monotonic() >= self._ends:
+            self._over = f"the search was ended after {self._limit_s:.3g} s (--search-time)"
+        return bool(self._over)
 
     def end(self, reason: str) -> None:
         """Nothing more is tried."""
@@ -50,7 +50,7 @@ class SearchProbes:
 
     def ask(self, job: Job[Answer]) -> Answer | Failure | NotTried:
         """The answer to a job, which runs at most once."""
-        return NotTried(reason=self.over) if job not in self._answers and self.over else self.ask_late(job)
+        return NotTried(reason=self._over) if job not in self._answers and self.late() else self.ask_late(job)
 
     def ask_late(self, job: Job[Answer]) -> Answer | Failure | NotTried:
         """The same, of a job that does not belong to the search, and does not wait for its time; only for its end."""

@@ -294,23 +294,26 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
 
 
 @pytest.mark.parametrize(
-    ("planned_s", "most_slowdown", "expected"),
+    ("original_s", "planned", "most_slowdown", "expected"),
     [
-        ([1.35] * 7, 1.33, 5),  # as often as it may be
-        ([1.35, 1.0, 1.35, 1.0], 1.33, 4),  # until the median is no longer near
-        ([1.2, 1.2, 1.2], 1.33, 3),
-        ([1.35, 1.35, 1.35], None, 3),
+        (0.5, [1.2, *[1.35] * 7], 1.33, 5),  # as often as it may be, the first pair to warm up
+        (0.5, [1.2, 1.35, 1.0, 1.35, 1.0], 1.33, 4),  # until the median is no longer near
+        (0.5, [1.2] * 4, 1.33, 3),
+        (0.5, [1.2, *[1.35] * 3], None, 3),
+        (2.0, [1.35] * 7, 1.33, 3),  # of long steps fewer
+        (2.0, [1.2] * 4, 1.33, 1),
     ],
 )
 def test_a_slowdown_near_the_limit_is_timed_more_often(
-    planned_s: list[float],
+    original_s: float,
+    planned: list[float],
     most_slowdown: float | None,
     expected: int,
     worker: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    times = iter([1.2, *planned_s, *[1.0] * 7])  # the first pair warms up
-    monkeypatch.setattr(timed, "_timed_pair", lambda *_: (1.0, next(times)))
+    times = iter(planned)
+    monkeypatch.setattr(timed, "_timed_pair", lambda *_: (original_s, original_s * next(times)))
     found = worker().do(TimeInTurnsJob(plan=plan("2"), pairs=3, most_slowdown=most_slowdown))
     assert len(found.planned_times_s) == expected
 

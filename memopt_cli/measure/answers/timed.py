@@ -36,9 +36,9 @@ _MOST_STEPS = 20
 """Short steps are timed until they took this long together, or are so many."""
 _BEYOND_DOUBT = 3
 """A first pair in which the plan is slower than it may be by this factor is not one that needs warming up."""
-_NEAR, _MOST_PAIRS = 0.05, 5
+_NEAR, _MOST_PAIRS, _MOST_LONG_PAIRS = 0.05, 5, 3
 """A slowdown this close to the limit, relative, is timed by up to so many pairs: three of a busy machine gave 1.35,
-those before and after 1.14 and 1.13, where the limit was 1.33.
+those before and after 1.14 and 1.13, where the limit was 1.33.  Of long steps fewer tell as much.
 """
 _LONG_S = 1.0
 """A step of this length is timed once, warm; not while its memory is recorded, for which plans pay 20 to 45 %."""
@@ -88,21 +88,22 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
 
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
-    """The first pair counts only if it settles the matter; near the limit there are more."""
+    """The first pair of short steps counts only if it settles the matter; near the limit there are more."""
     step = bench.settled(bench.step())
-    pairs: list[tuple[float, float]] = []
-    original_s, planned_s = _timed_pair(bench, step, job.plan)
+    first = original_s, planned_s = _timed_pair(bench, step, job.plan)
     if job.most_slowdown is not None and planned_s > _BEYOND_DOUBT * job.most_slowdown * original_s:
         return TimedInTurns(original_times_s=(original_s,), planned_times_s=(planned_s,))
-    while _tells_little([sum(pair) for pair in pairs], job.pairs) or _is_near(pairs, job.most_slowdown):
+    is_long = original_s >= _LONG_S
+    pairs, least, most = ([first], 1, _MOST_LONG_PAIRS) if is_long else ([], job.pairs, _MOST_PAIRS)
+    while _tells_little([sum(pair) for pair in pairs], least) or _is_near(pairs, most, job.most_slowdown):
         pairs.append(_timed_pair(bench, step, job.plan))
     original, planned = zip(*pairs, strict=True)
     return TimedInTurns(original_times_s=original, planned_times_s=planned)
 
 
-def _is_near(pairs: Sequence[tuple[float, float]], most_slowdown: float | None) -> bool:
+def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: float | None) -> bool:
     """Whether the plan may as well be on the other side of the limit, and a few more pairs may tell."""
-    if most_slowdown is None or len(pairs) >= _MOST_PAIRS:
+    if most_slowdown is None or len(pairs) >= most:
         return False
     original_s, planned_s = (statistics.median(times) for times in zip(*pairs, strict=True))
     share: float = planned_s / (most_slowdown * original_s)
