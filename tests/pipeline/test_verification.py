@@ -199,7 +199,7 @@ def test_where_no_smaller_step_can_be_taken_all_is_compared_at_full_size(plan: P
 
 def generators_that_stay(patch: pytest.MonkeyPatch) -> None:
     """A recomputation draws on where forward ended."""
-    patch.setattr(Generators, "restore", lambda self: None)
+    patch.setattr(Generators, "restore", lambda self, present=None: None)
 
 
 def other_random_numbers(patch: pytest.MonkeyPatch) -> None:
