@@ -191,13 +191,9 @@ def _step_with_others(
 
 def _others(held: _Named, beside: _Named, shared: Set[str]) -> tuple[TensorPrint, ...]:
     """What has moved in one of the two at least, and all numbers of the outputs."""
-    moved = (held[name] if name in held else _unmoved(beside[name]) for name in {**held, **beside} if name in shared)
+    where_it_was = {name: replace(moved, kind="unmoved", bits="") for name, moved in beside.items()}
+    moved = (tensor for name, tensor in {**where_it_was, **held}.items() if name in shared)
     return (*moved, *(number for name, number in held.items() if name.startswith("output")))
-
-
-def _unmoved(moved: TensorPrint) -> TensorPrint:
-    """Stands for a number that is where it was when steps began."""
-    return replace(moved, kind="unmoved", bits="")
 
 
 def _parameters(found: Followed) -> dict[str, str]:

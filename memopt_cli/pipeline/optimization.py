@@ -278,7 +278,15 @@ class _Job:
         if applied is None:
             return applied
         row = replace(applied, plan=applied_row([original, *rows], applied).plan)
-        found = self._tried_in_backward(search, row)
+        found: LevelRow | str = ""
+        if may_run_in_backward(self.measurements.prepared.subject.settings):
+            found = InBackwardTrial(
+                count=search.counted_late,
+                measure=self.measurements.measure,
+                confirm=self.measurements.confirm,
+                most_slowdown=self.options.max_slowdown or math.inf,
+                dry_run=search.traced.has_dry_runs,
+            ).of(row)
         if isinstance(found, str):
             self.notes += [found] if found else []
             found = self._timed_again(applied)
@@ -290,18 +298,6 @@ class _Job:
         if row.plan.is_empty:
             return replace(row, outcome=self.measurements.measure(ORIGINAL))
         return self.measurements.confirm(row, self.options.max_slowdown or math.inf)
-
-    def _tried_in_backward(self, search: StartedSearch, row: LevelRow) -> LevelRow | str:
-        """As :meth:`InBackwardTrial.of`; nothing is tried in a step that forbids it."""
-        if not may_run_in_backward(self.measurements.prepared.subject.settings):
-            return ""
-        return InBackwardTrial(
-            count=search.counted_late,
-            measure=self.measurements.measure,
-            confirm=self.measurements.confirm,
-            most_slowdown=self.options.max_slowdown or math.inf,
-            dry_run=search.traced.has_dry_runs,
-        ).of(row)
 
     def _plans_in_backward(self, search: StartedSearch, original: LevelRow) -> InBackwardPlans:
         """For a goal: what speaks against one is its time, if it is limited, and its verification."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memopt_cli.measure.jobs import CountJob, Traced
@@ -38,11 +38,10 @@ class StartedSearch:
         """What a plan takes, even if the time of the search is over."""
         return self.probes.ask_late(CountJob(plan=plan, fake=self.traced.has_dry_runs))
 
-    def obstacles(self, sync_norms: Iterable[str]) -> Iterator[str]:
+    def obstacles(self, sync_norms: Sequence[str]) -> Iterator[str]:
         """What kept the search from plans of a lower peak: norms, by their paths, that need all processes."""
-        norms = tuple(sync_norms)
         for path, reason in self.probes.refusals.items():
-            if any(not path or f"{norm}.".startswith(f"{path}.") for norm in norms):
+            if any(not path or f"{norm}.".startswith(f"{path}.") for norm in sync_norms):
                 yield f"'{path or '(root)'}' does not run in chunks: {reason}."
 
 

@@ -20,7 +20,8 @@ class ScaledStep:
     @property
     def timed(self) -> StepTrace:
         """The larger of those whose operators were timed; the larger one if none was."""
-        return next((step for step in (self.large, self.small) if is_timed(step)), self.large)
+        timed = (step for step in (self.large, self.small) if any(op.seconds for op in step.ops))
+        return next(timed, self.large)
 
     def at(self, batch: int, *, pace: float, update_pace: float) -> StepTrace:
         """The step at a batch size.
@@ -38,11 +39,6 @@ class ScaledStep:
         storages = tuple(_packed_alike(*storage) for storage in pairs)
         step = replace(step, batch=batch, ops=ops, storages=storages)
         return replace(step, allocated_peak_bytes=CostModel(step).predict(Plan()).allocated_peak_bytes)
-
-
-def is_timed(step: StepTrace) -> bool:
-    """Whether the seconds of its operators are known."""
-    return any(op.seconds for op in step.ops)
 
 
 def scaled(small: StepTrace, large: StepTrace) -> ScaledStep | None:
