@@ -100,7 +100,7 @@ def test_what_cannot_run_plainly_either_is_refused() -> None:
     assert (found.kind, "writes to its parameter weight in place; take it" in found.reason) == ("refused", True)
 
 
-def _putting_nothing_back(self: Generators) -> None:
+def _putting_nothing_back(self: Generators, present: Generators | None = None) -> None:
     pass
 
 
@@ -121,7 +121,7 @@ def test_what_goes_wrong_is_noticed_and_made_small(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_error_needs_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Generators) -> None:
+    def broken(self: Generators, present: Generators | None = None) -> None:
         raise KeyError("no such luck")
 
     missing = Case(blocks=(DROPOUT,), segments=(SegmentPlan(path="absent"),))
