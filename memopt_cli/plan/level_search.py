@@ -150,6 +150,11 @@ class LevelSearch:
         return ranked[: _REARRANGEMENTS if most is None else min(_REARRANGEMENTS, most)]
 
     def _seems_below(self, plan: Plan, found: Priced) -> bool:
-        """By the sums of both, which are off alike; by enough if a question comes first."""
+        """By the sums of both, which are off alike; by enough if a question comes first.
+
+        They do not see the parts of a module that splits itself: only a dry run says what these take.
+        """
+        if any(segment.spatial_split for segment in plan.segments):
+            return True
         share = 1.0 if self.ground.questions.follows(plan) else 1 - WORTH_LOWERING
         return self.ground.proposals.peak_of(plan) < share * self.ground.proposals.peak_of(found.plan)
