@@ -37,6 +37,8 @@ _NO_STATE: Final = (
     *(types.MethodType, weakref.ref, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(enum.Enum, io.IOBase, logging.Logger, pathlib.PurePath, re.Pattern),
 )
+_NO_CODE: Final = (*_NO_STATE, *CONTAINERS, Tensor, Variables)
+"""Objects whose methods are no code of the program's."""
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
@@ -233,4 +235,4 @@ def _variables_around(value: Any) -> tuple[Variables | types.FunctionType, ...]:
     """What a function reads, or the methods of a class or of an object."""
     if isinstance(value, types.FunctionType | type):
         return variables_of(value)
-    return () if isinstance(value, (*_NO_STATE, *CONTAINERS, Tensor, Variables)) else variables_of(type(value))
+    return () if isinstance(value, _NO_CODE) else variables_of(type(value))
