@@ -208,7 +208,9 @@ def _generic(found: Findings) -> str:
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
     if found.plan.is_empty and all(row.plan.is_empty for row in rows):
-        return f"No plan that was found lowers the measured peak of this step.{_what_stays(rows)}"
+        limit = found.resolved.options.max_slowdown
+        quick = f" and takes at most {limit:g} times as long" if limit else ""
+        return f"No plan that was found lowers the measured peak of this step{quick}.{_what_stays(rows)}"
     before, after = _measured(rows, 0), found.measured
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
         return "Other plans, from the fastest to the smallest: --frontier; the fastest within a limit: --budget."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -88,10 +89,14 @@ def module(path: str, compressor: CompressorName = "null") -> ModuleTrace:
 
 
 def summary(
-    *rows: LevelRow, applied: int, skipped: tuple[str, ...] = (), selection: Selection | None = None
+    *rows: LevelRow,
+    applied: int,
+    skipped: tuple[str, ...] = (),
+    selection: Selection | None = None,
+    max_slowdown: float | None = None,
 ) -> MemOptSummary:
     plan = next(r.plan for r in rows if r.level == applied)
-    resolved = resolve(SearchOverrides(level=rows[-1].level))
+    resolved = resolve(SearchOverrides(level=rows[-1].level, max_slowdown=max_slowdown))
     return summarize(
         Findings(
             resolved=resolved,
@@ -202,6 +207,12 @@ def test_levels_that_could_not_be_run_are_counted() -> None:
 def test_a_recommendation_quotes_what_was_measured() -> None:
     found = summary(*map(row, range(3)), applied=2)
     assert found.recommendation == "Measured: 9.0 MiB → 7.0 MiB, step 1.00 s → 1.00 s."
+
+
+@pytest.mark.parametrize(("limit", "said"), [(1.5, " and takes at most 1.5 times as long."), (math.inf, ".")])
+def test_where_no_plan_is_found_the_limit_of_the_time_is_said(limit: float, said: str) -> None:
+    text = summary(row(0), row(1, plan=Plan()), applied=1, max_slowdown=limit).recommendation
+    assert text.startswith(f"No plan that was found lowers the measured peak of this step{said}")
 
 
 @pytest.mark.parametrize(
