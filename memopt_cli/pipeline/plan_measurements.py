@@ -28,6 +28,8 @@ class PlanMeasurements:
     warm_up: bool
     """Take a step before the timed ones."""
     _found: dict[Plan, Measured | Failure] = field(default_factory=dict)
+    _in_turns: Plan | None = None
+    """Of the plans that were timed in turns with the original, the last: both have the times of these turns."""
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """In a fresh subprocess, unless it was measured before."""
@@ -45,9 +47,12 @@ class PlanMeasurements:
         """The row of a measured plan, timed anew if its step seems slower than it may be, or other than predicted.
 
         That is done in turns with the original, in one subprocess, so that a busy machine neither refuses a plan nor
-        praises it; both have these step times then.  Nothing changes where it fails.
+        praises it; both have these step times then.  Nothing changes where it fails, nor where that was done already:
+        what was decided by the first turns is not left to others.
         """
         original = self._found.get(ORIGINAL)
+        if row.plan == self._in_turns:
+            return replace(row, outcome=self.measure(row.plan))
         if isinstance(original, Measured) and _is_in_doubt(row, original.measurement, most_slowdown):
             self.progress.stage("timing the plan again, in turns with the original")
             self._time_in_turns(row.plan, None if math.isinf(most_slowdown) else most_slowdown)
@@ -57,6 +62,7 @@ class PlanMeasurements:
     def _time_in_turns(self, plan: Plan, most_slowdown: float | None) -> None:
         found = self.prepared.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown), self.timeout_s)
         if isinstance(found, TimedInTurns):
+            self._in_turns = plan
             self._retimed(ORIGINAL, found.original_times_s)
             self._retimed(plan, found.planned_times_s)
 

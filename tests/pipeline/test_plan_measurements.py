@@ -39,24 +39,46 @@ class FakePrepared:
         return Measured(measurement=measured(8, step_s), left=Fingerprint(tensors=(), put_off=(), repeats=True))
 
 
-def confirmed(prepared: FakePrepared, predicted: float | None, most_slowdown: float) -> tuple[Any, Any]:
-    """What the original and the plan are said to take, after a measurement of each."""
+def measurements_of(prepared: FakePrepared) -> PlanMeasurements:
+    """The original is measured."""
     asked: Any = prepared
     measurements = PlanMeasurements(prepared=asked, timeout_s=1.0, progress=Progress(), warm_up=True)
     measurements.measure(ORIGINAL)
-    row = LevelRow(
+    return measurements
+
+
+def row_of(measurements: PlanMeasurements, plan: Plan, predicted: float | None) -> LevelRow:
+    return LevelRow(
         level=1,
-        plan=PLAN,
-        outcome=measurements.measure(PLAN),
+        plan=plan,
+        outcome=measurements.measure(plan),
         predicted_tensor_peak_bytes=8,
         predicted_allocated_peak_bytes=8,
         predicted_slowdown=predicted,
         dry_runs=1,
         search_s=0.0,
     )
-    row = measurements.confirm(row, most_slowdown)
+
+
+def confirmed(prepared: FakePrepared, predicted: float | None, most_slowdown: float) -> tuple[Any, Any]:
+    """What the original and the plan are said to take, after a measurement of each."""
+    measurements = measurements_of(prepared)
+    row = measurements.confirm(row_of(measurements, PLAN, predicted), most_slowdown)
     assert row.outcome == measurements.measure(PLAN)
     return measurements.measure(ORIGINAL), row.outcome
+
+
+def test_what_was_timed_in_turns_is_not_timed_again_until_another_plan_was() -> None:
+    """A second look at a plan that was chosen might say otherwise, and nothing would come of it but the time."""
+    prepared = FakePrepared(1.4, TimedInTurns(original_times_s=(2.0,), planned_times_s=(2.6,)))
+    measurements = measurements_of(prepared)
+    row = measurements.confirm(row_of(measurements, PLAN, predicted=1.1), 1.33)
+    again = measurements.confirm(row, 1.33)
+    assert again.outcome == row.outcome == measurements.measure(PLAN)
+    assert prepared.asked.count(TimeInTurnsJob) == 1
+    measurements.confirm(row_of(measurements, Plan(packed=True), predicted=1.1), 1.33)
+    measurements.confirm(row, 1.33)
+    assert prepared.asked.count(TimeInTurnsJob) == 3
 
 
 @pytest.mark.parametrize(
