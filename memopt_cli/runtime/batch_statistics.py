@@ -138,7 +138,7 @@ class BatchStatistics:
         self._forward = forward
         self._found: tuple[_Norm, ...] = ()
         self._hands_on = not config_of(module).keep  # of an output that it keeps it counts the runs
-        self._start = _Start(module, given)
+        self._start = Start(module, given)
 
     def forwards(self, chunks: int) -> Iterator[Callable[..., Any]]:
         """What runs in place of forward on each chunk of the next pass; each is to run before the next is asked for.
@@ -344,7 +344,12 @@ _COSTLY = frozenset(
     for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
 )
 """Operators to run once less; each gives a tensor that shares no memory with others."""
-_UNSEEN_WRITES = frozenset((Tensor.data.__get__, Tensor.data.__set__))  # type: ignore[attr-defined]
+_UNSEEN_WRITES = frozenset(
+    (
+        *(Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
+        *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage),
+    )
+)
 """By what these give or do, a tensor may be written that stays at its version."""
 _USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 
@@ -465,14 +470,16 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
         running.data.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
-class _Start:
+class Start:
     """Where a module and the random generators stand, to begin anew from there."""
 
-    def __init__(self, module: nn.Module, given: Sequence[Tensor]) -> None:
-        self._name = name_of(module)
+    def __init__(self, module: nn.Module, given: Sequence[Tensor] = ()) -> None:
+        self._module = module
         self._state = ModuleState(module)
+        self._batch_norms = batch_norms(module)
+        self._state_of_norms = ModuleState(module, self._batch_norms)
         self._copies = {id(t): (t, version_counter(t), t.detach().clone()) for t in self._state.tensors()}
-        self._norms = {id(t) for norm in batch_norms(module) for t in buffers_of(norm).values() if t is not None}
+        self._norms = {id(t) for norm in self._batch_norms for t in buffers_of(norm).values() if t is not None}
         self._given = [(t, version_of(t)) for t in given]
         self._generators = Generators()
 
@@ -487,7 +494,10 @@ class _Start:
             self._norms.add(id(tensor))
 
     def enter_norms(self) -> None:
-        """Put those alone where they stood."""
+        """Put those alone where they stood.  Raises :class:`NotGathered`."""
+        if batch_norms(self._module) != self._batch_norms:
+            raise NotGathered("makes or takes away a batch norm in its forward")
+        self._state_of_norms.restore()
         for tensor, _, copy in (self._copies[key] for key in self._norms & self._copies.keys()):
             tensor.data.copy_(copy)
 
@@ -506,8 +516,8 @@ class _Start:
 
     def _cannot(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"{self._name} {what} before a batch norm, which cannot be undone for a second pass; set batch_statistics "
-            "to false and chunks to 1 in the plan"
+            f"{name_of(self._module)} {what} before a batch norm, which cannot be undone for a second pass; set "
+            "batch_statistics to false and chunks to 1 in the plan"
         )
 
 

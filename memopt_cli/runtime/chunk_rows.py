@@ -3,8 +3,9 @@
 A cumulative sum, a loop over time steps that is written in forward, attention: in chunks each would start anew where
 it is cut, and compute something else without a word.  It is tried on a piece of the input, without gradients: other
 values in one half must leave the other half of the output as it is; and the row after a cut must come out as without
-one, which also finds what goes by a row's position.  Not tried is a segment whose plan says how its batch statistics
-are to be taken: by these, rows do depend on one another.
+one, which also finds what goes by a row's position.  By batch statistics rows do depend on one another: where those
+are gathered over the chunks, the norms in every trial normalize by what they find in the first.  Not tried is a segment
+whose norms are to normalize by the statistics of each chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.chunk_state import Moves
 from memopt_cli.runtime.generators import Generators
-from memopt_cli.runtime.norms import batch_norms
+from memopt_cli.runtime.norms import OtherNorms
 from memopt_cli.runtime.private_torch import unseen
 
 _ROUNDINGS: Final = 8
@@ -69,6 +70,8 @@ class Piece:
     """How many of its outputs are cut; later ones are states."""
     resumes: bool
     """Whether it hands state on from chunk to chunk that it does not leave behind."""
+    norms: AbstractContextManager[object]
+    """Every run of it is within."""
 
     @property
     def halves_of(self) -> tuple[int, int]:
@@ -93,6 +96,8 @@ def mixing(piece: Piece) -> str:
     try:
         with torch.no_grad(), unseen():
             return _dependence(piece) or _restart(piece)
+    except OtherNorms as found:
+        return str(found)
     except Exception:  # the module's own code, on a length that it may not take: that tells nothing of its chunks
         return ""
 
@@ -145,10 +150,12 @@ class _Found:
 
 def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Found:
     with piece.starting():
-        for module in (*batch_norms(piece.module), *(m for m in piece.module.modules() if isinstance(m, _DROPOUTS))):
-            module.eval()  # statistics of the batch are gathered elsewhere
+        for module in piece.module.modules():
+            if isinstance(module, _DROPOUTS):
+                module.eval()
         generators, moves = Generators(), Moves(piece.module)
-        parts = [output if isinstance(output, tuple) else (output,) for output in run()]
+        with piece.norms:
+            parts = [output if isinstance(output, tuple) else (output,) for output in run()]
         columns = zip(*(part[: piece.outputs] for part in parts), strict=True)
         joined = [torch.cat(column, dim=piece.axis) for column in columns]
         return _Found(joined, generators.moved(), len(parts[0]) > piece.outputs or bool(moves.now()))

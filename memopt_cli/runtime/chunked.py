@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime import chunk_rows
-from memopt_cli.runtime.batch_statistics import BatchStatistics, Met, NotGathered, statistics_refusal
+from memopt_cli.runtime.batch_statistics import BatchStatistics, Met, NotGathered, Start, statistics_refusal
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import (
@@ -21,6 +22,7 @@ from memopt_cli.runtime.held import saving_aside
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.lumps import LumpedCall, in_memory, lumped
 from memopt_cli.runtime.module_state import name_of, uninitialized
+from memopt_cli.runtime.norms import SameStatistics
 from memopt_cli.runtime.objects import Objects
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
 from memopt_cli.runtime.refusals import norm_refusal
@@ -139,11 +141,14 @@ def _gathered(
     kwargs: dict[str, Any],
 ) -> tuple[list[tuple[Any, ...]], Any]:
     """As :func:`_one_by_one`, when every norm has its statistics.  Raises :class:`NotGathered`."""
+    tells = True
     while True:
-        columns, output = _one_by_one(module, forward, gathering.forwards(len(pieces)), pieces, states, kwargs)
+        forwards = gathering.forwards(len(pieces))
+        columns, output = _one_by_one(module, forward, forwards, pieces, states, kwargs, tells=tells)
         if not isinstance(output, Met):
             break
         gathering.merge(columns[0])
+        tells = False
     if isinstance(output, tuple) and len(output) > config_of(module).seq_outputs:
         raise NotGathered("hands its state over as an output, before which chunks break off for their statistics")
     return columns, output
@@ -157,12 +162,14 @@ def _one_by_one(
     states: tuple[Any, ...],
     kwargs: dict[str, Any],
     lumps: LumpedCall | None = None,
+    *,
+    tells: bool = True,
 ) -> tuple[list[tuple[Any, ...]], Any]:
     """Every output that is cut, as its chunks, and the last chunk's whole output.
 
     ``own``: the module's forward; ``forwards``: what runs in its place on each chunk; ``lumps``: pieces that are
-    several chunks of a dry run, in whose place nothing runs.  Raises :class:`_NotInChunks` where chunks would give
-    something else than the whole, or leave other state behind.
+    several chunks of a dry run, in whose place nothing runs; ``tells``: whether rows mix is tried.  Raises
+    :class:`_NotInChunks` where chunks would give something else than the whole, or leave other state behind.
     """
     config = config_of(module)
     codec = codec_of(module, config)
@@ -193,7 +200,7 @@ def _one_by_one(
             raise
         inputs.started = ignore_start  # the graph must not hold it
         if first is not None and shows:
-            first.check()
+            first.check(tries=tells and not config.inexact)
         if lumps is not None:
             lumps.ran(index, output, config.seq_outputs)
         parts = output if isinstance(output, tuple) else (output,)
@@ -246,17 +253,16 @@ class _FirstChunk:
         """It starts at ``start``, which has lent these tensors."""
         self._start, self._lent = start, lent
 
-    def check(self) -> None:
-        """It has ended.  Raises :class:`_NotInChunks`."""
-        config = config_of(self._module)
-        moved, tells = self._moves.found(), not (config.batch_statistics or config.inexact)
+    def check(self, *, tries: bool) -> None:
+        """It has ended.  ``tries``: whether its rows mix, too.  Raises :class:`_NotInChunks`."""
+        moved = self._moves.found()
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._lent)
         reason = next((argument.told() for argument in self._arguments if argument.has_moved()), "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
-        if not reason and tells and chunk_rows.is_due(self._module):
+        if not reason and tries and chunk_rows.is_due(self._module):
             reason = chunk_rows.mixing(self._piece(starting))
         if reason:
             raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent), is_certain=True)
@@ -292,6 +298,7 @@ class _FirstChunk:
             axis=config.axis,
             outputs=config.seq_outputs,
             resumes=_resumes(self._module),
+            norms=SameStatistics() if config.batch_statistics else contextlib.nullcontext(),
         )
 
     def _run_whole(self) -> None:
@@ -303,9 +310,10 @@ class _FirstChunk:
 
     def _run_halves(self) -> list[Any]:
         config = config_of(self._module)
-        states, outputs = self._states, list[Any]()
+        start, states, outputs = Start(self._module), self._states, list[Any]()
         for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
+            start.enter_norms()
             with recomputing(self._module), saving_aside():
                 outputs.append(within_chunk(chunk, self._forward, *half, *states, **self._kwargs))
             parts = outputs[-1] if isinstance(outputs[-1], tuple) else (outputs[-1],)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def remade(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
 def _again(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
     if copy.shared is not None:
         x = copy.values
-        view = made[id(copy.shared)].as_strided(x.shape, x.stride(), x.storage_offset())
+        view = _within(made[id(copy.shared)], x, 0)
         return view if copy.needs_gradient else view.detach()
     values = copy.values.detach().requires_grad_(copy.needs_gradient)
     if not copy.stride:
@@ -71,8 +72,10 @@ def _span(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _end(tensor: Tensor) -> int:
-    return int(tensor.storage_offset()) + _span(tensor)
+def _bytes(tensor: Tensor) -> range:
+    """Those between which its elements lie, in its memory."""
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return range(start * size, (start + _span(tensor)) * size)
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -80,29 +83,46 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _by_memory(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Together those of one memory and one dtype."""
-    groups: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+    """Together those of one memory; of one dtype, where one needs a gradient, which bytes cannot have."""
+    groups: dict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        groups[memory_of(tensor), tensor.dtype].append(tensor)
-    return groups.values()
+        groups[memory_of(tensor)].append(tensor)
+    for group in groups.values():
+        if len(group) == 1 or not any(t.requires_grad for t in group):
+            yield group
+        else:
+            yield from ([t for t in group if t.dtype is dtype] for dtype in {t.dtype for t in group})
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Of tensors in one memory, together those that overlap."""
     piece: list[Tensor] = []
     end = 0
-    for tensor in sorted(tensors, key=Tensor.storage_offset):
-        if piece and tensor.storage_offset() >= end:
+    for tensor in sorted(tensors, key=lambda t: _bytes(t).start):
+        if piece and _bytes(tensor).start >= end:
             yield piece
             piece = []
         piece.append(tensor)
-        end = max(end, _end(tensor))
+        end = max(end, _bytes(tensor).stop)
     yield piece
 
 
 def _copied_together(piece: Sequence[Tensor]) -> dict[int, Copy]:
-    start = min(t.storage_offset() for t in piece)
-    end = max(map(_end, piece))
-    shared = piece[0].detach().as_strided((end - start,), (1,), start).clone()
-    views = ((t, shared.as_strided(t.shape, t.stride(), t.storage_offset() - start)) for t in piece)
-    return {id(t): Copy(view, shared=shared) for t, view in views}
+    finest = min(piece, key=Tensor.element_size)
+    size = finest.element_size()
+    start = min(_bytes(t).start for t in piece) // _WORD * _WORD
+    length = max(_bytes(t).stop for t in piece) - start
+    memory = finest.detach().as_strided((length // size,), (1,), start // size)
+    shared = memory.new_zeros(-(-length // _WORD) * _WORD // size)
+    shared[: len(memory)] = memory
+    return {id(t): Copy(_within(shared, t, start), shared=shared) for t in piece}
+
+
+_WORD: Final = 16
+"""Bytes of the largest element: at multiples of it, one of any dtype may begin."""
+
+
+def _within(shared: Tensor, like: Tensor, start: int) -> Tensor:
+    """What lies in ``shared`` as ``like`` does in its memory, behind the first ``start`` bytes there."""
+    place = like.storage_offset() - start // like.element_size()
+    return shared.view(like.dtype).as_strided(like.shape, like.stride(), place)

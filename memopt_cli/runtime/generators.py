@@ -132,6 +132,7 @@ _latest: dict[str | torch.device, Any] = {}
 
 def _shared(generator: str | torch.device, position: Any) -> Any:
     """``position``, or what is held of the same already."""
-    if _latest.get(generator) != position:
-        _latest[generator] = position
-    return _latest[generator]
+    held = _latest.get(generator)  # once: another thread may put its own there meanwhile
+    if held != position:
+        held = _latest[generator] = position
+    return held

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import pickle
 import warnings
 import weakref
@@ -174,6 +175,15 @@ def test_several_norms(exactly: Any) -> None:
     assert exactly.recomputations == 2 * 3 * 5
 
 
+def test_norms_of_more_and_of_fewer_values_than_the_input(exactly: Any) -> None:
+    """At some of them a pass is joined to the one before, at others not."""
+    widths = (4, 12, 3, 2, 12, 12, 4)
+    layers = [(nn.Linear(a, b, bias=False), nn.BatchNorm1d(b), nn.Tanh()) for a, b in itertools.pairwise(widths)]
+    block = nn.Sequential(*itertools.chain.from_iterable(layers))
+    block[-2].eval()
+    exactly(Resetting(block), {"blocks.0": EXACT}, leaf(8, 4), steps=2)
+
+
 def test_the_batch_axis_and_another(exactly: Any) -> None:
     norm = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(4), nn.Sigmoid())
     config = SegmentConfig(chunks=2, axis=-1, batch_statistics=True)
@@ -232,12 +242,6 @@ class Joined(nn.Module):
                 with torch.no_grad():
                     scale = self.norm(h).tanh()
                 y = self.second(h) * scale
-            case "written past its version":
-                h.data.mul_(2)
-                y = self.norm(h) * h
-            case "exchanged":
-                h.data = h * 2
-                y = self.norm(h) * h
         return y.tanh()
 
 
@@ -253,12 +257,39 @@ class Joined(nn.Module):
         "shared",
         "frozen",
         "by a norm without gradients",
-        "written past its version",
-        "exchanged",
     ],
 )
 def test_what_is_before_a_norm_may_be_used_elsewhere(exactly: Any, kind: str) -> None:
     exactly(Resetting(Joined(kind)), {"blocks.0": EXACT}, leaf(8, 4))
+
+
+class Overwriting(nn.Module):
+    """Writes what it gives its norm, past the version."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.inner, self.norm, self.write = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        self.write(h)
+        y: Tensor = self.norm(h) * h
+        return y
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "its data": lambda h: h.data.mul_(2),
+    "other data": lambda h: setattr(h, "data", h * 2),
+    "its array": lambda h: h.detach().numpy().__imul__(2),
+    "its storage": lambda h: torch.empty(0, dtype=h.dtype).set_(h.untyped_storage()).mul_(2),  # type: ignore[call-overload]
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_what_is_before_a_norm_may_be_written_past_its_version(exactly: Any, write: Callable[[Tensor], object]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exactly(Resetting(Overwriting(write)), {"blocks.0": EXACT}, leaf(8, 4))
 
 
 class Forked(nn.Module):
@@ -371,6 +402,24 @@ class Watching(nn.Module):
 
 def test_every_chunk_finds_the_running_statistics_that_the_whole_does(exactly: Any) -> None:
     exactly(Resetting(nn.Sequential(Watching(), nn.Tanh(), Watching())), {"blocks.0": EXACT}, leaf(8, 4), steps=3)
+
+
+class Exchanging(nn.Module):
+    """Gives its norm another running mean between two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.inner(x)).tanh()
+        self.norm.running_mean = self.norm.running_mean * 1.5
+        z: Tensor = self.norm(y)
+        return z
+
+
+def test_running_statistics_that_forward_exchanges(exactly: Any) -> None:
+    exactly(Resetting(Exchanging()), {"blocks.0": EXACT}, leaf(8, 4), steps=3)
 
 
 class OfAll(nn.Module):
@@ -680,6 +729,42 @@ class Sized(nn.Module):
         return y
 
 
+class OwnNorm(nn.BatchNorm1d):
+    """Computes its statistics by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale: Tensor = (x.var(0, correction=0) + self.eps).rsqrt() * self.weight
+        return (x - x.mean(0)) * scale + self.bias
+
+
+class Subtracting(nn.Module):
+    """The mean of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class OfParts(nn.Module):
+    """Each half of the batch is normalized by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([F.batch_norm(half, None, None, training=True) for half in x.tensor_split(2)])
+
+
+class MakingNorm(nn.Module):
+    """Makes its norm when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "norm"):
+            self.norm = nn.BatchNorm1d(4)
+        y: Tensor = self.norm(self.inner(x))
+        return y
+
+
 def _block(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), *layers, nn.BatchNorm1d(4))
 
@@ -692,6 +777,11 @@ UNGATHERED = {
     "norms for the first chunk": (Choosing(otherwise=False), "calls more batch norms on some chunks than on others"),
     "norms for later chunks": (Choosing(otherwise=True), "calls more batch norms on some chunks than on others"),
     "a size of its own": (Sized(), "fails on a chunk"),
+    "a norm that computes by itself": (_block(OwnNorm(4)), "mixes what lies along axis 0"),
+    "rows that mix before a norm": (_block(Subtracting()), "mixes what lies along axis 0"),
+    "rows that mix after norms": (nn.Sequential(_block(), Subtracting()), "mixes what lies along axis 0"),
+    "norms of parts of the batch": (_block(OfParts()), "computes something else behind a cut along axis 0"),
+    "a norm made in forward": (MakingNorm(), "makes or takes away a batch norm"),
     "a hook on a tensor": (Hooking(), "sets a hook in its forward"),
     "a hook on a parameter": (Hooking(weight=True), "sets a hook in its forward"),
 }
@@ -706,6 +796,18 @@ def test_what_passes_cannot_give_runs_whole(exactly: Any, block: nn.Module, reas
     with pytest.warns(UserWarning, match=rf"{reason}.*: it runs whole from now on") as said:
         exactly.compare(block, optimized, x, steps=1)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False, track_running_stats=False)], ids=str
+)
+def test_chunks_of_the_channels_run_whole(exactly: Any, norm: nn.Module, chunks: int) -> None:
+    block = nn.Sequential(nn.Tanh(), norm).double()
+    optimized = copy.deepcopy(block)
+    install_segment(optimized, SegmentConfig(chunks=chunks, axis=1, batch_statistics=True))
+    with pytest.warns(UserWarning, match="gives its batch norms other channels on a part of its input: it runs whole"):
+        exactly.compare(block, optimized, leaf(3, 4, 5))
 
 
 def test_what_passes_have_found_is_gone_when_the_whole_runs() -> None:

@@ -126,6 +126,12 @@ def own_generator(m: Keeper, y: Tensor) -> Tensor:
     return torch.randn(y.shape, generator=m.kept)
 
 
+def as_another_dtype(m: Keeper, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.kept[0].mul_(0.5)
+    return m.kept[1].abs().sum()
+
+
 def new_attribute(m: Keeper, y: Tensor) -> int:
     m.last = getattr(m, "last", 0) + 1  # type: ignore[assignment]
     return m.last
@@ -157,6 +163,8 @@ KEPT: list[tuple[Any, Callable[[Keeper, Tensor], Any]]] = [
     (None, in_place_with_a_graph),
     (None, buffer),
     (torch.Generator().manual_seed(1), own_generator),
+    ([pairs := torch.rand(4, 2), torch.view_as_complex(pairs)], as_another_dtype),
+    ([octets := torch.rand(4, 3), octets.view(torch.uint8)[1:, 2:-1]], as_another_dtype),
     (None, new_attribute),
     (None, removed_attribute),
 ]

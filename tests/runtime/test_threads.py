@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan
 from memopt_cli.records import Plan, SegmentPlan
-from memopt_cli.runtime import is_recomputing
+from memopt_cli.runtime import generators, is_recomputing
 from tests.rows import quick
 
 THREADS, STEPS = 4, 12
@@ -218,3 +218,18 @@ threads = [threading.Thread(target=lambda: [Generators().restore() for _ in rang
 @pytest.mark.slow
 def test_garbage_may_be_collected_while_a_generator_is_read() -> None:
     subprocess.run([sys.executable, "-c", _COLLECTING], check=True, timeout=120)
+
+
+class Contended(dict[Any, Any]):
+    """Another thread writes to it right after whoever does."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, "what another thread found")
+
+
+def test_a_thread_gets_the_positions_that_it_found_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "_latest", Contended())
+    start = generators.Generators()
+    drawn = torch.rand(3)
+    start.restore()
+    assert torch.equal(torch.rand(3), drawn)
