@@ -612,6 +612,17 @@ def test_packing_is_taken_back_where_a_budget_does_not_need_it(needed: bool) -> 
     assert relaxed == replace(plain, packed=needed)
 
 
+def test_where_a_dry_run_refutes_fewer_chunks_not_as_few_are_tried() -> None:
+    """Those that are predicted to do, of unequal lengths, pass the budget by a hair: 256 were left where 32 fit."""
+    blocks = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))
+    subject = Subject(nn.Sequential(*blocks), torch.randn(2048, 64))
+    in_chunks = [Plan(segments=(rule_along(0).applied(SegmentPlan(path=""), n),)) for n in (32, 64, 256)]
+    slowdowns = [subject.model.predict(plan).step_s / subject.model.step_s for plan in in_chunks]
+    found = subject.planner(lambda path: rule_along(0), level=3).within(3, subject.dry_run(in_chunks[0]))
+    assert found is not None
+    assert slowdowns[0] <= found.slowdown < slowdowns[1] < slowdowns[2]
+
+
 @pytest.mark.slow
 def test_no_more_chunks_than_a_budget_needs() -> None:
     """The solver tries 2, 4 and 8 of them only."""
