@@ -61,6 +61,8 @@ class Block:
     compressor: CompressorName = "null"
     packing_s: float = 0.0
     """What packing its input takes, unpacking included."""
+    input_shape: tuple[int, ...] = ()
+    """Of the first of its inputs."""
     given_bytes: int = 0
     """Of its inputs, whoever holds them."""
     output_bytes: int = 0
@@ -208,6 +210,7 @@ class _Builder:
         own.input_bytes = sum(storage.nbytes for storage in paid)
         own.packing_s = packing_s(self._trace, sum(storage.packing_bytes for storage in paid), len(inputs))
         own.packed_input_bytes, own.compressor = self._packed(module, call)
+        own.input_shape = tuple(module.input_shape)
         own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
         own.output_bytes = sum(self._trace.storages[s].nbytes for s in call.outputs)
         own.state_bytes = module.state_bytes
@@ -220,6 +223,7 @@ class _Builder:
                 own.kept_bytes,
                 own.packed_input_bytes,
                 own.input_bytes,
+                own.input_shape,
                 own.output_bytes,
                 own.refusal,
                 module.class_name,

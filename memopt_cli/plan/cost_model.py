@@ -16,12 +16,13 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from memopt_cli.plan.keeping import kept_calls
 from memopt_cli.plan.replay import Original, Replay, ReplayedSegment
 from memopt_cli.records import (
+    ChunkRule,
     CompressorName,
     ModuleCall,
     ModuleTrace,
@@ -203,6 +204,17 @@ def longest_share(chunks: int, length: int) -> float:
     return math.ceil(length / chunks) / length if length else 1 / chunks
 
 
+def cut_by(rule: ChunkRule, segment: SegmentPlan, chunks: int, input_shape: Sequence[int]) -> SegmentPlan:
+    """The segment in so many chunks of what is so large, its inputs raw where chunks of them cannot be packed."""
+    cut = rule.applied(segment, chunks)
+    return replace(cut, compressor="null") if is_raw_in_chunks(cut, input_shape) else cut
+
+
+def is_raw_in_chunks(segment: SegmentPlan, input_shape: Sequence[int]) -> bool:
+    """Whether no codec packs its chunks: they are of no whole parts, and have gaps behind an axis that is not cut."""
+    return segment.chunks > 1 and (segment.compressor == "parts" or math.prod(input_shape[: segment.axis]) > 1)
+
+
 class CostModel:
     """Prices plans of one recorded step."""
 
@@ -361,9 +373,10 @@ class CostModel:
     def _packed(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
         """``stored``: what a concatenation need not be stored for again."""
         codec = block.segment.compressor
-        if codec == "null":
+        module = self.modules[block.call.path]
+        if codec == "null" or is_raw_in_chunks(block.segment, module.input_shape):
             return {}
-        packed = packed_inputs(self.trace, self.modules[block.call.path], block.call, codec)
+        packed = packed_inputs(self.trace, module, block.call, codec)
         if codec != "parts":
             return packed
         storages = self.trace.storages

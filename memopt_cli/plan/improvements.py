@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from memopt_cli.plan.cost_model import chunk_counts
+from memopt_cli.plan.cost_model import chunk_counts, cut_by
 from memopt_cli.plan.proposals import Proposals
 from memopt_cli.plan.questions import ChunkQuestions, nested
 from memopt_cli.plan.targets import segment as plain_segment
@@ -75,7 +75,8 @@ class Improvements:
         new = []
         for path, (rule, length) in rules.items():
             module = self._modules[path]
-            cut = rule.applied(plain_segment(module, self._proposals.allowed.compress), min(chunks, length))
+            plain = plain_segment(module, self._proposals.allowed.compress)
+            cut = cut_by(rule, plain, min(chunks, length), module.input_shape)
             new.append(replace(cut, recompute_states=module.state_bytes > 0))
         segments = sorted((*filter(apart, plan.segments), *new), key=lambda s: self._modules[s.path].order)
         return replace(plan, segments=tuple(segments))

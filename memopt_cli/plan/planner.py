@@ -19,6 +19,8 @@ _FRONTIER_POINTS = 8
 """Budgets that the frontier is asked at, evenly spaced."""
 _NEARLY = 0.01
 """Of plans whose peaks differ by no more than this share, the fastest is the answer of a level."""
+_REFUTATIONS = 3
+"""Dry runs above the budget, in a row, of plans with less that the cost model finds to fit."""
 _TELLING = 0.01
 """A neighbour is worth naming that is faster, or smaller, by this share."""
 
@@ -124,14 +126,22 @@ class Planner:
         self._relax(level, budget_bytes)
 
     def _relax(self, level: int, budget_bytes: int) -> None:
-        """Count the fastest plan so far without what the cost model finds needless, as long as a dry run agrees."""
-        while best := self.dry_runs.fastest(level, budget_bytes):
+        """Count the fastest plan so far without what the cost model finds needless, as long as a dry run agrees.
+
+        Where it does not, the cost model is asked for as much less, a few times.
+        """
+        over_bytes, refuted = 0, 0
+        while (best := self.dry_runs.fastest(level, budget_bytes)) and refuted < _REFUTATIONS:
             ground = self._grounds.of(best.plan)
-            bias = best.peak_bytes - ground.proposals.peak_of(best.plan)
+            bias = best.peak_bytes - ground.proposals.peak_of(best.plan) + over_bytes
             less = ground.improvements.relaxed(best.plan, functools.partial(self._fits, ground, budget_bytes - bias))
             found = self.dry_runs.count(less, ground.proposals) if less != best.plan else None
-            if found is None or self.dry_runs.fastest(level, budget_bytes) is best:
+            if found is None:
                 break
+            is_over = found.peak_bytes > budget_bytes
+            if not is_over and self.dry_runs.fastest(level, budget_bytes) is best:
+                break
+            over_bytes, refuted = (over_bytes + found.peak_bytes - budget_bytes, refuted + 1) if is_over else (0, 0)
 
     def _fits(self, ground: Ground, most_bytes: int, plan: Plan) -> bool:
         return self._grounds.admits(plan) and ground.proposals.peak_of(plan) <= most_bytes

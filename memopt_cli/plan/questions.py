@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -127,10 +126,8 @@ class ChunkQuestions:
 
     def learn(self, plan: Plan) -> bool:
         """Ask of a module that stands at the plan's peak; ``False`` if none is left to ask that can."""
-        if not self.may_ask:
-            return False
         at_peak = self._around(self._proposals.predict(plan).module, plan)
-        return any(self._learn(block.path) for block in at_peak)
+        return any(self.may_ask and self._learn(block.path) for block in at_peak)
 
     def confirm(self, plan: Plan) -> bool:
         """Ask for the modules that the plan runs in chunks on trust, or because others of their class can.
@@ -165,26 +162,18 @@ class ChunkQuestions:
         """What may run in chunks if every module that was not asked can, along the longer of its first two axes.
 
         With a batch norm in it by exact statistics, which cost more, and with several not at all: but for inexact ones.
-        The model itself only where it may be asked, see :meth:`_around`.
         """
         hopeful = dict(self.known)
         for path, module in self._proposals.modules.items():
             lengths, norms = module.input_shape[:2], self._proposals.norms[path]
             length = max(lengths, default=0)
-            may_be_asked = self.is_cuttable(path) and (path or not self._has_part_called_once)
-            if path not in self._asked and length > 1 and may_be_asked:
+            if path not in self._asked and length > 1 and self.is_cuttable(path):
                 axis = lengths.index(length)
                 rule = ChunkRule(
                     axis=axis, seq_inputs=1, seq_outputs=1, batch_statistics=norms > 0 and not self._allow_inexact
                 )
                 hopeful.setdefault(path, (rule, length))
         return hopeful
-
-    @functools.cached_property
-    def _has_part_called_once(self) -> bool:
-        """Of those at the peak of the original that may run in chunks."""
-        peak, modules = self._proposals.predict(Plan()).module, self._proposals.modules.values()
-        return any(m.calls == 1 and nested(m.path, peak) and self.is_cuttable(m.path) for m in modules if m.path)
 
     def is_cuttable(self, path: str) -> bool:
         """Whether chunks of a module may be in a plan, and would save something."""
@@ -230,15 +219,14 @@ class ChunkQuestions:
         """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
 
         Then what it lies in, from within, which in chunks holds nothing between its parts.  The model itself comes
-        last, as a trial of it takes longest, and is left out where a module around the peak is called only once.
+        last, as a trial of it takes longest.
         """
         segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
         usable = {b.path: b for b in self._proposals.root if not b.refusal and self.is_cuttable(b.path)}
         inside = [b for b in usable.values() if any(is_within(b.path, s) for s in segments)]
         largest = sorted(inside, key=lambda b: (not b.path, -b.kept_bytes))
         outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: -len(b.path))
-        is_called_once = any(self._proposals.modules[b.path].calls == 1 for b in largest)
-        around = dict.fromkeys([*largest, *(b for b in outwards if b.path or not is_called_once)])
+        around = dict.fromkeys([*largest, *outwards])
         yield from [block for block in around if block.path not in self._asked]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.plan.block_tree import Block
-from memopt_cli.plan.cost_model import chunk_counts, longest_share, overhead_s
+from memopt_cli.plan.cost_model import chunk_counts, cut_by, longest_share, overhead_s
 from memopt_cli.plan.keeping import choices, keep_names, numbered
 from memopt_cli.plan.replay import chunk_state_bytes
 from memopt_cli.plan.ways import Limits, Spent, Way, cuts, together
@@ -80,8 +80,8 @@ class Segments:
             plain = replace(plain, keep=keep_names(block.costly, kept, [s.path for s in inside.segments()]))
         peak = max(inside.peak_bytes, block.forward_bytes + inside.held_bytes)
         unpacked = replace(plain, compressor="null") if plain.compressor == "parts" else plain
-        chunked = () if numbered(plain.keep) else self._in_chunks(block, unpacked, around)
-        for segment in dict.fromkeys((plain, unpacked, *chunked)):  # a chunk is of no whole parts
+        chunked = () if numbered(plain.keep) else self._in_chunks(block, plain, around)
+        for segment in dict.fromkeys((plain, unpacked, *chunked)):
             if segment.batch_statistics and (kept or inside.has_segments):
                 continue  # a norm in a segment within cannot take part; of several passes each would keep its own
             packed = segment.compressor != "null"
@@ -116,7 +116,7 @@ class Segments:
             return
         rule, length = self._allowed.chunks[block.path]
         for chunks in chunk_counts(length, self._allowed.chunk_factor):
-            segment = rule.applied(plain, chunks)
+            segment = cut_by(rule, plain, chunks, block.input_shape)
             yield segment
             if block.state_bytes and not around.recomputed:
                 yield replace(segment, recompute_states=True)

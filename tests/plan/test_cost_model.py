@@ -38,7 +38,7 @@ from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.plan.search import Solver
 from memopt_cli.plan.segment_ways import Allowed, Around
-from memopt_cli.records import ChunkRule, CompressorName, Plan, SegmentPlan, StepSettings
+from memopt_cli.records import ChunkRule, CompressorName, Plan, Refused, SegmentPlan, StepSettings
 from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, record, resident_bytes
@@ -655,3 +655,21 @@ def test_what_a_segment_was_given_is_gone_before_gradients_are_added_up() -> Non
     for compressor in _STORED:
         plan = Plan(segments=tuple(SegmentPlan(path=f"1.layers.{i}", compressor=compressor) for i in range(8)))
         assert abs(subject.error(plan)) <= 0.01
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_chunks_behind_an_axis_that_is_not_cut_are_not_packed(axis: int) -> None:
+    """They have gaps, and a codec stores them as they are: predicted as packed they looked far too small."""
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh(), nn.Tanh()) for _ in range(6)]
+    subject = Subject(nn.Sequential(*blocks), torch.randn(64, 64, 64))
+    paths, rule = [str(index) for index in range(1, 6)], ChunkRule(axis=axis)
+    spikes = {path: {"compressor": "bit", "packed_input_bytes": 2**15} for path in paths}
+    modules = (replace(module, **spikes.get(module.path, {})) for module in subject.trace.modules)
+    subject.trace = replace(subject.trace, modules=tuple(modules))
+    subject.model = CostModel(subject.trace)
+    packed = [rule.applied(SegmentPlan(path=path, compressor="bit"), 4) for path in paths]
+    assert abs(subject.error(Plan(segments=tuple(packed)))) <= 0.05
+    planner = subject.planner(lambda path: rule if path else Refused(reason="no"), level=3)
+    planner.least(3)
+    chunked = [s for found in planner.dry_runs.up_to(3) for s in found.plan.segments if s.chunks > 1]
+    assert {segment.compressor for segment in chunked if segment.path in paths} == ({"bit"} if axis == 0 else {"null"})

@@ -238,9 +238,10 @@ def test_a_pair_of_normalized_layers_runs_in_chunks_together(layers: int, whole:
     """Nothing is held between them then; of more layers each norm would take another pass over the chunks."""
     asked: list[str] = []
 
-    def chunking(path: str) -> ChunkRule:
+    def chunking(path: str) -> ChunkRule | Refused:
         asked.append(path)
-        return ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, batch_statistics=True)
+        rule = ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, batch_statistics=True)
+        return rule if path else Refused(reason="no")
 
     block = nn.Sequential(*(part for i in range(layers) for part in conv_norm(8 if i else 3)))
     model = nn.Sequential(block, nn.AvgPool2d(4), nn.Conv2d(8, 8, 3))
@@ -408,6 +409,47 @@ def test_a_model_that_calls_its_parts_in_every_step_is_asked_itself() -> None:
     assert found.peak_bytes < 0.6 * subject.planner().least(3).peak_bytes
 
 
+@pytest.mark.parametrize("most_slowdown", [10.0, math.inf])
+def test_a_model_whose_parts_are_called_once_is_asked_itself(most_slowdown: float) -> None:
+    """Chunks of parts leave what lies between them whole: of this U-Net twice what chunks of the model take."""
+    subject = Subject(Joined(), torch.randn(8, 3, 32, 32))
+    found = subject.planner(lambda path: rule_along(0), level=3).least(3, most_slowdown)
+    parts = subject.planner(lambda path: rule_along(0) if path else Refused(reason="no"), level=3).least(3)
+    assert any(not segment.path for segment in found.plan.segments)
+    assert found.peak_bytes < 0.7 * parts.peak_bytes
+
+
+class Joined(nn.Module):
+    """A U-Net of one level, whose convolutions are called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.low = conv_relu(3, 16), conv_relu(16, 16)
+        self.right, self.out = conv_relu(32, 16), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = self.left(x)
+        low = nn.functional.interpolate(self.low(nn.functional.max_pool2d(left, 2)), scale_factor=2)
+        return self.out(self.right(torch.cat([low, left], dim=1)))
+
+
+def conv_relu(inputs: int, outputs: int) -> nn.Sequential:
+    layers = ((nn.Conv2d(a, outputs, 3, padding=1), nn.ReLU()) for a in (inputs, outputs))
+    return nn.Sequential(*(layer for pair in layers for layer in pair))
+
+
+def test_no_more_modules_are_asked_than_the_limits_allow() -> None:
+    """Of those around the peak one after another was asked until one could, however many."""
+    asked: list[str] = []
+    subject = Subject(nn.Sequential(nn.Sequential(Loop())), torch.randn(512, 64))
+    refusing = subject.probes(lambda path: asked.append(path) or Refused(reason="no"))
+    subject.planner_asking(refusing).least(4)
+    assert asked == ["0.0", "0", ""]
+    asked.clear()
+    subject.planner_asking(refusing, max_candidates_per_round=1).least(4)
+    assert asked == ["0.0"]
+
+
 @pytest.mark.slow
 def test_only_those_are_asked_for_chunks_that_a_lower_plan_needs() -> None:
     asked: list[str] = []
@@ -568,6 +610,17 @@ def test_packing_is_taken_back_where_a_budget_does_not_need_it(needed: bool) -> 
 
     relaxed = known("chain").planner()._grounds.plain.improvements.relaxed(replace(plain, packed=True), fits)
     assert relaxed == replace(plain, packed=needed)
+
+
+def test_where_a_dry_run_refutes_fewer_chunks_not_as_few_are_tried() -> None:
+    """Those that are predicted to do, of unequal lengths, pass the budget by a hair: 256 were left where 32 fit."""
+    blocks = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))
+    subject = Subject(nn.Sequential(*blocks), torch.randn(2048, 64))
+    in_chunks = [Plan(segments=(rule_along(0).applied(SegmentPlan(path=""), n),)) for n in (32, 64, 256)]
+    slowdowns = [subject.model.predict(plan).step_s / subject.model.step_s for plan in in_chunks]
+    found = subject.planner(lambda path: rule_along(0), level=3).within(3, subject.dry_run(in_chunks[0]))
+    assert found is not None
+    assert slowdowns[0] <= found.slowdown < slowdowns[1] < slowdowns[2]
 
 
 @pytest.mark.slow
