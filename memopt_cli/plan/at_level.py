@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt_cli.plan.grounds import Ground, Grounds, heads_of
-from memopt_cli.plan.levels import CHUNKS
+from memopt_cli.plan.interface import is_within
+from memopt_cli.plan.levels import CHUNKS, NESTED
 from memopt_cli.plan.questions import DryRuns, Priced
 from memopt_cli.records import ChunkRule, Plan, SegmentPlan
 
@@ -53,6 +54,12 @@ class LevelRuns:
         here = [found for found in self.dry_runs.up_to(self.level) if heads_of(found.plan) == heads]
         usable = [found for found in here if found.slowdown <= most_slowdown]
         return min(usable, key=lambda found: (found.peak_bytes, found.slowdown), default=None)
+
+    def smallest_with_heads(self, most_slowdown: float) -> Plan:
+        """The smallest plan of the step without heads, with them: sums of the step with heads may miss it."""
+        plan, heads = self.dry_runs.smallest(NESTED, most_slowdown).plan, self.ground.proposals.heads
+        others = (s for s in plan.segments if not any(is_within(head.path, s.path) for head in heads))
+        return replace(plan, segments=(*others, *heads))
 
     def to_beat(self, found: Priced) -> int:
         """The peak that others are compared with by their predictions: its own may be off, too."""

@@ -52,6 +52,8 @@ class LevelSearch:
 
         Modules are asked for chunks until a few answers in a row have not lowered the peak by enough.
         """
+        if self.ground.proposals.heads:
+            self.runs.count(self.runs.smallest_with_heads(most_slowdown))
         plan: Plan | None = None
         lowest, in_vain = math.inf, 0
         while self.runs.fastest(budget_bytes) is None and in_vain <= _PATIENCE:
