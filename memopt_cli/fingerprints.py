@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 
 from memopt_cli.records import Fingerprint, FingerprintCheck, TensorPrint
@@ -72,6 +71,8 @@ def relative(one: TensorPrint | None, other: TensorPrint | None, least: float) -
     if one is None or other is None or one.kind != other.kind:
         return math.inf
     scale = max(one.norm, least * math.sqrt(one.elements))
-    squares = [(a - b) ** 2 for a, b in zip(one.projections, other.projections, strict=True)]
-    apart = math.sqrt(statistics.fmean(squares)) / scale if scale else math.inf
+    gaps = [a - b for a, b in zip(one.projections, other.projections, strict=True)]
+    if not gaps or not 0 < scale < math.inf:  # its square is too large for a number
+        return math.inf
+    apart = math.hypot(*gaps) / math.sqrt(len(gaps)) / scale
     return apart if apart == apart else math.inf  # NaN: one of them is not finite

@@ -50,6 +50,14 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("scale", [1e160, 1e300])
+def test_numbers_whose_squares_are_too_large_are_compared(scale: float) -> None:
+    """As memory that nothing was written to may hold."""
+    x = scale * drawn(100).double()
+    assert not check(of(x=x), of(x=-x))[1]
+    assert check(of(x=x), of(x=x.clone()))[1]
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_change_is_noticed(change: Callable[[Tensor], Tensor], exact: bool) -> None:
