@@ -19,6 +19,8 @@ _FRONTIER_POINTS = 8
 """Budgets that the frontier is asked at, evenly spaced."""
 _NEARLY = 0.01
 """Of plans whose peaks differ by no more than this share, the fastest is the answer of a level."""
+_WITHIN_REACH = 1.25
+"""Times a budget: a least peak so much above it may be lower where modules are asked in another order, an LSTM's by 8 %."""
 _REFUTATIONS = 3
 """Dry runs above the budget, in a row, of plans with less that the cost model finds to fit."""
 _TELLING = 0.01
@@ -36,7 +38,8 @@ class Planner:
         self._options = options
         self.dry_runs = DryRuns(probes, original)
         """The plans that were counted while it looked."""
-        self._grounds = Grounds(trace, probes, self.dry_runs, options)
+        self._new_grounds = functools.partial(Grounds, trace, probes, self.dry_runs, options)
+        self._grounds = self._new_grounds()
         self._descended: set[tuple[int, float]] = set()
         """Levels whose least peak was looked for, at most so slow."""
 
@@ -81,6 +84,8 @@ class Planner:
         with contextlib.suppress(TimeIsUp):
             self._search(level, budget_bytes)
             if self.dry_runs.fastest(level, budget_bytes) is None:
+                if budget_bytes < self.least(level).peak_bytes <= _WITHIN_REACH * budget_bytes:
+                    self._begin_anew()  # as for a level, which no budget has led elsewhere
                 if self.least(level).peak_bytes <= (1 + DOUBT) * budget_bytes:
                     self._descended.clear()  # what was learned on the way down may lead lower
                     for lower in range(1, level + 1):  # sums are a little off: just above the least may be less
@@ -108,6 +113,11 @@ class Planner:
             if plan is not None and is_news and predicted < (1 - WORTH_LOWERING) * peak_bytes:
                 return Outlook(peak_bytes=predicted, slowdown=proposals.slowdown(plan))
         return None
+
+    def _begin_anew(self) -> None:
+        """Forget what was learned of the model, but for the dry runs."""
+        self._grounds = self._new_grounds()
+        self._descended.clear()
 
     def _at(self, level: int) -> LevelSearch:
         ground = self._grounds.at(level)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.online import LIF, OverTime
+from memopt_cli.plan.grounds import Grounds
 from memopt_cli.plan.interface import NotTried, is_within
 from memopt_cli.plan.keeping import numbered
 from memopt_cli.plan.level_search import LevelSearch
@@ -504,6 +505,24 @@ def test_where_nothing_at_the_peak_saves_by_chunks_what_it_lies_in_is_asked() ->
     assert asked == ["0.0", "0"]
     assert [(s.path, s.chunks > 1) for s in found.plan.segments] == [("0", True)]
     assert subject.planner().within(4, high * 2 // 3) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "times"), [(1.0, 2), (0.5, 1)])
+def test_a_budget_just_below_the_least_peak_is_sought_once_more_from_the_start(
+    share: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in which a level asks, which may lead lower."""
+    subject, made = small("gpt"), list[Grounds]()
+    least = subject.planner().least(4).peak_bytes
+
+    def grounds(*args: Any) -> Grounds:
+        made.append(Grounds(*args))
+        return made[-1]
+
+    monkeypatch.setattr("memopt_cli.plan.planner.Grounds", grounds)
+    assert subject.planner().within(4, int(share * least) - 1) is None
+    assert len(made) == times
 
 
 def test_what_no_plan_may_cut_is_not_asked() -> None:
