@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
-from memopt_cli.plan.at_level import DOUBT, WORTH_LOWERING, LevelChunks, LevelRuns
+from memopt_cli.plan.at_level import WORTH_LOWERING, LevelChunks, LevelRuns
 from memopt_cli.plan.grounds import Ground, Grounds
 from memopt_cli.plan.interface import CountedPlan, Probes
 from memopt_cli.plan.level_search import LevelSearch
@@ -84,10 +84,8 @@ class Planner:
         with contextlib.suppress(TimeIsUp):
             self._search(level, budget_bytes)
             if self.dry_runs.fastest(level, budget_bytes) is None:
-                if budget_bytes < self.least(level).peak_bytes <= _WITHIN_REACH * budget_bytes:
+                if self.least(level).peak_bytes <= _WITHIN_REACH * budget_bytes:
                     self._begin_anew()  # as for a level, which no budget has led elsewhere
-                if self.least(level).peak_bytes <= (1 + DOUBT) * budget_bytes:
-                    self._descended.clear()  # what was learned on the way down may lead lower
                     for lower in range(1, level + 1):  # sums are a little off: just above the least may be less
                         self.best(lower)
                 self._relax(level, budget_bytes)
