@@ -24,14 +24,10 @@ class SearchProbes:
         self._session = session
         self._limit_s = limit_s
         self._ends = time.monotonic() + (math.inf if limit_s is None else limit_s)
-        self._over = ""
+        self.over = ""
+        """Why something was not tried any more; empty if all was that was asked."""
         self._ended = False
         self._answers: dict[Job[object], object] = {}
-
-    @property
-    def over(self) -> str:
-        """Why something was not tried any more; empty if all was that was asked."""
-        return self._over
 
     def left(self) -> Span | None:
         """How long the search may go on; ``None``: as long as it takes."""
@@ -39,24 +35,24 @@ class SearchProbes:
 
     def late(self) -> bool:
         """Whether the search is over: by its time limit, or because it was ended."""
-        if not self._over and time.monotonic() >= self._ends:
-            self._over = f"the search was ended after {self._limit_s:.3g} s (--search-time)"
-        return bool(self._over)
+        if not self.over and time.monotonic() >= self._ends:
+            self.over = f"the search was ended after {self._limit_s:.3g} s (--search-time)"
+        return bool(self.over)
 
     def end(self, reason: str) -> None:
         """Nothing more is tried."""
-        self._over = reason
+        self.over = reason
         self._ended = True
 
     def ask(self, job: Job[Answer]) -> Answer | Failure | NotTried:
         """The answer to a job, which runs at most once."""
-        return NotTried(reason=self._over) if job not in self._answers and self.late() else self.ask_late(job)
+        return NotTried(reason=self.over) if job not in self._answers and self.late() else self.ask_late(job)
 
     def ask_late(self, job: Job[Answer]) -> Answer | Failure | NotTried:
         """The same, of a job that does not belong to the search, and does not wait for its time; only for its end."""
         if job not in self._answers:
             if self._ended:
-                return NotTried(reason=self._over)
+                return NotTried(reason=self.over)
             self._answers[job] = self._session().ask(job)
         answer: Answer | Failure = self._answers[job]  # type: ignore[assignment]
         return answer

@@ -110,7 +110,7 @@ def overhead_s(segment: SegmentPlan, *, forward_s: float, work: Work, passes: Pa
     ``forward_s`` and ``work``: of its forward.  ``passes``: those that precede it if the segment gathers
     batch statistics.  ``scale``: :attr:`~memopt_cli.records.StepTrace.segment_overhead`.
     """
-    if not segment.batch_statistics or segment.chunks == 1:
+    if not segment.gathers:
         passes = Passes()
     runs = segment.chunks * (1 + passes.norms)
     times = segment.chunks * (1 + passes.ops / max(1, work.ops))  # that an operator runs, in all of them together
@@ -270,8 +270,8 @@ class CostModel:
         saved_s = sum(self.recompute_s[op] for op in block.kept)
         packed_bytes = sum(self.trace.storages[s].packing_bytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
-        work, passes = self.work(block.call), self.passes(block.call, block.stop)
-        scale = self.trace.segment_overhead
+        work, scale = self.work(block.call), self.trace.segment_overhead
+        passes = self.passes(block.call, block.stop) if block.segment.gathers else Passes()
         overhead = overhead_s(block.segment, forward_s=forward_s, work=work, passes=passes, scale=scale)
         return forward_s - saved_s + overhead + packing
 
@@ -301,7 +301,7 @@ class CostModel:
             block = ReplayedSegment(call, segment, around[-1] if around else None)
             block.stop = self.recomputed_until(call)
             block.state_bytes = self.modules[call.path].state_bytes
-            if segment.batch_statistics and segment.chunks > 1:
+            if segment.gathers:
                 first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
                 given = trained_input_bytes(self.trace, call)
                 block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.nbytes <= given)

@@ -20,7 +20,7 @@ _FRONTIER_POINTS = 8
 _NEARLY = 0.01
 """Of plans whose peaks differ by no more than this share, the fastest is the answer of a level."""
 _WITHIN_REACH = 1.25
-"""Times a budget: a least peak so much above it may be lower where modules are asked in another order: by 8 %."""
+"""Times a budget: up to this least peak, modules are asked anew in the order of a level, which led 8 % lower once."""
 _REFUTATIONS = 3
 """Dry runs above the budget, in a row, of plans with less that the cost model finds to fit."""
 _TELLING = 0.01

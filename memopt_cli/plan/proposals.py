@@ -57,9 +57,9 @@ class Solvers:
             low = solver.least_peak_bytes(high_bytes, seconds)
             if low is None:
                 return None
-            plans = {self._plan(way, packed): None for way in solver.ways(seconds)}
+            plans = (self._plan(way, packed) for way in solver.ways(seconds))
             over = {plan: self._model.predict(plan).step_s - self._model.step_s - most_s for plan in plans}
-            if quick := [plan for plan in plans if over[plan] <= 0]:
+            if quick := [plan for plan, over_s in over.items() if over_s <= 0]:
                 return min(quick, key=self._peak)
             seconds -= _OVERSHOOT * min(over.values())
         return None

@@ -63,6 +63,11 @@ class SegmentPlan(ChunkRule):
     recompute_states: bool = False
     """Of chunks: the states that the module hands from one to the next in its attributes are recomputed, not held."""
 
+    @property
+    def gathers(self) -> bool:
+        """Whether its chunks gather the statistics of the whole batch."""
+        return self.batch_statistics and self.chunks > 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputDimension:
