@@ -776,7 +776,7 @@ def test_models_that_are_not_one_are_refused() -> None:
 
 class Unsteady(Noisy):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * int.from_bytes(os.urandom(1), "big")
+        return super().forward(x) * int.from_bytes(os.urandom(6), "big")
 
 
 def test_a_reference_that_does_not_repeat_is_refused() -> None:
