@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 _MOST_DRY_RUNS = 24
 _STRAIGHT = 0.002
@@ -12,17 +12,23 @@ _LARGEST = 1 << 40
 """No number: the value does not rise."""
 
 
-def largest_root(value: Callable[[int], float], bound: float, *, start: int) -> int:
+def largest_root(value: Callable[[int], float], bound: float, *, start: int, told: Collection[int] = ()) -> int:
     """The largest whole number whose ``value`` is at most ``bound``, to 1 %; 0 if that of 1 is more.
 
+    ``told``: numbers whose value takes no time; without any, ``start`` is the first that is asked for.
     ``value`` rises, about as a few lines joined: each next number lies where the line through the two nearest known
     ones meets the bound, strictly between those known to be below it and above it; half-way where that advanced little.
     After one that is above by a hair the next is to be surely below: so near to the end, no other would be.
     """
-    known: dict[int, float] = {}
-    low, high, aim = 0, _LARGEST, bound
-    number, gap = start, math.inf
-    while high - low > _within_reach(low) and len(known) < _MOST_DRY_RUNS:
+    known = {number: value(number) for number in told}  # a single sample may be refused where more are not
+    known = {number: found for number, found in known.items() if math.isfinite(found)}
+    high = min((number for number, found in known.items() if found > bound), default=_LARGEST)
+    low = max((number for number, found in known.items() if found <= bound and number < high), default=0)
+    aim, gap = bound, math.inf
+    number = min(max(_meeting(known, aim), low + 1), high - 1) if known else start
+    while high - low > _within_reach(low) and len(known) - len(told) < _MOST_DRY_RUNS:
+        if _is_settled(known, low, bound):
+            return low
         known[number] = value(number)
         if known[number] <= bound:
             low = number
@@ -30,8 +36,6 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int) -> 
             high = number
             if known[number] <= (1 + _STRAIGHT) * bound:
                 aim = (1 - _STRAIGHT) * bound
-        if _is_settled(known, low, bound):
-            return low
         is_bent = high < _LARGEST and 2 * (high - low) > gap  # the line through two sides of a bend hardly advances
         number = (low + high) // 2 if is_bent else min(max(_meeting(known, aim), low + 1), high - 1)
         gap = high - low if high < _LARGEST else math.inf

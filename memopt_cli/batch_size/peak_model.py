@@ -37,6 +37,8 @@ class PeakModel:
     """Measured over predicted, before anything was measured here."""
     aside: set[int] = field(default_factory=set)
     """Runs that the model does without: a dry run to compare one with costs more than it tells."""
+    _predicted: set[int] = field(default_factory=set)
+    """Batches that ``predict`` has been asked for."""
 
     def peak_bytes(self, batch: int) -> float:
         """The allocated peak of a batch, by the model; what was measured where it was."""
@@ -67,7 +69,10 @@ class PeakModel:
 
     def predicted(self, batch: int) -> float:
         """By a dry run; without one the batch itself, in proportion to which the peak is taken to be."""
-        return batch if self.predict is None else self.predict(batch)
+        if self.predict is None:
+            return batch
+        self._predicted.add(batch)
+        return self.predict(batch)
 
     @property
     def least(self) -> int:
@@ -81,6 +86,9 @@ class PeakModel:
         unit, most = self.runs.limits.multiple_of, self.runs.limits.most_samples
         if most is not None and self.peak_bytes(self.runs.rounded(most)) <= budget_bytes:
             return self.runs.rounded(most)
-        return unit * largest_root(
-            lambda units: self.peak_bytes(units * unit), budget_bytes, start=max(1, self.batch // unit)
-        )
+        told = sorted(batch // unit for batch in self._predicted if batch % unit == 0)
+
+        def peak_bytes(units: int) -> float:
+            return self.peak_bytes(units * unit)
+
+        return unit * largest_root(peak_bytes, budget_bytes, start=max(1, self.batch // unit), told=told)

@@ -124,16 +124,27 @@ class BatchSearch:
         best = self.runs.best
         if not best and self.runs.limits.probes - len(self.runs) == 1:
             within = int(within * _SURE)
+        affordable = self.runs.affordable() if self.runs.measured else None
+        if affordable is not None and self._fits_well(affordable, within):
+            return self._in_time(affordable)
         candidate = self._at_least(self.runs.below_failures(self.model.largest_within(within)))
-        if self.runs.measured:
-            affordable = self.runs.affordable()
-            if affordable < candidate:
-                is_worth_it = affordable >= best * _WORTH_ANOTHER_RUN or affordable < best
-                return affordable if is_worth_it and affordable not in self.runs else None
-        elif not self.runs and self._begins_small(candidate, within):
+        if affordable is not None and affordable < candidate:
+            return self._in_time(affordable)
+        if not self.runs and self._begins_small(candidate, within):
             candidate = self._at_least(self.runs.rounded(min(self.batch, candidate // _FIRST)))
         is_known = candidate in self.runs or candidate < best + max(unit, CLOSE * best)
         return None if is_known else candidate
+
+    def _fits_well(self, batch: int, within: int) -> bool:
+        """Whether it is known without a search that memory bounds it by far not, of one not far from what was run."""
+        is_near = batch <= _FIRST * self.runs.measured[-1].batch and self.runs.below_failures(batch) == batch
+        return is_near and self.model.peak_bytes(batch) <= _SURE * within
+
+    def _in_time(self, batch: int) -> int | None:
+        """The largest batch in time, if it is worth a run."""
+        best = self.runs.best
+        is_worth_it = batch >= best * _WORTH_ANOTHER_RUN or batch < best
+        return batch if is_worth_it and batch not in self.runs else None
 
     def _at_least(self, batch: int) -> int:
         return batch if batch >= max(FEWEST, self.runs.limits.multiple_of) else self.model.least

@@ -181,6 +181,29 @@ def test_small_batches_that_are_slow_per_sample_do_not_hold_it_back() -> None:
     assert advice.recommended_batch == advice.estimated_batch == 800
 
 
+def test_a_step_limited_by_its_time_takes_no_search_for_what_memory_holds_first() -> None:
+    dry: list[int] = []
+
+    def predict(batch: int) -> float:
+        dry.append(batch)
+        return 10 * batch
+
+    machine = Machine(peak=lambda batch: 10 * batch, predict=functools.cache(predict), seconds=lambda batch: batch / 8)
+    search = machine.search(8, 1_000_000, longest_step_s=4.0)
+    search.run(8)
+    search.find()
+    assert machine.asked == [8, 32]
+    assert dry == [32, 8]
+    advice = search.outcome()
+    assert isinstance(advice, BatchAdvice)
+    assert advice.estimated_batch == 100_000
+    assert dry == [32, 8, 100_000, 16]
+
+
+def test_a_sample_that_is_refused_alone_tells_nothing_of_many() -> None:
+    assert largest_root(lambda n: math.inf if n == 1 else 10 * n, 800, start=4, told=[1, 4]) == 80
+
+
 def test_runs_that_are_slower_than_what_they_go_by_aim_below_the_longest_step() -> None:
     """A single cold run may take a third longer than the warm steps before it: not late, it is the last."""
     machine = Machine(peak=lambda batch: 10 * batch, seconds=lambda batch: (1.0 if batch == 8 else 1.25) * batch / 8)
@@ -552,10 +575,11 @@ def test_the_root_of_joined_lines(
         return base + slope * n + curve * slope * max(0, n - at)
 
     bound = data.draw(st.floats(0, 2e6))
-    found = largest_root(value, bound, start=start)
+    told = data.draw(st.lists(st.integers(1, 20_000), max_size=8, unique=True))
+    found = largest_root(value, bound, start=start, told=told)
     assert found == 0 or value(found) <= bound
     assert value(max(found + 1, math.ceil(found * 1.01) + 1)) > bound
-    assert len(asked) <= 26
+    assert len(asked) - len(told) <= 26
 
 
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.lists(st.integers(1, 1000), min_size=2, max_size=6, unique=True))
