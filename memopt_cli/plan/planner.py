@@ -74,10 +74,18 @@ class Planner:
         return self.dry_runs.smallest(level, most_slowdown)
 
     def best(self, level: int, most_slowdown: float = math.inf) -> Priced:
-        """The fastest plan whose peak is nearly the least, and no higher than that of the level below."""
+        """The fastest plan whose peak is nearly the least, and no higher than that of the level below.
+
+        What only this level may do has to lower the peak by enough: chunks change the order of sums.
+        """
         least = self.least(level, most_slowdown)
-        below = self.dry_runs.smallest(level - 1, most_slowdown)
-        return self.within(level, min(int((1 + _NEARLY) * least.peak_bytes), below.peak_bytes)) or least
+        while True:
+            below = self.dry_runs.smallest(level - 1, most_slowdown)
+            pays = least.peak_bytes <= (1 - WORTH_LOWERING) * below.peak_bytes
+            found = self.within(level, int((1 + _NEARLY) * least.peak_bytes) if pays else below.peak_bytes) or least
+            known, least = least, self.dry_runs.smallest(level, most_slowdown)
+            if least.peak_bytes == known.peak_bytes:  # else a plan was found that is smaller still
+                return found
 
     def within(self, level: int, budget_bytes: int) -> Priced | None:
         """The fastest plan found whose dry run stays within the budget; ``None`` if none does."""
