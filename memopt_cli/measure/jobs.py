@@ -62,6 +62,9 @@ class Subject:
     """A device that is not here, whose allocator and times steps on tensors without data are to have."""
     layer_runs: bool = False
     """Flat Sequentials are divided into runs of layers, each of which can be a segment."""
+    tries_rows: bool = True
+    """Segments in chunks try whether their rows mix, which takes as long as a few forwards: not where all that a plan
+    leaves is compared with what the original leaves."""
     layout: Layout | None = None
     """How the model is spread over ranks, of which the subprocess is one; only steps without data are run then."""
     rank: int = 0

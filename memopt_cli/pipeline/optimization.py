@@ -97,6 +97,7 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
     """
     notes = [*resolved.notes, *prepared.notes]
+    prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))
     if not resolved.options.targets and resolved.options.modules is None:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     if is_elsewhere(request):

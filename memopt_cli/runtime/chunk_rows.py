@@ -95,16 +95,16 @@ def mixing(piece: Piece) -> str:
     """Why a module cannot run in chunks, a sentence without its subject; empty if nothing was seen."""
     try:
         with torch.no_grad(), unseen():
-            return _dependence(piece) or _restart(piece)
+            whole = _run(piece, lambda: [piece.whole(_copies(piece.sequences))])
+            return _dependence(piece, whole) or _restart(piece, whole)
     except OtherNorms as found:
         return str(found)
     except Exception:  # the module's own code, on a length that it may not take: that tells nothing of its chunks
         return ""
 
 
-def _dependence(piece: Piece) -> str:
+def _dependence(piece: Piece, whole: _Found) -> str:
     """Whether either half of the output changes with the other half of the input."""
-    whole = _run(piece, lambda: [piece.whole(_copies(piece.sequences))])
     if piece.resumes or whole.hands_over or not whole.is_cut_at(piece):
         return ""
     half, rest = piece.halves_of
@@ -116,12 +116,14 @@ def _dependence(piece: Piece) -> str:
     return ""
 
 
-def _restart(piece: Piece) -> str:
+def _restart(piece: Piece, whole: _Found) -> str:
     """Whether the first row behind a cut is another than without the cut."""
     if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
         return ""  # no two shapes draw alike
-    whole, cut = _run(piece, lambda: [piece.whole(_copies(piece.sequences))]), _run(piece, piece.halves)
-    if whole.is_random or not whole.is_cut_at(piece) or not cut.is_cut_at(piece):
+    if whole.is_random or not whole.is_cut_at(piece):
+        return ""
+    cut = _run(piece, piece.halves)
+    if not cut.is_cut_at(piece):
         return ""
     half, _ = piece.halves_of
     if not any(map(_is_unlike, whole.rows(piece.axis, half, 1), cut.rows(piece.axis, half, 1))):

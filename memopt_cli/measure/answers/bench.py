@@ -22,6 +22,7 @@ from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import Layout, Plan
 from memopt_cli.runtime import group_layers
+from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.private_torch import fakes_exchanged
 from memopt_cli.runtime.samples import nothing_sampled
@@ -136,7 +137,8 @@ class Bench:
         """Within, a job is done: the model is as it was loaded before and after."""
         self.enter_start()
         try:
-            with nothing_sampled():  # fingerprints and verification compare all there is, and time is measured
+            tried = contextlib.nullcontext() if self.subject.tries_rows else rows_untried()
+            with nothing_sampled(), tried:  # fingerprints and verification compare all there is, and time is measured
                 yield
         finally:
             remove_segments(self.model)
