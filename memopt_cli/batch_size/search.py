@@ -22,6 +22,9 @@ fits into this share by dry runs is likely to fit."""
 _ABOUT = 0.25
 """Share by which a batch that ran may differ from one of which no more than the speed is to be known."""
 
+_BEYOND = 1.1
+"""Times the answer by one run, up to which more runs are likely to lead."""
+
 Probe = Callable[[int], BatchProbe | Failure]
 """Batch size -> its allocated peak and the time of a step, measured."""
 
@@ -56,6 +59,14 @@ class BatchSearch:
             if candidate is None:
                 break
             self.run(candidate)
+
+    def foresee(self) -> None:
+        """Ask for all dry runs that it is going to want, once one batch has run: later runs shift them by little."""
+        largest = self.model.largest_within(self.runs.limits.budget_bytes)
+        next_run = min(self.runs.affordable(), largest)
+        for batch in (next_run, next_run // 2, int(_BEYOND * largest)):
+            if batch:
+                self.model.predicted(batch)
 
     def run(self, batch: int) -> BatchProbe | Failure:
         """Run a batch, once."""

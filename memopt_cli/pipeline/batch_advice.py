@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memopt_cli.batch_size.capacity import device_capacity
-from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
+from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out, why_fixed
+from memopt_cli.pipeline.begun_advice import begin_advice
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.progress import Progress
-from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, NoBatchFits, OptimizeRequest
+from memopt_cli.records import BatchAdvice, BatchEstimate, NoBatchFits, OptimizeRequest
 
 _PROBES = 2
 """Batch sizes that the advice rests on, at least, where so many can be run."""
-_AIM = 0.7
-"""Share of the longest step at which a run aims: it is taken once, cold, and while its memory is recorded, where the
-measurement that it goes by was warm, and took 1.2 to 1.5 times as long in a ResNet and a spiking VGG.  One that comes
-late costs another run.
-"""
-_LEAST_S, _LEAST_GPU_S, _MOST_S = 1.0, 5.0, 10.0
-_LONGEST_STEPS = 2.5
-"""The step at the answer takes no longer than so many steps as described, within these bounds, if nothing is asked for:
-the answer is not to cost more than the search did.  On a GPU memory bounds the batch: few steps there take seconds.
-"""
 
 
 def advise(request: OptimizeRequest, prepared: Prepared, found: Findings, progress: Progress) -> BatchAdvice | None:
@@ -43,26 +32,18 @@ def advise(request: OptimizeRequest, prepared: Prepared, found: Findings, progre
 
 def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings, progress: Progress) -> BatchAdvice | str:
     """The same; or why there is none, in words."""
-    measured = found.measured
+    measured, batch, begun = found.measured, prepared.batch, found.advice
     assert measured is not None, "it is applied"
     progress.stage("finding the batch that fits")
     try:
         check_varied(prepared)
     except UsageError as err:
         return err.message
-    batch, longest_s = prepared.batch, request.longest_step_s
-    device = prepared.subject.settings.device
-    if longest_s is None:
-        least_s = _LEAST_S if device == "cpu" else _LEAST_GPU_S
-        longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MOST_S), measured.step_s), 1)
-    limits = _limits(device, longest_s)
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))  # the plan is verified
     with Sessions(prepared, request.timeout_s, "small batch", found.notes) as session:
-        probes = BatchProbes(session=session, plan=found.plan, progress=progress)
-        search = probes.search(batch, limits)
-        search.runs[batch] = BatchProbe(
-            batch=batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s
-        )
+        if begun is None or begun.plan != found.plan:
+            begun = begin_advice(request, prepared, found.plan, measured, session, progress)
+        begun.probes.session, search = session, begun.search
         if refusal := why_fixed(search, prepared):
             return refusal
         search.find()
@@ -79,16 +60,3 @@ def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings, progr
             return f"not even batch {batch} could be run: {reason}"
         case advice:
             return advice
-
-
-def _limits(device: str, longest_step_s: float) -> Limits:
-    capacity = device_capacity(device)
-    budget = int(capacity.device_bytes * TARGET_SHARE)
-    return Limits(
-        budget_bytes=budget,
-        device_bytes=capacity.device_bytes,
-        runnable_bytes=budget,
-        name=f"80 % of {capacity.limited_by}",
-        longest_step_s=longest_step_s,
-        aim=_AIM,
-    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.begun_advice import BegunAdvice, foreseen
 from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere
@@ -130,6 +131,7 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
         interrupted=job.interrupted,
         faster=job.faster,
         smaller=job.smaller,
+        advice=job.advice,
     )
 
 
@@ -151,6 +153,7 @@ class _Job:
     """Of the levels, that whose plan is to be applied."""
     faster: Outlook | None = None
     smaller: Outlook | None = None
+    advice: BegunAdvice | None = None
     proofs: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """Of plans that were verified while others were searched."""
 
@@ -174,6 +177,9 @@ class _Job:
                 predicted = search.first if search.traced.has_dry_runs else None
                 rows[0] = _original_row(original, predicted, started)
                 rows += self._seek(search, rows[0])
+                row = rows[-1] if self.request.goal != SearchGoal() else applied_row(rows, self.applied)
+                if search.traced.has_dry_runs and isinstance(row.outcome, Measurement):
+                    self.advice = foreseen(self.request, prepared, row.plan, row.outcome, sessions, self.progress)
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from memopt_cli.pipeline.begun_advice import BegunAdvice
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
 from memopt_cli.plan.ways import spent_by
@@ -54,6 +55,8 @@ class Findings:
     interrupted: bool = False
     faster: Outlook | None = None
     smaller: Outlook | None = None
+    advice: BegunAdvice | None = None
+    """Of the batch that fits, begun where the plan was searched; of another plan where verification has replaced it."""
     estimates: PlanEstimates | None = None
     """For a device that is not here; then nothing was measured."""
     parallel: PlannedRanks | None = None

@@ -200,6 +200,30 @@ def test_a_step_limited_by_its_time_takes_no_search_for_what_memory_holds_first(
     assert dry == [32, 8, 100_000, 16]
 
 
+def test_what_is_foreseen_is_all_that_is_asked_without_data() -> None:
+    dry: dict[int, float] = {}
+
+    def predict(batch: int) -> float:
+        known = between(dry, batch)
+        return dry.setdefault(batch, 100 + 10 * batch) if known is None else known
+
+    machine = Machine(
+        peak=lambda batch: 150 + 10.2 * batch,
+        predict=predict,
+        seconds=lambda batch: (1.0 if batch == 8 else 1.3) * batch,
+    )
+    search = machine.search(8, 1_000_000, longest_step_s=20.0, aim=0.7)
+    search.run(8)
+    search.foresee()
+    foreseen = [*dry]
+    search.find()
+    advice = search.outcome()
+    assert isinstance(advice, BatchAdvice)
+    assert machine.asked == [8, 14]
+    assert advice.estimated_batch == pytest.approx(98_024, rel=0.01)
+    assert [*dry] == foreseen
+
+
 def test_a_sample_that_is_refused_alone_tells_nothing_of_many() -> None:
     assert largest_root(lambda n: math.inf if n == 1 else 10 * n, 800, start=4, told=[1, 4]) == 80
 
