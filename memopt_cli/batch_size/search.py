@@ -22,7 +22,7 @@ fits into this share by dry runs is likely to fit."""
 _ABOUT = 0.25
 """Share by which a batch that ran may differ from one of which no more than the speed is to be known."""
 
-_BEYOND = 1.1
+_BEYOND = 1.5
 """Times the answer by one run, up to which more runs are likely to lead."""
 
 Probe = Callable[[int], BatchProbe | Failure]
