@@ -253,7 +253,7 @@ class _Builder:
         passed, passed_whole = known.passed(forward, backward)
         base = {i: known.base[i] + passed[i] for i in ops}
         kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (known.paid, known.paid_packed))
-        outside = max(passed.values(), default=0), max((known.whole[i] for i in forward), default=0)
+        outside = max(passed.values(), default=0), max((known.whole[i] for i in ops), default=0)
         highest = max((base[i] for i in forward if i < stop), default=0)
         found, before = (known.entry[r.start] if r.start < len(known.entry) else 0 for r in (backward, forward))
         fallback = known.base[forward.start] if forward.start < len(known.base) else 0

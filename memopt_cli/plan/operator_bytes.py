@@ -29,7 +29,7 @@ class OperatorBytes:
         self.base, self.entry, self.resident = self._levels()
         """What is not kept for backward, workspace included; what of it an operator finds; and what of it stays."""
         self.whole = self._held_whole()
-        """In forward: what it holds of what is packed for backward."""
+        """Of what is packed for backward, what forward holds, and what is whole again where backward uses it."""
 
     def _payments(self) -> tuple[list[int], list[int]]:
         """Bytes that every operator of forward pays for, without packing and with, as prefix sums."""
@@ -66,15 +66,17 @@ class OperatorBytes:
         return levels, list(accumulate(entry[:-2])), list(accumulate(resident[:-1]))
 
     def _held_whole(self) -> list[int]:
-        """At every operator of forward: bytes that forward holds of what is packed for backward."""
+        """At every operator: bytes that forward holds of what is packed for backward, and that backward unpacks."""
         level = [0] * (len(self._trace.ops) + 1)
         for index in self.payer:
             storage = self._trace.storages[index]
             end = self._end_of_forward(storage.born)
             freed = end if storage.freed is None else min(storage.freed, end)
-            if storage.compressor != "null" and freed > storage.born:
-                level[storage.born] += storage.nbytes
-                level[freed] -= storage.nbytes
+            used = storage.died if storage.died is not None and storage.died > end else 0  # right before
+            for start, stop in ((storage.born, freed), (used - 1, used)):
+                if storage.compressor != "null" and stop > start >= 0:
+                    level[start] += storage.nbytes
+                    level[stop] -= storage.nbytes
         return list(accumulate(level[:-1]))
 
     def _end_of_forward(self, op: int) -> int:

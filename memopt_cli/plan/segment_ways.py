@@ -85,12 +85,13 @@ class Segments:
             if segment.batch_statistics and (kept or inside.has_segments):
                 continue  # a norm in a segment within cannot take part; of several passes each would keep its own
             packed = segment.compressor != "null"
-            stored = inside.held_bytes + (block.packed_input_bytes if packed else block.input_bytes)
+            beside = block.packed_input_bytes if packed else 0  # of its input, which is whole where backward needs it
+            stored = inside.held_bytes + (beside if packed else block.input_bytes)
             states, _ = chunk_state_bytes(segment, block.state_bytes)
             spent = self._spent(segment, inside, counts=counts)
             if not self._allowed.limits.admit(spent):
                 continue
-            highest = peak if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
+            highest = peak + beside if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
             overhead = overhead_s(
                 segment, forward_s=block.forward_s, work=block.work, passes=block.passes, scale=block.overhead
             )

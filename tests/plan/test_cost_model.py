@@ -36,6 +36,7 @@ from memopt_cli.plan.cost_model import (
 )
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import choices, keep_names
+from memopt_cli.plan.proposals import Proposals
 from memopt_cli.plan.search import Solver
 from memopt_cli.plan.segment_ways import Allowed, Around
 from memopt_cli.records import ChunkRule, CompressorName, Plan, Refused, SegmentPlan, StepSettings
@@ -625,6 +626,19 @@ def test_a_concatenation_is_whole_where_nothing_stores_its_parts(packed: bool) -
     raw, parts = (Plan(segments=(s,), packed=packed) for s in (replace(join, compressor="null"), join))
     assert abs(subject.error(parts)) <= 0.01
     assert (subject.dry_run(parts) < subject.dry_run(raw)) == packed
+
+
+@pytest.mark.slow
+def test_what_is_packed_is_whole_again_where_backward_uses_it_in_the_sums_too() -> None:
+    """They found plans to fit that did not, by as much, and passed by those that keep a concatenation as it is."""
+    subject = Subject(nn.Sequential(Joining(), nn.Conv2d(32, 2, 1)), torch.randn(4, 3, 32, 32))
+    proposals = Proposals(subject.trace, lambda: None)
+    proposals.allow(Allowed())
+    for share in (0.85, 0.9, 0.95):
+        budget = int(share * subject.original.peak_bytes)
+        plan = proposals.solvers.fastest(True, budget)
+        assert plan is not None
+        assert proposals.peak_of(plan) <= 1.01 * budget
 
 
 class Twice(nn.Module):
