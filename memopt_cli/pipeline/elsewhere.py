@@ -35,7 +35,6 @@ from memopt_cli.records import (
     PlanEstimates,
     PlannedRanks,
     RankPrediction,
-    SearchGoal,
     predicted,
 )
 from memopt_cli.units import format_bytes
@@ -95,7 +94,8 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     _check_held(request, prepared)
     card, layout = request.card, request.layout
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
-    notes, options = [*resolved.notes, *prepared.notes], resolved.options
+    found, options = Findings.begun(request, resolved, prepared), resolved.options
+    notes, rows = found.notes, found.rows
     data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
     with Sessions(searched, request.timeout_s, data, notes) as sessions:
@@ -106,7 +106,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         counted = required(answer, "a step of the model could not be counted: ")
         first = CountedPlan(plan=ORIGINAL, counted=counted)
         original = Priced(dry_run=first, level=0, slowdown=1.0)
-        rows = [found_row(0, original, 0, started, dry_run=True)]
+        rows.append(found_row(0, original, 0, started, dry_run=True))
         if options.level:
             probes = SearchProbes(sessions, limit_s=request.search_limit_s)
             asked = planner_probes(probes, first, progress, fake=True, allow_inexact=options.allow_inexact)
@@ -117,34 +117,21 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
         planned = required(planned, "a step with the plan could not be recorded: ")
         of_first = None if layout is None else predict(sessions(), layout, 0, plan)
-    parallel = None if of_first is None else _of_ranks(request, of_first, searched, first)
-    estimates = (
-        None
-        if card is None
-        else PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
-    )
-    by_goal = request.goal != SearchGoal()
-    selection = selected(traced.trace.modules, plan, options, by_goal=by_goal) if options.level else None
-    notes += left_out(selection.refused) if selection is not None else []
-    notes += [_UNVERIFIED] * request.unverified
-    verification = None if request.unverified else verified_small(prepared, plan, request.timeout_s, progress)
-    verification = required(verification, "verification could not be run: ")
-    return Findings(
-        resolved=resolved,
-        asked_codecs=prepared.facts.asked_codecs,
-        model_format=prepared.facts.format,
-        device=prepared.subject.settings.device,
-        plan=plan,
-        applied_level=rows[-1].level,
-        by_goal=by_goal,
-        selection=selection,
-        rows=rows,
-        verification=verification,
-        notes=notes,
-        budget_bytes=_budget(request, first.peak_bytes),
-        estimates=estimates,
-        parallel=parallel,
-    )
+    found.plan, found.applied_level = plan, rows[-1].level
+    found.budget_bytes = _budget(request, first.peak_bytes)
+    if of_first is not None:
+        found.parallel = _of_ranks(request, of_first, searched, first)
+    if card is not None:
+        found.estimates = PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
+    if options.level:
+        found.selection = selected(traced.trace.modules, plan, options, by_goal=found.by_goal)
+        notes += left_out(found.selection.refused)
+    if request.unverified:
+        notes.append(_UNVERIFIED)
+    else:
+        verification = verified_small(prepared, plan, request.timeout_s, progress)
+        found.verification = required(verification, "verification could not be run: ")
+    return found
 
 
 def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
