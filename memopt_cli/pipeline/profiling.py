@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -244,13 +244,13 @@ def phase_peaks(trace: StepTrace, live: tuple[int, ...]) -> tuple[PhasePeak, ...
 def allocated_peak(trace: StepTrace, live: tuple[int, ...]) -> Instant:
     """The first instant at which most is alive, workspaces included."""
     levels = _levels(trace, live)
-    return _instant(trace, levels, levels.index(max(levels)))
+    return instant_at(trace, levels, levels.index(max(levels)))
 
 
 def first_beyond(trace: StepTrace, live: tuple[int, ...], limit_bytes: int) -> Instant | None:
     """The first instant at which more than a limit is alive, workspaces included; ``None``: there is none."""
     levels = _levels(trace, live)
-    return next((_instant(trace, levels, i) for i, level in enumerate(levels) if level > limit_bytes), None)
+    return next((instant_at(trace, levels, i) for i, level in enumerate(levels) if level > limit_bytes), None)
 
 
 def _levels(trace: StepTrace, live: tuple[int, ...]) -> list[int]:
@@ -258,7 +258,8 @@ def _levels(trace: StepTrace, live: tuple[int, ...]) -> list[int]:
     return [live[0], *(live[i + 1] + op.workspace_bytes for i, op in enumerate(trace.ops))]
 
 
-def _instant(trace: StepTrace, levels: list[int], index: int) -> Instant:
+def instant_at(trace: StepTrace, levels: Sequence[int], index: int) -> Instant:
+    """The one before the first operator, or while one runs; ``levels``: the bytes of each."""
     if index == 0:
         return Instant(allocated_bytes=levels[0], op=-1, name="", phase="forward", module="")
     op = trace.ops[index - 1]
