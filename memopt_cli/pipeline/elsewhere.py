@@ -104,9 +104,8 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         traced = record_step(sessions(), ORIGINAL, None, notes)
         answer = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
         counted = required(answer, "a step of the model could not be counted: ")
-        first = CountedPlan(plan=ORIGINAL, counted=counted)
-        original = Priced(dry_run=first, level=0, slowdown=1.0)
-        rows.append(found_row(0, original, 0, started, dry_run=True))
+        first = Priced(plan=ORIGINAL, counted=counted, level=0, slowdown=1.0)
+        rows.append(found_row(0, first, 0, started, dry_run=True))
         if options.level:
             probes = SearchProbes(sessions, limit_s=request.search_limit_s)
             asked = planner_probes(probes, first, progress, fake=True, allow_inexact=options.allow_inexact)

@@ -165,13 +165,13 @@ class _Job:
     def _price_and_run(self, step: ScaledStep, case: Case, session: Callable[[], Session]) -> None:
         """The plans that may train faster."""
         self.progress.stage("pricing plans at larger batches")
-        self.pricing = Pricing(
+        pricing = self.pricing = Pricing(
             models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
             probes=SearchProbes(session, limit_s=self._left_s()),
             options=self.resolved.options,
             progress=self.progress,
         )
-        pricing, priced_ratio = self.pricing, _priced_ratio(self.trials, self.pricing)
+        priced_ratio = _priced_ratio(self.trials, pricing)
         search = PairSearch(
             limits=self.limits,
             fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),

@@ -164,13 +164,12 @@ def _describes(given: InputSpec | None) -> bool:
 
 
 def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
-    return StepSettings(
+    return replace(
+        before,
         device=request.device or _same_device(before.device),
         precision=request.precision or before.precision,
         loss=request.loss,  # code: that of the baseline was refused
         optimizer=request.optimizer or before.optimizer,
-        micro_batches=before.micro_batches,
-        clip_norm=before.clip_norm,
         seed=before.seed if request.seed is None else request.seed,
     )
 
