@@ -15,7 +15,7 @@ from memopt_cli.estimation import estimate
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, TraceJob
 from memopt_cli.pipeline.climb import found_row, not_worth_it
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.goal import TOO_SLOW, budget_bytes, nothing_fits
+from memopt_cli.pipeline.goal import budget_bytes, nothing_fits, require_fast
 from memopt_cli.pipeline.prediction import predict, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of, recorded_here
 from memopt_cli.pipeline.profiling import record_step
@@ -196,12 +196,7 @@ def _within(planner: Planner, level: int, budget: int, most_slowdown: float) -> 
     if found is None:
         least = planner.least(level).peak_bytes
         raise nothing_fits(budget, least, ", as estimated")
-    if found.slowdown > most_slowdown:
-        raise NothingFitsError(
-            f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, is estimated to make the step "
-            f"{found.slowdown:.2f} times as long",
-            hint=TOO_SLOW,
-        )
+    require_fast(found, most_slowdown, "is estimated to make")
     return found
 
 
