@@ -130,7 +130,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
         gc_selection_policy=selection.policy if selection else "no_candidates",
         gc_selected_modules=[m.path for m in selection.selected] if selection else [],
         gc_selection_explanation=selection.explanation if selection else "Level 0 makes no segments.",
-        recommendation=_recommendation(found),
+        recommendation=recommend(options, selection, measured=_measured_sentence(found), generic=_generic(found)),
         peak_memory_mb=measured.allocated_peak_bytes / 2**20 if measured else None,
         total_gc_count=len(plan.segments),
         total_sliding_count=len(chunked),
@@ -210,17 +210,10 @@ def _not_applied(found: Findings) -> list[str]:
     return [f"level{row.level}:no_improving_candidate" for row in worse]
 
 
-def _recommendation(found: Findings) -> str:
-    return recommend(
-        found.resolved.options,
-        found.selection,
-        measured=_measured_sentence(found),
-        generic="" if found.by_goal or not found.is_run else _generic(found),
-    )
-
-
 def _generic(found: Findings) -> str:
     rows = found.rows
+    if found.by_goal or not found.is_run:
+        return ""
     if not rows:
         return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:

@@ -94,11 +94,10 @@ class ChunkQuestions:
     def __init__(self, probes: Probes, proposals: Proposals, options: SearchOptions) -> None:
         """``options`` limit how many modules are asked, or else as many are as pay."""
         per_round, rounds = options.max_candidates_per_round, options.max_split_rounds
-        most = None if per_round is None else per_round * (1 if rounds is None else rounds)
         self._allow_inexact = options.allow_inexact
         self._probes = probes
         self._proposals = proposals
-        self._most = math.inf if most is None else most
+        self._most = math.inf if per_round is None else per_round * (1 if rounds is None else rounds)
         self._learned = 0
         """Questions that were not asked for certainty alone."""
         self._asked: set[str] = set()
