@@ -154,7 +154,7 @@ def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
 
 
 def _of_ranks(
-    of_first: RankPrediction, searched: Prepared, original: Counted, timeout_s: float, most_bytes: int | None
+    of_first: RankPrediction, searched: Prepared, original: Counted, timeout_s: float, within_bytes: int | None
 ) -> PlannedRanks:
     """What the first rank needs with and without the plan, and what the last needs with it.
 
@@ -167,7 +167,7 @@ def _of_ranks(
         with of_last.session(timeout_s, "none") as other:
             planned.append(predict(other, layout, last, plan))
     most = max(rank.tensor_peak_bytes for rank in planned)
-    if most_bytes is not None and most > most_bytes:
+    if within_bytes is not None and most > within_bytes:
         raise NothingFitsError(
             f"the plan that fits on rank 0 takes {format_bytes(most)} on rank {last}", hint="Raise --budget."
         )
@@ -176,7 +176,8 @@ def _of_ranks(
 
 def _searched(request: OptimizeRequest, planner: Planner, found: Findings) -> LevelRow:
     """The plan within the budget, or the best of the level that is worth its time."""
-    started, options, original = time.monotonic(), found.resolved.options, planner.dry_runs.smallest(0)
+    started, options = time.monotonic(), found.resolved.options
+    original = planner.dry_runs.smallest(0)
     if found.budget_bytes is not None:
         best = planner.within(options.level, found.budget_bytes)
         if best is None:
