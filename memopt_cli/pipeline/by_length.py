@@ -39,6 +39,7 @@ from memopt_cli.records import (
     RangeRow,
     SearchGoal,
     StepFailed,
+    Verification,
 )
 from memopt_cli.spec_text import format_tensor
 from memopt_cli.units import format_bytes
@@ -118,15 +119,14 @@ def find_by_length(
     counts = lengths_of(request, varied)
     search = _ByLength(request, resolved, prepared, progress, varied, counts, find_plan, Work.of(counts))
     search.check_sizes(by)
-    longest = search.find_longest()
-    found = longest.found
-    assert found is not None
-    if not longest.row_passes:
+    found = search.find_longest()
+    if not _passes(found):
         return found
-    parts = search.all_ranges(longest)
+    assert found.budget_bytes is not None, "it was asked for"
+    parts = search.all_ranges(_part(varied.high, found), found.budget_bytes)
     ranges = (PlanRange(up_to=part.up_to, segments=part.plan.segments, packed=part.plan.packed) for part in parts)
     plan = Plan(by=by, ranges=tuple(ranges))
-    if all(part.found is None or part.found.plan.is_empty for part in parts):
+    if all(part.plan.is_empty for part in parts):
         plan = Plan()
         found.notes.append(f"The original fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
     elif len(parts) == 1 and not search.interrupted:
@@ -143,36 +143,23 @@ class _Part:
     """A range that ends at a length, and what was found there."""
 
     up_to: int
-    found: Findings | None
-    """``None``: the original fits."""
-    original: Measurement | None = None
-    """Where it does."""
-    counted: Counted | None = None
-    """The same by an estimate, on a device that is not here."""
-
-    @property
-    def row(self) -> LevelRow:
-        """Of the plan that is applied."""
-        assert self.found is not None, "it has a plan"
-        return next(row for row in self.found.rows[::-1] if row.level == self.found.applied_level)
-
-    @property
-    def row_passes(self) -> bool:
-        """Whether the plan computes what the original does."""
-        assert self.found is not None, "it has a plan"
-        return self.found.verification is not None and self.found.verification.passed
+    original: LevelRow
+    applied: LevelRow
+    """The original's where that fits."""
+    verification: Verification | None = None
+    """``None`` where it is the original."""
 
     @property
     def plan(self) -> Plan:
         """What is done in the range."""
-        return Plan() if self.found is None else self.found.plan
+        return self.applied.plan
 
     @property
     def slowdowns(self) -> tuple[float, float]:
         """Step time over that of the original, as measured and as predicted; the one where the other is not known."""
-        if self.found is None or self.plan.is_empty:
+        if self.plan.is_empty:
             return 1.0, 1.0
-        before, after, predicted = self.found.rows[0].outcome, self.row.outcome, self.row.predicted_slowdown
+        before, after, predicted = self.original.outcome, self.applied.outcome, self.applied.predicted_slowdown
         if isinstance(before, Measurement) and isinstance(after, Measurement):
             measured = after.slowdown(before)
             return measured, predicted or measured
@@ -183,7 +170,14 @@ class _Part:
         return any(mine < its for mine, its in zip(self.slowdowns, longer.slowdowns, strict=True))
 
 
-_ORIGINAL = _Part(up_to=0, found=None)
+def _part(up_to: int, found: Findings) -> _Part:
+    applied = next(row for row in found.rows[::-1] if row.level == found.applied_level)
+    return _Part(up_to=up_to, original=found.rows[0], applied=applied, verification=found.verification)
+
+
+def _passes(found: Findings) -> bool:
+    """Whether its plan computes what the original does."""
+    return found.verification is not None and found.verification.passed
 
 
 @dataclass(slots=True)
@@ -225,7 +219,7 @@ class _ByLength:
                 if not isinstance(found, Counted | OutOfMemory):
                     raise_failure(found, f"the model does not run at {symbol}={length}: ")
 
-    def find(self, length: int) -> _Part:
+    def find(self, length: int) -> Findings:
         """The fastest plan that meets the budget at a length, proven."""
         self.progress.stage(f"{self.varied.symbol} up to {length}")
         found = self.find_plan(self.request, self.resolved, self.at(length), self.progress)
@@ -233,9 +227,9 @@ class _ByLength:
         if found.budget_bytes is not None:  # a share is one of the original's peak at the longest
             goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
             self.request = replace(self.request, goal=goal)
-        return _Part(up_to=length, found=found)
+        return found
 
-    def find_longest(self) -> _Part:
+    def find_longest(self) -> Findings:
         """That of the whole range.  Raises :class:`NothingFitsError` that names its length."""
         longest = f"{self.varied.symbol}={self.varied.high}"
         try:
@@ -244,20 +238,18 @@ class _ByLength:
             hint = f"Let the range end below {longest}. {err.hint}"
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
-    def all_ranges(self, longest: _Part) -> list[_Part]:
+    def all_ranges(self, longest: _Part, budget_bytes: int) -> list[_Part]:
         """From the shortest on.  Ctrl-C ends the search for more of them."""
+        plain: list[_Part] = []
         parts = [longest]
         try:
-            if self.interrupted or not _ORIGINAL.may_be_faster(longest):
+            if self.interrupted or max(longest.slowdowns) <= 1:
                 return parts
-            plain = self._plain(longest)
-            parts[:0] = [] if plain is None else [plain]
-            bound = 0 if plain is None else plain.up_to
+            plain.extend(self._plain(longest, budget_bytes))
+            bound = plain[0].up_to if plain else 0
             inner = inner_bounds(self.work, plain=bound, longest=longest.up_to, slowdown=max(longest.slowdowns))
             for length in reversed(inner):
-                part = self._faster_than(parts[-1] if plain is None else parts[1], length)
-                if part is not None:
-                    parts.insert(0 if plain is None else 1, part)
+                parts[:0] = self._faster_than(parts[0], length)
                 if self.interrupted:
                     break
         except KeyboardInterrupt as err:
@@ -265,65 +257,64 @@ class _ByLength:
                 raise
             self.interrupted = True
             self.progress.note("The search is interrupted: the ranges that it has found are kept.")
-        return parts
+        return [*plain, *parts]
 
-    def _faster_than(self, longer: _Part, length: int) -> _Part | None:
-        """A plan for inputs up to a length; ``None`` if that is no faster than the one for longer ones."""
+    def _faster_than(self, longer: _Part, length: int) -> Iterator[_Part]:
+        """A plan for inputs up to a length, if that is faster than the one for longer ones."""
         try:
-            part = self.find(length)
+            found = self.find(length)
         except MemoptError as err:
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
-            return None
-        if not part.row_passes:
-            assert part.found is not None
-            difference = part.found.verification.difference if part.found.verification else "it is not verified"
+            return
+        part = _part(length, found)
+        if not _passes(found):
+            difference = found.verification.difference if found.verification else "it is not verified"
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: with its plan {difference}.")
-            return None
-        return part if part.plan != longer.plan and part.may_be_faster(longer) else None
+        elif part.plan != longer.plan and part.may_be_faster(longer):
+            yield part
 
     # ------------------------------------------------------------------------------------------ without a plan
 
-    def _plain(self, longest: _Part) -> _Part | None:
-        """The largest length at which the original was run within the budget; ``None`` if there is none.
+    def _plain(self, longest: _Part, budget_bytes: int) -> Iterator[_Part]:
+        """The largest length at which the original was run within the budget, if there is one.
 
-        Dry runs say where to try; their peaks are without the workspaces of kernels, which are taken to grow alike.
+        Dry runs say where to try; their peaks are without the workspaces of kernels, which are taken to grow alike.  On
+        a device that is not here they are estimates, and decide.
         """
-        assert longest.found is not None
-        budget = longest.found.budget_bytes
-        assert budget is not None, "it was asked for"
         self.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
-        original = longest.found.rows[0]
-        share, is_fake = allocated_share(original), original.predicted_tensor_peak_bytes is not None
+        share, is_fake = allocated_share(longest.original), longest.original.predicted_tensor_peak_bytes is not None
         with self._sessions() as sessions:
             peaks = Peaks(sessions, self.varied.symbol, fake=is_fake)
             if self.request.card is not None:
-                return self._plain_elsewhere(largest(candidates, peaks.allocated, budget), peaks)
+                fitting = largest(candidates, peaks.allocated, budget_bytes)
+                if fitting is not None:
+                    yield self._fits(longest.original, fitting, None, int(peaks.allocated(fitting)))
+                return
             for _ in range(_RUNS):
-                fitting = largest(candidates, peaks.of, budget / share)
+                fitting = largest(candidates, peaks.of, budget_bytes / share)
                 if fitting is None:
-                    return None
+                    return
                 measured = self._measured(fitting)
-                if measured is not None and measured.allocated_peak_bytes <= budget:
-                    self.progress.note(
-                        f"Up to {self.varied.symbol}={fitting} the original fits: it takes "
-                        f"{format_bytes(measured.allocated_peak_bytes)} there."
-                    )
-                    return _Part(up_to=fitting, found=None, original=measured)
+                if measured is not None and measured.allocated_peak_bytes <= budget_bytes:
+                    yield self._fits(longest.original, fitting, measured, measured.allocated_peak_bytes)
+                    return
                 candidates = [length for length in candidates if length < fitting]
                 share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peaks.of(fitting))
-        return None
 
-    def _plain_elsewhere(self, fitting: int | None, peaks: Peaks) -> _Part | None:
-        """The same on a device that is not here, by an estimate."""
-        counted = None if fitting is None else peaks.counted(fitting)
-        if fitting is None or counted is None:
-            return None
+    def _fits(self, original: LevelRow, length: int, measured: Measurement | None, peak_bytes: int) -> _Part:
+        """The range up to a length at which the original takes so much: by a run, or as estimated."""
+        takes = "it is estimated to take" if measured is None else "it takes"
         self.progress.note(
-            f"Up to {self.varied.symbol}={fitting} the original fits: it is estimated to take "
-            f"{format_bytes(counted.allocated_peak_bytes)} there."
+            f"Up to {self.varied.symbol}={length} the original fits: {takes} {format_bytes(peak_bytes)} there."
         )
-        return _Part(up_to=fitting, found=None, counted=counted)
+        row = replace(
+            original,
+            outcome=measured,
+            predicted_allocated_peak_bytes=peak_bytes if measured is None else None,
+            predicted_slowdown=None,
+        )
+        return _Part(up_to=length, original=row, applied=row)
 
     def _measured(self, length: int) -> Measurement | None:
         self.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
@@ -348,19 +339,18 @@ class _ByLength:
         low, steps = self.varied.low, sum(self.counts.values())
         for part in parts:
             inside = sum(count for length, count in self.counts.items() if low <= length <= part.up_to)
-            outcome = part.original if part.found is None else part.row.outcome
+            outcome = part.applied.outcome
             assert isinstance(outcome, Measurement | None), "it was proven"
             assert outcome is not None or self.request.card is not None, "it was measured"
-            counted = None if part.counted is None else part.counted.allocated_peak_bytes
             yield RangeRow(
                 low=low,
                 up_to=part.up_to,
                 share=inside / steps,
                 plan=part.plan,
-                original=part.original if part.found is None else part.found.rows[0].outcome,
+                original=part.original.outcome,
                 outcome=outcome,
-                predicted_allocated_peak_bytes=part.row.predicted_allocated_peak_bytes if part.found else counted,
-                predicted_slowdown=None if part.found is None else part.row.predicted_slowdown,
-                verification=None if part.found is None else part.found.verification,
+                predicted_allocated_peak_bytes=part.applied.predicted_allocated_peak_bytes,
+                predicted_slowdown=part.applied.predicted_slowdown,
+                verification=part.verification,
             )
             low = part.up_to + 1

@@ -15,7 +15,7 @@ from memopt_cli.estimation import estimate
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, TraceJob
 from memopt_cli.pipeline.climb import found_row, not_worth_it
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.goal import TOO_SLOW, budget_bytes, nothing_fits
+from memopt_cli.pipeline.goal import budget_bytes, nothing_fits, require_fast
 from memopt_cli.pipeline.prediction import predict, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of, recorded_here
 from memopt_cli.pipeline.profiling import record_step
@@ -23,19 +23,18 @@ from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import verified_small
-from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
+    Counted,
     LevelRow,
     OptimizeRequest,
     PlanEstimates,
     PlannedRanks,
     RankPrediction,
-    SearchGoal,
     predicted,
 )
 from memopt_cli.units import format_bytes
@@ -95,7 +94,8 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     _check_held(request, prepared)
     card, layout = request.card, request.layout
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
-    notes, options = [*resolved.notes, *prepared.notes], resolved.options
+    found, options = Findings.begun(request, resolved, prepared), resolved.options
+    notes, rows = found.notes, found.rows
     data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
     with Sessions(searched, request.timeout_s, data, notes) as sessions:
@@ -104,47 +104,34 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         traced = record_step(sessions(), ORIGINAL, None, notes)
         answer = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
         counted = required(answer, "a step of the model could not be counted: ")
-        first = CountedPlan(plan=ORIGINAL, counted=counted)
-        original = Priced(dry_run=first, level=0, slowdown=1.0)
-        rows = [found_row(0, original, 0, started, dry_run=True)]
+        first = Priced(plan=ORIGINAL, counted=counted, level=0, slowdown=1.0)
+        rows.append(found_row(0, first, 0, started, dry_run=True))
+        if request.goal.budget is not None:
+            found.budget_bytes = budget_bytes(request.goal.budget, first.peak_bytes)
         if options.level:
             probes = SearchProbes(sessions, limit_s=request.search_limit_s)
             asked = planner_probes(probes, first, progress, fake=True, allow_inexact=options.allow_inexact)
             planner = Planner(traced.trace, first, asked, options)
             progress.stage(f"searching for {where}", probes.left())
-            rows.append(_searched(request, resolved, planner, first.peak_bytes, notes))
+            rows.append(_searched(request, planner, found))
         plan = rows[-1].plan
         planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
         planned = required(planned, "a step with the plan could not be recorded: ")
         of_first = None if layout is None else predict(sessions(), layout, 0, plan)
-    parallel = None if of_first is None else _of_ranks(request, of_first, searched, first)
-    estimates = (
-        None
-        if card is None
-        else PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
-    )
-    by_goal = request.goal != SearchGoal()
-    selection = selected(traced.trace.modules, plan, options, by_goal=by_goal) if options.level else None
-    notes += left_out(selection.refused) if selection is not None else []
-    notes += [_UNVERIFIED] * request.unverified
-    verification = None if request.unverified else verified_small(prepared, plan, request.timeout_s, progress)
-    verification = required(verification, "verification could not be run: ")
-    return Findings(
-        resolved=resolved,
-        asked_codecs=prepared.facts.asked_codecs,
-        model_format=prepared.facts.format,
-        device=prepared.subject.settings.device,
-        plan=plan,
-        applied_level=rows[-1].level,
-        by_goal=by_goal,
-        selection=selection,
-        rows=rows,
-        verification=verification,
-        notes=notes,
-        budget_bytes=_budget(request, first.peak_bytes),
-        estimates=estimates,
-        parallel=parallel,
-    )
+    found.plan, found.applied_level = plan, rows[-1].level
+    if of_first is not None:
+        found.parallel = _of_ranks(of_first, searched, first.counted, request.timeout_s, found.budget_bytes)
+    if card is not None:
+        found.estimates = PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
+    if options.level:
+        found.selection = selected(traced.trace.modules, plan, options, by_goal=found.by_goal)
+        notes += left_out(found.selection.refused)
+    if request.unverified:
+        notes.append(_UNVERIFIED)
+    else:
+        verification = verified_small(prepared, plan, request.timeout_s, progress)
+        found.verification = required(verification, "verification could not be run: ")
+    return found
 
 
 def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
@@ -167,7 +154,7 @@ def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
 
 
 def _of_ranks(
-    request: OptimizeRequest, of_first: RankPrediction, searched: Prepared, first: CountedPlan
+    of_first: RankPrediction, searched: Prepared, original: Counted, timeout_s: float, within_bytes: int | None
 ) -> PlannedRanks:
     """What the first rank needs with and without the plan, and what the last needs with it.
 
@@ -176,48 +163,30 @@ def _of_ranks(
     layout, plan = of_first.layout, of_first.plan
     last, planned = layout.ranks - 1, [of_first]
     if last:
-        with replace(searched, subject=replace(searched.subject, rank=last)).session(
-            request.timeout_s, "none"
-        ) as other:
+        of_last = replace(searched, subject=replace(searched.subject, rank=last))
+        with of_last.session(timeout_s, "none") as other:
             planned.append(predict(other, layout, last, plan))
-    budget, most = _budget(request, first.peak_bytes), max(rank.tensor_peak_bytes for rank in planned)
-    if budget is not None and most > budget:
+    most = max(rank.tensor_peak_bytes for rank in planned)
+    if within_bytes is not None and most > within_bytes:
         raise NothingFitsError(
             f"the plan that fits on rank 0 takes {format_bytes(most)} on rank {last}", hint="Raise --budget."
         )
-    return PlannedRanks(original=predicted(first.counted, layout, 0, ORIGINAL), planned=tuple(planned))
+    return PlannedRanks(original=predicted(original, layout, 0, ORIGINAL), planned=tuple(planned))
 
 
-def _searched(
-    request: OptimizeRequest, resolved: Resolved, planner: Planner, original_bytes: int, notes: list[str]
-) -> LevelRow:
+def _searched(request: OptimizeRequest, planner: Planner, found: Findings) -> LevelRow:
     """The plan within the budget, or the best of the level that is worth its time."""
-    started, options = time.monotonic(), resolved.options
-    budget = _budget(request, original_bytes)
-    if budget is not None:
-        found = _within(planner, options.level, budget, request.search.get("max_slowdown") or math.inf)
+    started, options = time.monotonic(), found.resolved.options
+    original = planner.dry_runs.smallest(0)
+    if found.budget_bytes is not None:
+        best = planner.within(options.level, found.budget_bytes)
+        if best is None:
+            raise nothing_fits(found.budget_bytes, planner.least(options.level).peak_bytes, ", as estimated")
+        require_fast(best, request.search.get("max_slowdown") or math.inf, "is estimated to make")
     else:
-        found = planner.best(options.level, options.max_slowdown or math.inf)
-        refusal = not_worth_it(1 - found.peak_bytes / original_bytes, found.slowdown, of="estimated peak")
+        best = planner.best(options.level, options.max_slowdown or math.inf)
+        refusal = not_worth_it(1 - best.peak_bytes / original.peak_bytes, best.slowdown, of="estimated peak")
         if refusal:
-            notes.append(refusal)
-            found = planner.dry_runs.smallest(0)
-    return found_row(options.level, found, len(planner.dry_runs), started, dry_run=True)
-
-
-def _within(planner: Planner, level: int, budget: int, most_slowdown: float) -> Priced:
-    found = planner.within(level, budget)
-    if found is None:
-        least = planner.least(level).peak_bytes
-        raise nothing_fits(budget, least, ", as estimated")
-    if found.slowdown > most_slowdown:
-        raise NothingFitsError(
-            f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, is estimated to make the step "
-            f"{found.slowdown:.2f} times as long",
-            hint=TOO_SLOW,
-        )
-    return found
-
-
-def _budget(request: OptimizeRequest, original_bytes: int) -> int | None:
-    return None if request.goal.budget is None else budget_bytes(request.goal.budget, original_bytes)
+            found.notes.append(refusal)
+            best = original
+    return found_row(options.level, best, len(planner.dry_runs), started, dry_run=True)

@@ -76,7 +76,16 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
     started = time.monotonic()
     error = _error_of(request.log_path) if request.log_path is not None else None
     snapshot = _snapshot_of(request) if request.snapshot_path is not None else None
-    found = _found(request, error, snapshot, progress, ask)
+    if request.source is not None:
+        opening = Opening(
+            source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
+        )
+        prepared = prepare(opening, progress=progress, ask=ask)
+        found = _explained(request, prepared, *_limit(request, error, snapshot, prepared), progress)
+    elif snapshot is not None:
+        found = _of_snapshot(snapshot)
+    else:
+        raise UsageError("there is no model to explain", hint="Name it, or give --snapshot FILE.")
     asked = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
     return replace(
         found,
@@ -88,22 +97,8 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
     )
 
 
-def _found(
-    request: ExplainRequest,
-    error: OutOfMemoryText | None,
-    snapshot: SnapshotFacts | None,
-    progress: Progress,
-    ask: Ask | None,
-) -> Explanation:
+def _of_snapshot(snapshot: SnapshotFacts) -> Explanation:
     """Without a model there is nothing to try."""
-    if request.source is not None:
-        opening = Opening(
-            source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
-        )
-        prepared = prepare(opening, progress=progress, ask=ask)
-        return _explained(request, prepared, *_limit(request, error, snapshot, prepared), progress)
-    if snapshot is None:
-        raise UsageError("there is no model to explain", hint="Name it, or give --snapshot FILE.")
     return Explanation(
         header=None,
         limit_bytes=snapshot.reserved_bytes + snapshot.free_bytes,
@@ -183,8 +178,7 @@ def _explained(
     request: ExplainRequest, prepared: Prepared, limit_bytes: int, limit: str, progress: Progress
 ) -> Explanation:
     progress.stage("recording a step")
-    trace, recorded = _recorded(prepared, request.timeout_s)
-    notes = [*prepared.notes, *recorded]
+    trace, notes = _recorded(prepared, request.timeout_s)
     live = live_bytes(trace)
     needed = allocated_peak(trace, live)
     instant = first_beyond(trace, live, limit_bytes)
@@ -205,7 +199,7 @@ def _explained(
         lines=_held_by(made, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
         suggestions=trial.suggestions(stays) if instant is not None else (),
         refused=tuple(trial.refused),
-        notes=tuple(notes),
+        notes=(*prepared.notes, *notes),
     )
 
 

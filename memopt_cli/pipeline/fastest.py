@@ -165,13 +165,35 @@ class _Job:
     def _price_and_run(self, step: ScaledStep, case: Case, session: Callable[[], Session]) -> None:
         """The plans that may train faster."""
         self.progress.stage("pricing plans at larger batches")
-        self.pricing = Pricing(
+        pricing = self.pricing = Pricing(
             models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
             probes=SearchProbes(session, limit_s=self._left_s()),
             options=self.resolved.options,
             progress=self.progress,
         )
-        self._plans(case, self.pricing, session)
+        priced_ratio = _priced_ratio(self.trials, pricing)
+        search = PairSearch(
+            limits=self.limits,
+            fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
+            predict=lambda plan: self._predict(plan, pricing, session),
+            ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
+            room=_room(case.search.model, self.limits.budget_bytes),
+            step_s=pricing.step_s,
+            update_s=pricing.models.update_s,
+            samples_per_s=self.runs.samples_per_s,
+            growth_known=lambda: pricing.growth_known,
+            of_use=self.runs.of_use,
+            run=self.trials.run,
+            runs_left=lambda: _RUNS - self.trials.count,
+            over=self._is_over,
+        )
+        pairs = search.priced(self.runs.of_use(case.search.runs.best))
+        self.progress.stage("running the plans that may be faster")
+        search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
+        if not self.runs.usable() and not self._is_over():
+            unit = self.limits.multiple_of
+            plan = pricing.least(unit)
+            search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
 
     def _run_finalists(self) -> None:
         """The pairs that may only seem slower than the best, or faster, once more."""
@@ -218,31 +240,6 @@ class _Job:
         is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)
         data: Data = "full size" if is_run else "small batch"
         return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), self.request.timeout_s, data)
-
-    def _plans(self, case: Case, pricing: Pricing, session: Callable[[], Session]) -> None:
-        priced_ratio = _priced_ratio(self.trials, pricing)
-        search = PairSearch(
-            limits=self.limits,
-            fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
-            predict=lambda plan: self._predict(plan, pricing, session),
-            ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
-            room=_room(case.search.model, self.limits.budget_bytes),
-            step_s=pricing.step_s,
-            update_s=pricing.models.update_s,
-            samples_per_s=self.runs.samples_per_s,
-            growth_known=lambda: pricing.growth_known,
-            of_use=self.runs.of_use,
-            run=self.trials.run,
-            runs_left=lambda: _RUNS - self.trials.count,
-            over=self._is_over,
-        )
-        pairs = search.priced(self.runs.of_use(case.search.runs.best))
-        self.progress.stage("running the plans that may be faster")
-        search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
-        if not self.runs.usable() and not self._is_over():
-            unit = self.limits.multiple_of
-            plan = pricing.least(unit)
-            search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
 
     def _predict(self, plan: Plan, pricing: Pricing, session: Callable[[], Session]) -> Predict:
         """By dry runs where they are possible."""

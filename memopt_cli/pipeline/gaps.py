@@ -120,7 +120,7 @@ def by_the_same_names(reference: Followed, other: Followed) -> tuple[Followed, F
 
     Raises :class:`StepError` where they do not have the same parameters, with the same values.
     """
-    one, another = _named(reference, _unwrapped), _named(other, _unwrapped)
+    one, another = (_named(side, lambda name: _WRAPPERS.sub("", name)) for side in (reference, other))
     if _parameters(one) != _parameters(another):
         one, another = (_without_replicas(side, beside) for side, beside in ((one, another), (another, one)))
     _require_same_start(one, another)
@@ -203,10 +203,6 @@ def _parameters(found: Followed) -> dict[str, str]:
 def _at_start(found: Followed, kind: str) -> dict[str, str]:
     """The bits of all of a kind, by name."""
     return {tensor.name: tensor.bits for tensor in found.start if tensor.name.startswith(kind)}
-
-
-def _unwrapped(name: str) -> str:
-    return _WRAPPERS.sub("", name)
 
 
 def _without_replicas(side: Followed, beside: Followed) -> Followed:

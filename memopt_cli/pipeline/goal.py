@@ -30,8 +30,6 @@ _APART = 0.02
 """Of two plans on the frontier the smaller one is shown if it saves that share of the other's peak, or more."""
 _TRIED = 8
 """Dry runs of plans with the optimizer in backward for a budget, at most."""
-TOO_SLOW = "Raise --max-slowdown or --budget."
-"""What helps where the plan that is small enough takes too long."""
 _FAR = 2.0
 """A step that takes so many times what it was to says that the prediction is wrong, or the machine busy."""
 
@@ -77,8 +75,10 @@ class GoalSearch:
         tried: list[int] = []
         measured: list[int] = []
         for _ in range(_MEASURED):
-            found = self._fast_enough(self._fastest(target))
-            if found is None and least is None:
+            found = self._fastest(target)
+            if found is not None:
+                require_fast(found, self._most)
+            elif least is None:
                 least = self.planner.least(self.level, self._most)
                 limit = tried[-1] - 1 if tried else budget_bytes * (1 + _DOUBT)
                 found = least if not least.plan.is_empty and least.peak_bytes <= limit else None
@@ -165,15 +165,6 @@ class GoalSearch:
             best = min(best, (found, outcome), key=lambda measured: measured[1].step_s)
         return best
 
-    def _fast_enough(self, found: Priced | None) -> Priced | None:
-        if found is not None and found.slowdown > self._most:
-            raise NothingFitsError(
-                f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, makes the step "
-                f"{found.slowdown:.2f} times as long",
-                hint=TOO_SLOW,
-            )
-        return found
-
     def worth_showing(self) -> list[Priced]:
         """As many plans of the frontier, from the original to the least peak, as may be run; none seems too slow."""
         found = _apart(self.planner.frontier(self.level, self._most_shown))
@@ -243,6 +234,16 @@ def nothing_fits(budget_bytes: int, least_bytes: int, how: str = "") -> NothingF
         f"no plan found takes {budget} or less{how}; the smallest that was found takes about {least}",
         hint="Raise --budget or --level, or take a smaller batch (--dim B=… where the shape says B).",
     )
+
+
+def require_fast(found: Priced, most_slowdown: float, makes: str = "makes") -> None:
+    """Raises :class:`NothingFitsError` where the fastest plan that fits takes too long; ``makes``: or seems to."""
+    if found.slowdown > most_slowdown:
+        raise NothingFitsError(
+            f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, {makes} the step "
+            f"{found.slowdown:.2f} times as long",
+            hint="Raise --max-slowdown or --budget.",
+        )
 
 
 def budget_bytes(budget: Budget, original_bytes: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.optimizer_text import NoOptimizer, parse_optimizer
-from memopt_cli.plan.interface import CountedPlan, NotTried
+from memopt_cli.plan.interface import NotTried
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.questions import Priced
 from memopt_cli.records import Counted, Failure, LevelRow, Measurement, Plan, StepSettings, describe
@@ -46,12 +46,12 @@ class InBackwardPlans:
 
     def of(self, found: Priced) -> Priced | None:
         """The plan with it, where gradients stand at the peak and that lowers it; ``None`` elsewhere."""
-        if not self.is_allowed or _held_by_gradients(found.dry_run.counted) < _LEAST_SAVING * found.peak_bytes:
+        if not self.is_allowed or _held_by_gradients(found.counted) < _LEAST_SAVING * found.peak_bytes:
             return None
         plan = replace(found.plan, in_backward=True)
         counted = self.count(plan)
         if isinstance(counted, Counted):
-            lower = replace(found, dry_run=CountedPlan(plan=plan, counted=counted), level=level_of(plan))
+            lower = replace(found, plan=plan, counted=counted, level=level_of(plan))
             return lower if lower.peak_bytes <= (1 - _LEAST_SAVING) * found.peak_bytes else None
         if not isinstance(counted, NotTried):
             self.refuse(describe(counted))
@@ -59,7 +59,7 @@ class InBackwardPlans:
 
     def least_of(self, found: Priced) -> int:
         """An allocated peak in bytes that it may have with it, or a little less."""
-        return found.peak_bytes - (_held_by_gradients(found.dry_run.counted) if self.is_allowed else 0)
+        return found.peak_bytes - (_held_by_gradients(found.counted) if self.is_allowed else 0)
 
     def refuse(self, reason: str) -> None:
         """From now on there are none."""

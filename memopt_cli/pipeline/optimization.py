@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.begun_advice import BegunAdvice, foreseen
+from memopt_cli.pipeline.begun_advice import foreseen
 from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere
@@ -29,7 +29,7 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.interface import CountedPlan
-from memopt_cli.plan.policy import Resolved, Selection, resolve
+from memopt_cli.plan.policy import Resolved, resolve
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -39,7 +39,6 @@ from memopt_cli.records import (
     Measurement,
     OptimizeRequest,
     OptimizeResult,
-    Outlook,
     OutOfMemory,
     ParetoPoint,
     Plan,
@@ -97,7 +96,6 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
 
     A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
     """
-    notes = [*resolved.notes, *prepared.notes]
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))
     if not resolved.options.targets and resolved.options.modules is None:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
@@ -109,30 +107,15 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
         progress=progress,
         warm_up=resolved.options.warmup_in_profile_workers,
     )
-    job = _Job(request, resolved.options, measurements, progress, notes)
-    rows = job.search()
-    best, verification = job.prove(rows) if request.goal.applies else (rows[0], None)
-    job.notes += [IN_BACKWARD] * best.plan.in_backward
-    return Findings(
-        resolved=resolved,
-        asked_codecs=prepared.facts.asked_codecs,
-        model_format=prepared.facts.format,
-        device=prepared.subject.settings.device,
-        plan=best.plan,
-        applied_level=best.level,
-        by_goal=request.goal != SearchGoal(),
-        selection=job.selection,
-        rows=rows,
-        verification=verification,
-        skipped=job.skipped,
-        notes=job.notes,
-        budget_bytes=job.budget_bytes,
-        frontier=job.frontier,
-        interrupted=job.interrupted,
-        faster=job.faster,
-        smaller=job.smaller,
-        advice=job.advice,
-    )
+    job = _Job(request, resolved.options, measurements, progress, Findings.begun(request, resolved, prepared))
+    found = job.found
+    found.rows = job.search()
+    best = found.rows[0]
+    if request.goal.applies:
+        best, found.verification = job.prove()
+    found.plan, found.applied_level = best.plan, best.level
+    found.notes += [IN_BACKWARD] * best.plan.in_backward
+    return found
 
 
 @dataclass(slots=True)
@@ -143,17 +126,10 @@ class _Job:
     options: SearchOptions
     measurements: PlanMeasurements
     progress: Progress
-    notes: list[str]
-    skipped: list[str] = field(default_factory=list)
-    selection: Selection | None = None
-    budget_bytes: int | None = None
-    frontier: list[ParetoPoint] = field(default_factory=list)
-    interrupted: bool = False
+    found: Findings
+    """What is known so far."""
     applied: LevelRow | None = None
     """Of the levels, that whose plan is to be applied."""
-    faster: Outlook | None = None
-    smaller: Outlook | None = None
-    advice: BegunAdvice | None = None
     proofs: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """Of plans that were verified while others were searched."""
 
@@ -164,7 +140,7 @@ class _Job:
         search: StartedSearch | None = None
         try:
             prepared, timeout_s = self.measurements.prepared, self.request.timeout_s
-            with Sessions(prepared, timeout_s, "full size", self.notes) as sessions:
+            with Sessions(prepared, timeout_s, "full size", self.found.notes) as sessions:
                 original = self.measurements.measure_in(sessions(), Plan())
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
@@ -173,25 +149,25 @@ class _Job:
                 rows = [_original_row(original, None, started)]
                 if self.options.level == 0:
                     return rows
-                search = start_search(self.request, self.options, sessions, original, self.progress, self.notes)
+                search = start_search(self.request, self.options, sessions, original, self.progress, self.found.notes)
                 predicted = search.first if search.traced.has_dry_runs else None
                 rows[0] = _original_row(original, predicted, started)
                 rows += self._seek(search, rows[0])
-                row = rows[-1] if self.request.goal != SearchGoal() else applied_row(rows, self.applied)
+                row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
                 if search.traced.has_dry_runs and isinstance(row.outcome, Measurement):
-                    self.advice = foreseen(self.request, prepared, row.plan, row.outcome, sessions, self.progress)
+                    self.found.advice = foreseen(self.request, prepared, row.plan, row.outcome, sessions, self.progress)
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
-        self.notes += search.obstacles(self.measurements.prepared.facts.sync_norms)
+        self.found.notes += search.obstacles(self.measurements.prepared.facts.sync_norms)
         if search.probes.over:
-            self.notes.append(f"{search.probes.over}: a longer one may find a better plan")
+            self.found.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
 
     def _seek(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
-        if self.request.goal == SearchGoal():
+        if not self.found.by_goal:
             return self._climb(search, original)
         try:
             return self._meet_goal(search, original)
@@ -210,14 +186,14 @@ class _Job:
             raise KeyboardInterrupt
         self.progress.note("The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop.")
         search.probes.end("the search was interrupted")
-        self.interrupted = True
-        self.skipped.clear()
-        del self.notes[search.notes :]
+        self.found.interrupted = True
+        self.found.skipped.clear()
+        del self.found.notes[search.notes :]
         try:
             rows = self._seek(search, original)
         except NothingFitsError as err:
             raise KeyboardInterrupt(err.message) from err
-        if self.request.goal == SearchGoal() and applied_row([original, *rows], self.applied).plan.is_empty:
+        if not self.found.by_goal and applied_row([original, *rows], self.applied).plan.is_empty:
             raise KeyboardInterrupt
         return rows
 
@@ -233,7 +209,7 @@ class _Job:
             dry_run=search.traced.has_dry_runs,
             in_backward=self._plans_in_backward(search, original),
             confirm=self.measurements.confirm,
-            notes=self.notes,
+            notes=self.found.notes,
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
             most_slowdown=self.request.search.get("max_slowdown"),
         )
@@ -245,15 +221,15 @@ class _Job:
         if goal.budget is not None:
             measured = original.outcome
             peak = measured.allocated_peak_bytes if isinstance(measured, Measurement) else search.first.peak_bytes
-            self.budget_bytes = budget_bytes(goal.budget, peak)
-            rows.append(planned.within(self.budget_bytes))
+            self.found.budget_bytes = budget_bytes(goal.budget, peak)
+            rows.append(planned.within(self.found.budget_bytes))
         if goal.frontier:
-            self.frontier = planned.frontier(found, original)
+            self.found.frontier = planned.frontier(found, original)
         if goal.pick is not None:
-            check_pick(goal.pick, len(self.frontier))
-            rows.append(planned.row_of(self.frontier[goal.pick - 1], started))
+            check_pick(goal.pick, len(self.found.frontier))
+            rows.append(planned.row_of(self.found.frontier[goal.pick - 1], started))
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
-        self.frontier = [self._as_timed(point, *rows[-1:]) for point in self.frontier]
+        self.found.frontier = [self._as_timed(point, *rows[-1:]) for point in self.found.frontier]
         self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
         return rows
 
@@ -272,8 +248,8 @@ class _Job:
             search_left=search.probes.left,
         )
         rows = climb.rows()
-        self.notes += climb.notes
-        self.skipped += climb.skipped
+        self.found.notes += climb.notes
+        self.found.skipped += climb.skipped
         self.applied = self._in_backward(search, original, rows, climb.applied)
         self._choose(search, applied_row([original, *rows], self.applied).plan)
         return rows
@@ -295,7 +271,7 @@ class _Job:
                 dry_run=search.traced.has_dry_runs,
             ).of(row)
         if isinstance(found, str):
-            self.notes += [found] if found else []
+            self.found.notes += [found] if found else []
             found = self._timed_again(applied)
         rows[rows.index(applied)] = found
         return found
@@ -318,7 +294,7 @@ class _Job:
         return InBackwardPlans(
             count=search.counted_late,
             prove=prove,
-            notes=self.notes,
+            notes=self.found.notes,
             is_allowed=may_run_in_backward(self.measurements.prepared.subject.settings)
             and self.request.dim_range is None,  # the optimizer is the same at all lengths
         )
@@ -333,20 +309,22 @@ class _Job:
 
     def _choose(self, search: StartedSearch, plan: Plan, *, by_goal: bool = False) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
-        self.selection = selected(search.traced.trace.modules, plan, self.options, by_goal=by_goal)
-        self.notes += left_out(self.selection.refused)
+        self.found.selection = selected(search.traced.trace.modules, plan, self.options, by_goal=by_goal)
+        self.found.notes += left_out(self.found.selection.refused)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:
             more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
-            self.notes.append(f"A plan of {len(failed.segments)} segments could not run{more}: {describe(failure)}.")
-        self.faster, self.smaller = search.planner.neighbours(plan)
+            self.found.notes.append(
+                f"A plan of {len(failed.segments)} segments could not run{more}: {describe(failure)}."
+            )
+        self.found.faster, self.found.smaller = search.planner.neighbours(plan)
 
-    def prove(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
-        """The row to apply, verified; ``rows`` change where a plan has to."""
-        prover = self._prover(rows)
+    def prove(self) -> tuple[LevelRow, Verification]:
+        """The row to apply, verified; the rows that were found change where a plan has to."""
+        prover = self._prover(self.found.rows)
         proven = prover.prove(self.applied)
         if prover.replaced:
-            self.faster = self.smaller = None
+            self.found.faster = self.found.smaller = None
         return proven
 
     def _prover(self, rows: list[LevelRow]) -> Prover:
@@ -354,8 +332,8 @@ class _Job:
             measurements=self.measurements,
             progress=self.progress,
             rows=rows,
-            is_asked_for=self.request.goal != SearchGoal(),
-            notes=self.notes,
+            is_asked_for=self.found.by_goal,
+            notes=self.found.notes,
             known=self.proofs,
         )
 

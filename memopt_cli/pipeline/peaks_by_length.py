@@ -18,22 +18,21 @@ class Peaks:
         self._sessions, self._symbol, self._fake = sessions, symbol, fake
         self._known: dict[int, Counted | None] = {}
 
-    def counted(self, length: int) -> Counted | None:
-        """``None`` where the step does not run."""
-        if length not in self._known:
-            found = self._sessions().ask(CountJob(plan=ORIGINAL, fake=self._fake, dims={self._symbol: length}))
-            self._known[length] = found if isinstance(found, Counted) else None
-        return self._known[length]
-
     def of(self, length: int) -> float:
         """In bytes; infinite where the step does not run."""
-        found = self.counted(length)
+        found = self._counted(length)
         return math.inf if found is None else found.tensor_peak_bytes
 
     def allocated(self, length: int) -> float:
         """The allocated peak, likewise."""
-        found = self.counted(length)
+        found = self._counted(length)
         return math.inf if found is None else found.allocated_peak_bytes
+
+    def _counted(self, length: int) -> Counted | None:
+        if length not in self._known:
+            found = self._sessions().ask(CountJob(plan=ORIGINAL, fake=self._fake, dims={self._symbol: length}))
+            self._known[length] = found if isinstance(found, Counted) else None
+        return self._known[length]
 
 
 def allocated_share(original: LevelRow) -> float:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -16,6 +15,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prediction import predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,
@@ -109,24 +109,14 @@ def profile_prepared(
     if backend is not None and prepared.facts.format == STEP:
         raise StepError("a step of one's own calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
-    with contextlib.ExitStack() as sessions:
-        session = sessions.enter_context(prepared.session(timeout_s, data))
-        measured = _measure(session, plan, progress) if data == "full size" else None
-
-        def smaller() -> Session:
-            return sessions.enter_context(prepared.session(timeout_s, "small batch"))
-
+    with Sessions(prepared, timeout_s, data, notes) as sessions:
+        measured = _measure(sessions(), plan, progress) if data == "full size" else None
         if isinstance(measured, OutOfMemory):
             notes.append("The step does not fit here: its peak is predicted on tensors without data.")
-            session = smaller()
+            sessions.smaller()
         progress.stage("recording a step")
-        traced = record_step(
-            session,
-            plan,
-            measured,
-            notes,
-            smaller=smaller if isinstance(measured, Measurement) else None,
-        )
+        smaller = sessions.smaller if isinstance(measured, Measurement) else None
+        traced = record_step(sessions(), plan, measured, notes, smaller=smaller)
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))
     compiled = None if backend is None else _compiled(prepared, plan, backend, timeout_s, progress)
@@ -244,13 +234,13 @@ def phase_peaks(trace: StepTrace, live: tuple[int, ...]) -> tuple[PhasePeak, ...
 def allocated_peak(trace: StepTrace, live: tuple[int, ...]) -> Instant:
     """The first instant at which most is alive, workspaces included."""
     levels = _levels(trace, live)
-    return _instant(trace, levels, levels.index(max(levels)))
+    return instant_at(trace, levels, levels.index(max(levels)))
 
 
 def first_beyond(trace: StepTrace, live: tuple[int, ...], limit_bytes: int) -> Instant | None:
     """The first instant at which more than a limit is alive, workspaces included; ``None``: there is none."""
     levels = _levels(trace, live)
-    return next((_instant(trace, levels, i) for i, level in enumerate(levels) if level > limit_bytes), None)
+    return next((instant_at(trace, levels, i) for i, level in enumerate(levels) if level > limit_bytes), None)
 
 
 def _levels(trace: StepTrace, live: tuple[int, ...]) -> list[int]:
@@ -258,7 +248,8 @@ def _levels(trace: StepTrace, live: tuple[int, ...]) -> list[int]:
     return [live[0], *(live[i + 1] + op.workspace_bytes for i, op in enumerate(trace.ops))]
 
 
-def _instant(trace: StepTrace, levels: list[int], index: int) -> Instant:
+def instant_at(trace: StepTrace, levels: Sequence[int], index: int) -> Instant:
+    """The one before the first operator, or while one runs; ``levels``: the bytes of each."""
     if index == 0:
         return Instant(allocated_bytes=levels[0], op=-1, name="", phase="forward", module="")
     op = trace.ops[index - 1]

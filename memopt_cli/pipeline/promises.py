@@ -25,9 +25,7 @@ from memopt_cli.records import (
     BatchRequest,
     Failure,
     InputSpec,
-    LevelRow,
     Measurement,
-    MemOptSummary,
     ModelSource,
     OptimizeRequest,
     OutOfMemory,
@@ -83,6 +81,9 @@ class _Case:
 
     def on(self, device: str) -> StepSettings:
         return replace(self.settings, device=device)
+
+    def row(self, promise: str, seen: str, *, holds: bool) -> SelftestRow:
+        return SelftestRow(name=self.name, promise=promise, seen=seen, holds=holds)
 
 
 _ATTENTION = _Case(name="attention")
@@ -160,9 +161,9 @@ def _tried(case: _Case, test: _Test, device: str, progress: Progress) -> Iterato
     try:
         yield from test(case, device)
     except MemoptError as err:
-        yield SelftestRow(name=case.name, promise="it runs", seen=err.message, holds=False)
+        yield case.row("it runs", err.message, holds=False)
     except Exception as err:  # what goes wrong on a machine that nobody has tried is what is looked for
-        yield SelftestRow(name=case.name, promise="it runs", seen=first_line(err), holds=False)
+        yield case.row("it runs", first_line(err), holds=False)
 
 
 def _optimized(case: _Case, device: str) -> Iterator[SelftestRow]:
@@ -177,29 +178,18 @@ def _optimized(case: _Case, device: str) -> Iterator[SelftestRow]:
         search_limit_s=_SEARCH_S,
     )
     summary = optimize(request, progress=Progress(), ask=None).summary
-    yield _verified(case.name, summary)
+    found = summary.verification
+    seen = "not compared" if found is None else "equal" if found.passed else found.difference
+    yield case.row("the plan computes the same", seen, holds=found is not None and found.passed)
     rows = {row.level: row for row in summary.levels}
     original, planned = rows[0], rows[summary.applied_level]
     for what, row in (("original", original), ("plan", planned)):
         promise = f"the peak of the {what} is predicted within {_CLOSE:.0%}"
         predicted = row.predicted_allocated_peak_bytes
-        yield _compared(case.name, promise, "not predicted" if predicted is None else predicted, _peak_of(row.outcome))
-    yield _smaller(case.name, original, planned)
-
-
-def _verified(name: str, summary: MemOptSummary) -> SelftestRow:
-    found = summary.verification
-    seen = "not compared" if found is None else "equal" if found.passed else found.difference
-    holds = found is not None and found.passed
-    return SelftestRow(name=name, promise="the plan computes the same", seen=seen, holds=holds)
-
-
-def _smaller(name: str, original: LevelRow, planned: LevelRow) -> SelftestRow:
+        yield _compared(case, promise, "not predicted" if predicted is None else predicted, _peak_of(row.outcome))
     before, after = _peak_of(original.outcome), _peak_of(planned.outcome)
     holds = isinstance(before, int) and isinstance(after, int) and after < before
-    return SelftestRow(
-        name=name, promise="the plan takes less", seen=f"{_text_of(before)} → {_text_of(after)}", holds=holds
-    )
+    yield case.row("the plan takes less", f"{_text_of(before)} → {_text_of(after)}", holds=holds)
 
 
 def _peak_of(outcome: Measurement | Failure | None) -> int | str:
@@ -213,20 +203,16 @@ def _text_of(peak: int | str) -> str:
     return peak if isinstance(peak, str) else format_bytes(peak)
 
 
-def _compared(name: str, promise: str, predicted: int | str, measured: int | str) -> SelftestRow:
+def _compared(case: _Case, promise: str, predicted: int | str, measured: int | str) -> SelftestRow:
     """Of bytes, or why they are not known: then it does not hold."""
     holds = False
     if isinstance(predicted, int) and isinstance(measured, int):
         holds = abs(predicted - measured) <= _CLOSE * measured
-    return SelftestRow(
-        name=name,
-        promise=promise,
-        seen=" and ".join(
-            f"{_text_of(peak)} {how}" if isinstance(peak, int) else peak
-            for peak, how in ((predicted, "predicted"), (measured, "measured"))
-        ),
-        holds=holds,
+    seen = " and ".join(
+        f"{_text_of(peak)} {how}" if isinstance(peak, int) else peak
+        for peak, how in ((predicted, "predicted"), (measured, "measured"))
     )
+    return case.row(promise, seen, holds=holds)
 
 
 def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
@@ -240,7 +226,7 @@ def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
     phases = ("forward", "backward", "update") if case.settings.clip_norm is None else get_args(Phase)
     for phase in phases:
         promise = f"the peak of its {phase} is predicted within {_CLOSE:.0%}"
-        yield _compared(case.name, promise, predicted.get(phase, "not predicted"), measured.get(phase, without))
+        yield _compared(case, promise, predicted.get(phase, "not predicted"), measured.get(phase, without))
 
 
 def _prepared(case: _Case, device: str) -> Prepared:
@@ -252,12 +238,8 @@ def _repeated(case: _Case, device: str) -> Iterator[SelftestRow]:
     prepared = _prepared(case, device)
     runs = (_measured(prepared) for _ in range(2))
     first, second = (run.tensor_peak_bytes if isinstance(run, Measurement) else describe(run) for run in runs)
-    yield SelftestRow(
-        name=case.name,
-        promise="the tensor peak repeats to the byte",
-        seen=f"{first} and {second}" + " bytes" * isinstance(first, int),
-        holds=isinstance(first, int) and first == second,
-    )
+    seen = f"{first} and {second}" + " bytes" * isinstance(first, int)
+    yield case.row("the tensor peak repeats to the byte", seen, holds=isinstance(first, int) and first == second)
 
 
 def _measured(prepared: Prepared) -> Measurement | Failure:
@@ -277,19 +259,14 @@ def _recommended(case: _Case, device: str) -> Iterator[SelftestRow]:
     )
     batch = recommend_batch(request, progress=Progress(), ask=None).batch
     peak = _peak_of(_measured(_prepared(replace(case, dims={**case.dims, "B": batch}), device)))
-    yield SelftestRow(
-        name=case.name,
-        promise=f"a step of it stays within {format_bytes(memory)}, and takes half of that",
-        seen=f"batch {batch}: {_text_of(peak)}",
+    yield case.row(
+        f"a step of it stays within {format_bytes(memory)}, and takes half of that",
+        f"batch {batch}: {_text_of(peak)}",
         holds=isinstance(peak, int) and memory / 2 <= peak <= memory,
     )
 
 
 def _too_large(case: _Case, device: str) -> Iterator[SelftestRow]:
     outcome = _measured(_prepared(case, device))
-    yield SelftestRow(
-        name=case.name,
-        promise="running out of memory is an answer",
-        seen="a measurement" if isinstance(outcome, Measurement) else describe(outcome),
-        holds=isinstance(outcome, OutOfMemory),
-    )
+    seen = "a measurement" if isinstance(outcome, Measurement) else describe(outcome)
+    yield case.row("running out of memory is an answer", seen, holds=isinstance(outcome, OutOfMemory))

@@ -123,8 +123,10 @@ def recommend_prepared(
         if not job.proven:
             raise
         found = job.so_far()
-    files = _write(found, request) if request.output is not None else ()
-    return replace(found, files=files, spent_s=time.monotonic() - started)
+    if request.output is not None:
+        file = batch_file(found.header, _recommended(found))
+        found = replace(found, files=write_all({Path(request.output): file}, force=request.force))
+    return replace(found, spent_s=time.monotonic() - started)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -320,11 +322,6 @@ def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
             f"{', '.join(sorted(symbols)) or 'none'}",
             hint=f"Name it in a shape, for example -i Bx{dim_range.symbol}@int64=0..32000.",
         )
-
-
-def _write(found: BatchRecommendation, request: BatchRequest) -> tuple[str, ...]:
-    assert request.output is not None
-    return write_all({Path(request.output): batch_file(found.header, _recommended(found))}, force=request.force)
 
 
 def batch_file(header: FileHeader, recommended: Mapping[str, Any]) -> Fill:

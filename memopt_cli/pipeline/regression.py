@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,13 +19,12 @@ from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prediction import predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, StepRequest, file_header, opening_of, prepare_with_plan
-from memopt_cli.pipeline.profiling import is_alive, live_bytes, saved_tensors
+from memopt_cli.pipeline.profiling import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Baseline,
     BaselineRequest,
     BaselineResult,
-    Breakdown,
     CheckRequest,
     Comparison,
     Conditions,
@@ -61,19 +60,17 @@ def _opening(request: StepRequest, settings: StepSettings, layout: Layout | None
 
 def record_prepared(request: BaselineRequest, prepared: Prepared, progress: Progress) -> BaselineResult:
     """The same of a model that is ready, and a target that was looked at."""
-    target, plan = Path(request.output), _plan(request.plan_path, prepared)
-    with _session(prepared, request.layout, plan, request.timeout_s, progress) as (session, rank):
+    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout, request.timeout_s, progress)
+    with step.session() as (session, rank):
         measured = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
             conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout),
-            memory=_memory(session, rank, plan, progress),
+            memory=step.memory(session, rank),
         )
     spec = prepared.subject.spec
-    lengths = _shorter_lengths(plan, spec)
-    shorter = _shorter(prepared, plan, lengths, request.layout, request.timeout_s, progress)
-    measured = replace(measured, shorter=shorter)
-    (file,) = write_all({target: content(baseline_json(measured))}, force=request.force)
-    return BaselineResult(baseline=measured, file=file, notes=tuple(_left_out(plan, spec)))
+    measured = replace(measured, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
+    (file,) = write_all({Path(request.output): content(baseline_json(measured))}, force=request.force)
+    return BaselineResult(baseline=measured, file=file, notes=tuple(_left_out(step.plan, spec)))
 
 
 def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:
@@ -103,15 +100,15 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
 def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared, progress: Progress) -> Comparison:
     """The same as :func:`check`, of a model that is ready."""
     _require_same_model(request, before, prepared)
-    plan, layout = _plan(request.plan_path, prepared), _layout(request, before)
+    layout = _layout(request, before)
     now = replace(before, header=replace(file_header(prepared), model=request.source.location))
     with prepared.session(request.timeout_s, _DATA if layout is None else "none") as session:
         now = replace(now, conditions=replace(required(session.ask(ConditionsJob())), layout=layout))
     _require_alike(request, before, now)
-    with _session(prepared, layout, plan, request.timeout_s, progress) as (session, rank):
-        memory = _memory(session, rank, plan, progress)
-    lengths = [(step.dim, step.size) for step in before.shorter]
-    shorter = _shorter(prepared, plan, lengths, layout, request.timeout_s, progress)
+    step = _Step(prepared, _plan(request.plan_path, prepared), layout, request.timeout_s, progress)
+    with step.session() as (session, rank):
+        memory = step.memory(session, rank)
+    shorter = step.shorter((old.dim, old.size) for old in before.shorter)
     return compare(before, replace(now, memory=memory, shorter=shorter), request.limits)
 
 
@@ -167,13 +164,12 @@ def _describes(given: InputSpec | None) -> bool:
 
 
 def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
-    return StepSettings(
+    return replace(
+        before,
         device=request.device or _same_device(before.device),
         precision=request.precision or before.precision,
         loss=request.loss,  # code: that of the baseline was refused
         optimizer=request.optimizer or before.optimizer,
-        micro_batches=before.micro_batches,
-        clip_norm=before.clip_norm,
         seed=before.seed if request.seed is None else request.seed,
     )
 
@@ -249,19 +245,6 @@ _DATA: Final = "small batch"
 """The original may not fit where the plan does."""
 
 
-@contextlib.contextmanager
-def _session(
-    prepared: Prepared, layout: Layout | None, plan: Plan, timeout_s: float, progress: Progress
-) -> Iterator[tuple[Session, RankPrediction | None]]:
-    """One in which the step is measured; or that of the rank which needs most, and what that needs."""
-    if layout is None:
-        with prepared.session(timeout_s, _DATA) as session:
-            yield session, None
-        return
-    with predicted_ranks(prepared, layout, plan, timeout_s, progress) as (session, ranks):
-        yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
-
-
 def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
     """The dimension of a plan by length and the largest size of each range that the inputs go beyond."""
     if plan.by is None:
@@ -285,60 +268,64 @@ def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
         yield f"Nothing is recorded beyond {dim}={longest}, and the plan goes up to {last}."
 
 
-def _shorter(
-    prepared: Prepared,
-    plan: Plan,
-    lengths: Sequence[tuple[str, int]],
-    layout: Layout | None,
-    timeout_s: float,
-    progress: Progress,
-) -> tuple[ShorterStep, ...]:
-    """The step at each of these lengths."""
-    found = []
-    for dim, size in lengths:
-        sized = prepared.sized(dim, size)
-        progress.stage(f"{dim}={size}")
-        with _session(sized, layout, plan, timeout_s, progress) as (session, rank):
-            memory = _memory(session, rank, plan, progress)
-        found.append(ShorterStep(dim=dim, size=size, memory=replace(memory, plan=plan.at({dim: size}))))
-    return tuple(found)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The step of a model under a plan: measured, or of one rank of a layout predicted."""
 
+    prepared: Prepared
+    plan: Plan
+    layout: Layout | None
+    timeout_s: float
+    progress: Progress
 
-def _memory(session: Session, rank: RankPrediction | None, plan: Plan, progress: Progress) -> StepMemory:
-    """What the step takes, measured; or that of a rank, predicted."""
-    if rank is None:
-        progress.stage("measuring a step")
-        measured = required(session.ask(MeasureJob(plan=plan))).measurement
-        progress.stage("recording a step")
-        trace = required(session.ask(RecordJob(plan=plan)), "a step of the model could not be recorded: ")
-        return _memory_of(plan, trace, measured, measured.breakdown, measured.step_s)
-    progress.stage("recording a step")
-    answer = session.ask(TraceJob(plan=plan, fake=True))
-    trace = required(answer, "a step of the rank could not be recorded: ").trace
-    return _memory_of(plan, trace, trace, rank.breakdown, step_s=0.0)
+    @contextlib.contextmanager
+    def session(self) -> Iterator[tuple[Session, RankPrediction | None]]:
+        """One in which the step is measured; or that of the rank which needs most, and what that needs."""
+        if self.layout is None:
+            with self.prepared.session(self.timeout_s, _DATA) as session:
+                yield session, None
+            return
+        predicted = predicted_ranks(self.prepared, self.layout, self.plan, self.timeout_s, self.progress)
+        with predicted as (session, ranks):
+            yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
 
+    def shorter(self, lengths: Iterable[tuple[str, int]]) -> tuple[ShorterStep, ...]:
+        """The step at other sizes of its dimensions."""
+        found = []
+        for dim, size in lengths:
+            sized = replace(self, prepared=self.prepared.sized(dim, size))
+            self.progress.stage(f"{dim}={size}")
+            with sized.session() as (session, rank):
+                memory = sized.memory(session, rank)
+            found.append(ShorterStep(dim=dim, size=size, memory=replace(memory, plan=self.plan.at({dim: size}))))
+        return tuple(found)
 
-def _memory_of(
-    plan: Plan, trace: StepTrace, peaks: Measurement | StepTrace, breakdown: Breakdown, step_s: float
-) -> StepMemory:
-    live = live_bytes(trace)
-    peak = live.index(max(live)) - 1
-    return StepMemory(
-        plan=plan,
-        tensor_peak_bytes=peaks.tensor_peak_bytes,
-        allocated_peak_bytes=peaks.allocated_peak_bytes,
-        step_s=step_s,
-        breakdown=breakdown,
-        peak=_place(trace, peak),
-        modules=_modules(trace, peak),
-        saved=saved_tensors(trace)[:KEPT],
-    )
-
-
-def _place(trace: StepTrace, op: int) -> PeakPlace:
-    if op < 0:
-        return PeakPlace(op="", module="", phase="forward")
-    return PeakPlace(op=trace.ops[op].name, module=trace.ops[op].module, phase=trace.ops[op].phase)
+    def memory(self, session: Session, rank: RankPrediction | None) -> StepMemory:
+        """What it takes, in a session of its own."""
+        peaks: Measurement | StepTrace
+        if rank is None:
+            self.progress.stage("measuring a step")
+            peaks = measured = required(session.ask(MeasureJob(plan=self.plan))).measurement
+            breakdown, step_s = measured.breakdown, measured.step_s
+            self.progress.stage("recording a step")
+            trace = required(session.ask(RecordJob(plan=self.plan)), "a step of the model could not be recorded: ")
+        else:
+            self.progress.stage("recording a step")
+            answer = session.ask(TraceJob(plan=self.plan, fake=True))
+            peaks = trace = required(answer, "a step of the rank could not be recorded: ").trace
+            breakdown, step_s = rank.breakdown, 0.0
+        live = live_bytes(trace)
+        peak = instant_at(trace, live, live.index(max(live)))
+        return StepMemory(
+            plan=self.plan,
+            tensor_peak_bytes=peaks.tensor_peak_bytes,
+            allocated_peak_bytes=peaks.allocated_peak_bytes,
+            step_s=step_s,
+            breakdown=breakdown,
+            peak=PeakPlace(op=peak.name, module=peak.module, phase=peak.phase),
+            modules=_modules(trace, peak.op),
+            saved=saved_tensors(trace)[:KEPT],
+        )
 
 
 def _modules(trace: StepTrace, op: int) -> tuple[ModuleBytes, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.pipeline.begun_advice import BegunAdvice
+from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
 from memopt_cli.plan.ways import spent_by
@@ -14,12 +15,14 @@ from memopt_cli.records import (
     LevelRow,
     Measurement,
     MemOptSummary,
+    OptimizeRequest,
     Outlook,
     ParetoPoint,
     Plan,
     PlanEstimates,
     PlannedRanks,
     RangeRow,
+    SearchGoal,
     Verification,
     to_data,
 )
@@ -29,19 +32,19 @@ _SLOW = 2.0
 """A step that takes so many times as long asks for a compromise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Findings:
-    """What one optimization found; whoever goes on from here adds to the notes."""
+    """What one optimization has found so far; whoever goes on from here adds to the notes."""
 
     resolved: Resolved
     asked_codecs: Sequence[str]
     """Paths of the modules that name a codec, other than none, for their inputs."""
     model_format: str
     device: str
-    plan: Plan
+    plan: Plan = field(default_factory=Plan)
     """The one that is applied."""
-    applied_level: int
-    selection: Selection | None
+    applied_level: int = 0
+    selection: Selection | None = None
     """``None`` at level 0."""
     by_goal: bool = False
     """The plan was found for a budget or picked from the frontier, not level by level."""
@@ -63,6 +66,18 @@ class Findings:
     """Of many ranks; then nothing was measured, either."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Of a plan by length."""
+
+    @classmethod
+    def begun(cls, request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
+        """Before anything is searched."""
+        return cls(
+            resolved=resolved,
+            asked_codecs=prepared.facts.asked_codecs,
+            model_format=prepared.facts.format,
+            device=prepared.subject.settings.device,
+            by_goal=request.goal != SearchGoal(),
+            notes=[*resolved.notes, *prepared.notes],
+        )
 
     @property
     def is_run(self) -> bool:
@@ -115,7 +130,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
         gc_selection_policy=selection.policy if selection else "no_candidates",
         gc_selected_modules=[m.path for m in selection.selected] if selection else [],
         gc_selection_explanation=selection.explanation if selection else "Level 0 makes no segments.",
-        recommendation=_recommendation(found),
+        recommendation=recommend(options, selection, measured=_measured_sentence(found), generic=_generic(found)),
         peak_memory_mb=measured.allocated_peak_bytes / 2**20 if measured else None,
         total_gc_count=len(plan.segments),
         total_sliding_count=len(chunked),
@@ -195,17 +210,10 @@ def _not_applied(found: Findings) -> list[str]:
     return [f"level{row.level}:no_improving_candidate" for row in worse]
 
 
-def _recommendation(found: Findings) -> str:
-    return recommend(
-        found.resolved.options,
-        found.selection,
-        measured=_measured_sentence(found),
-        generic="" if found.by_goal or not found.is_run else _generic(found),
-    )
-
-
 def _generic(found: Findings) -> str:
     rows = found.rows
+    if found.by_goal or not found.is_run:
+        return ""
     if not rows:
         return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:

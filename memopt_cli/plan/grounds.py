@@ -105,7 +105,7 @@ class Grounds:
         """
         starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            found = with_heads(start.dry_run, self._trace, self._counted)
+            found = with_heads(start, self._trace, self._counted)
             if heads := heads_of(found.plan):
                 trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):

@@ -189,11 +189,11 @@ def select(candidates: Sequence[ModuleTrace], options: SearchOptions) -> Selecti
     does everything if no input is known.  ``max_gc_wrapped_modules`` is a count, ``gc_target_budget_ratio`` stands for
     ``max(1, ceil(n · ratio))`` of n candidates; the smaller one holds, and 0 or less selects none.
     """
-    count, limits = len(candidates), _limits(options, len(candidates))
-    policy = _policy(candidates, options, min(limits, default=count))
-    ranked = sorted(candidates, key=lambda m: (-m.first_input_bytes, m.order))[: min(limits, default=count)]
+    count = len(candidates)
+    most = most_segments(options, count)
+    ranked = sorted(candidates, key=lambda m: (-m.first_input_bytes, m.order))[: count if most is None else most]
     selected = sorted(ranked, key=lambda m: m.order)
-    return _selection(policy, count, selected, options)
+    return _selection(_policy(candidates, options, most), count, selected, options)
 
 
 def _selection(
@@ -223,29 +223,24 @@ def chosen(
 
 def most_segments(options: SearchOptions, candidates: int) -> int | None:
     """How many segments the limits allow, of so many candidates; ``None``: nothing limits them."""
-    return min(_limits(options, candidates), default=None)
-
-
-def _limits(options: SearchOptions, count: int) -> list[int]:
-    """What each limit that is given allows, of ``count`` candidates."""
     limits = []
     if options.max_gc_wrapped_modules is not None:
         limits.append(max(0, options.max_gc_wrapped_modules))
     ratio = options.gc_target_budget_ratio
     if ratio is not None:
         # Rounded first: 0.07 · 100 is 7.000000000000001, which is not to become 8.
-        limits.append(max(1, math.ceil(round(count * ratio, 9))) if ratio > 0 else 0)
-    return limits
+        limits.append(max(1, math.ceil(round(candidates * ratio, 9))) if ratio > 0 else 0)
+    return min(limits, default=None)
 
 
-def _policy(candidates: Sequence[ModuleTrace], options: SearchOptions, allowed: int) -> SelectionPolicy:
+def _policy(candidates: Sequence[ModuleTrace], options: SearchOptions, most: int | None) -> SelectionPolicy:
     if not candidates:
         return "no_candidates"
-    if not allowed:
-        return _none_allowed(options)
-    if not _limits(options, 1):
+    if most is None:
         return "all_candidates"
-    if allowed >= len(candidates):
+    if not most:
+        return _none_allowed(options)
+    if most >= len(candidates):
         return "budget_covers_all"
     if not any(m.first_input_bytes for m in candidates):
         return "fallback_module_order"

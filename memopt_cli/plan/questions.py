@@ -31,24 +31,13 @@ class TimeIsUp(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
-    """A plan that was counted by a dry run, and the step time that the cost model gives it."""
+class Priced(CountedPlan):
+    """A plan that was counted by a dry run, with the step time that the cost model gives it."""
 
-    dry_run: CountedPlan
     level: int
     """The least that allows all that the plan does."""
     slowdown: float
     """Step time over that of the original."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan."""
-        return self.dry_run.plan
-
-    @property
-    def peak_bytes(self) -> int:
-        """Allocated peak of the dry run."""
-        return self.dry_run.peak_bytes
 
 
 class DryRuns:
@@ -56,7 +45,7 @@ class DryRuns:
 
     def __init__(self, probes: Probes, original: CountedPlan) -> None:
         self._probes = probes
-        first = Priced(dry_run=original, level=level_of(original.plan), slowdown=1.0)
+        first = Priced(plan=original.plan, counted=original.counted, level=level_of(original.plan), slowdown=1.0)
         self._found: dict[Plan, Priced | None] = {first.plan: first}
         self.failures: dict[Plan, Failure] = {}
         """Plans that could not be counted, and why."""
@@ -71,8 +60,8 @@ class DryRuns:
             if isinstance(counted, NotTried):
                 raise TimeIsUp
             if isinstance(counted, Counted):
-                dry_run, slowdown = CountedPlan(plan=plan, counted=counted), proposals.slowdown(plan)
-                self._found[plan] = Priced(dry_run=dry_run, level=level_of(plan), slowdown=slowdown)
+                slowdown = proposals.slowdown(plan)
+                self._found[plan] = Priced(plan=plan, counted=counted, level=level_of(plan), slowdown=slowdown)
             else:
                 self._found[plan], self.failures[plan] = None, counted
         return self._found[plan]
@@ -105,11 +94,10 @@ class ChunkQuestions:
     def __init__(self, probes: Probes, proposals: Proposals, options: SearchOptions) -> None:
         """``options`` limit how many modules are asked, or else as many are as pay."""
         per_round, rounds = options.max_candidates_per_round, options.max_split_rounds
-        most = None if per_round is None else per_round * (1 if rounds is None else rounds)
         self._allow_inexact = options.allow_inexact
         self._probes = probes
         self._proposals = proposals
-        self._most = math.inf if most is None else most
+        self._most = math.inf if per_round is None else per_round * (1 if rounds is None else rounds)
         self._learned = 0
         """Questions that were not asked for certainty alone."""
         self._asked: set[str] = set()

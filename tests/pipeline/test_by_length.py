@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,13 @@ from memopt_cli.apply import plan_of
 from memopt_cli.contents import read_plan
 from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.records import Measurement, MemOptSummary, Plan, from_data
+from memopt_cli.pipeline import by_length
+from memopt_cli.plan.bounds import Work, inner_bounds
+from memopt_cli.progress import Progress
+from memopt_cli.records import DimRange, LevelRow, Measurement, MemOptSummary, Plan, SegmentPlan, from_data
 from memopt_cli.runtime.lengths import ConfigsByLength
 from memopt_cli.trace import count
+from tests.pipeline.measurements import measured
 
 Memopt = Callable[..., Any]
 LOW, HIGH = 16, 512
@@ -239,3 +244,33 @@ def test_the_root_of_a_plan_by_length_knows_where_the_length_stands() -> None:
     found = vars(model)["_memopt_segment"]
     assert isinstance(found, ConfigsByLength)
     assert found.length is not None
+
+
+def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(level: int, plan: Plan, step_s: float) -> LevelRow:
+        return LevelRow(
+            level=level,
+            plan=plan,
+            outcome=measured(100, step_s),
+            predicted_tensor_peak_bytes=None,
+            predicted_allocated_peak_bytes=None,
+            dry_runs=0,
+            search_s=0.0,
+        )
+
+    def found(self: Any, length: int) -> Any:
+        segments = 2 if length == max(counts) else 1
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(segments)))
+        rows = [row(0, Plan(), 1.0), row(1, plan, 1.0 + length / 100)]
+        return SimpleNamespace(rows=rows, applied_level=1, verification=SimpleNamespace(passed=True))
+
+    counts = dict.fromkeys(range(10, 101, 10), 1.0)
+    varied = DimRange(symbol="S", low=10, high=100)
+    request: Any = SimpleNamespace(interruptible=True)
+    given: Any = None
+    search = by_length._ByLength(request, given, given, Progress(), varied, counts, given, Work.of(counts))
+    monkeypatch.setattr(by_length._ByLength, "find", found)
+    monkeypatch.setattr(by_length._ByLength, "_plain", lambda *given: iter(()))
+    parts = search.all_ranges(by_length._part(100, found(search, 100)), 100)
+    assert len(inner_bounds(search.work, plain=0, longest=100, slowdown=2.0)) > 1
+    assert [len(part.plan.segments) for part in parts] == [1, 2]

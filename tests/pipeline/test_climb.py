@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from memopt_cli.pipeline.climb import Climb, found_row
-from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -34,7 +33,7 @@ def priced(peak: int, slowdown: float) -> Priced:
     counted = Counted(
         tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=()
     )
-    return Priced(dry_run=CountedPlan(plan=Plan(segments=segments), counted=counted), level=1, slowdown=slowdown)
+    return Priced(plan=Plan(segments=segments), counted=counted, level=1, slowdown=slowdown)
 
 
 class FakeDryRuns:

@@ -14,7 +14,6 @@ from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
 from memopt_cli.pipeline.climb import found_row
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.in_backward import InBackwardPlans
-from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -38,7 +37,7 @@ def priced(peak: int) -> Priced:
     counted = Counted(
         tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=()
     )
-    return Priced(dry_run=CountedPlan(plan=Plan(segments=segments), counted=counted), level=1, slowdown=2 - peak / 1000)
+    return Priced(plan=Plan(segments=segments), counted=counted, level=1, slowdown=2 - peak / 1000)
 
 
 class FakeDryRuns:
@@ -132,7 +131,7 @@ def counted(peak: int, gradients: int = 0) -> Counted:
 
 def holding(found: Priced) -> Priced:
     gradients = HELD if found.plan.segments else 0
-    return replace(found, dry_run=CountedPlan(plan=found.plan, counted=counted(found.peak_bytes, gradients)))
+    return replace(found, counted=counted(found.peak_bytes, gradients))
 
 
 def test_a_budget_takes_the_fastest_plan_with_the_optimizer_in_backward() -> None:

@@ -115,7 +115,7 @@ def test_what_cannot_be_run_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_a_prediction_holds_within_two_percent(predicted: int | str, measured: int | str, holds: bool) -> None:
-    row = promises._compared("a step", "its peak", predicted, measured)
+    row = promises._compared(promises._ATTENTION, "its peak", predicted, measured)
     assert row.holds is holds
     assert all(text in row.seen for text in (predicted, measured) if isinstance(text, str))
 
