@@ -117,6 +117,17 @@ def test_a_budget_that_a_level_meets_is_met_by_every_level_above(any_step: Subje
 
 
 @pytest.mark.slow
+def test_a_budget_is_met_that_a_level_alone_meets() -> None:
+    """What the levels below it are asked for leads this step elsewhere."""
+    step = drawn(145)
+    chunking = without_norms(step)
+    budget = step.planner(chunking).best(4).peak_bytes
+    found = step.planner(chunking).within(4, budget)
+    assert found is not None
+    assert found.peak_bytes <= budget
+
+
+@pytest.mark.slow
 def test_what_only_a_level_may_do_lowers_the_peak_by_enough_or_takes_no_longer(any_step: Subject) -> None:
     plans = any_step.planner(without_norms(any_step))
     for level, most in itertools.product(LEVELS, (1.33, math.inf)):
