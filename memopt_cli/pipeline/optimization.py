@@ -153,9 +153,8 @@ class _Job:
                 predicted = search.first if search.traced.has_dry_runs else None
                 rows[0] = _original_row(original, predicted, started)
                 rows += self._seek(search, rows[0])
-                row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
-                if search.traced.has_dry_runs and isinstance(row.outcome, Measurement):
-                    self.found.advice = foreseen(self.request, prepared, row.plan, row.outcome, sessions, self.progress)
+                if search.traced.has_dry_runs:
+                    self._foresee(rows, sessions)
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
                 raise
@@ -165,6 +164,20 @@ class _Job:
         if search.probes.over:
             self.found.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
+
+    def _foresee(self, rows: list[LevelRow], sessions: Sessions) -> None:
+        """Begin the advice on the batch; Ctrl-C ends that alone."""
+        row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
+        if not isinstance(row.outcome, Measurement):
+            return
+        prepared = self.measurements.prepared
+        try:
+            self.found.advice = foreseen(self.request, prepared, row.plan, row.outcome, sessions, self.progress)
+        except KeyboardInterrupt as err:
+            if not self.request.interruptible or isinstance(err, Terminated):
+                raise
+            self.progress.note("Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop.")
+            self.found.interrupted = True
 
     def _seek(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
         if not self.found.by_goal:

@@ -34,9 +34,15 @@ class PlanMeasurements:
     def measure(self, plan: Plan) -> Measurement | Failure:
         """In a fresh subprocess, unless it was measured before."""
         if plan not in self._found:
-            with self.prepared.session(self.timeout_s) as session:
+            with self._prepared_for(plan).session(self.timeout_s) as session:
                 return self.measure_in(session, plan)
         return measurement_in(self._found[plan])
+
+    def _prepared_for(self, plan: Plan) -> Prepared:
+        """Where the original has left nothing to compare with, segments in chunks try whether their rows mix."""
+        if plan == ORIGINAL or isinstance(self._found.get(ORIGINAL), Measured):
+            return self.prepared
+        return replace(self.prepared, subject=replace(self.prepared.subject, tries_rows=True))
 
     def measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
         """In a subprocess at hand."""

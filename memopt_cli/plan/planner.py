@@ -93,9 +93,11 @@ class Planner:
             self._search(level, budget_bytes)
             if self.dry_runs.fastest(level, budget_bytes) is None:
                 if self.least(level).peak_bytes <= _WITHIN_REACH * budget_bytes:
-                    self._begin_anew()  # as for a level, which no budget has led elsewhere
-                    for lower in range(1, level + 1):  # sums are a little off: just above the least may be less
-                        self.best(lower)
+                    for asked in range(level, 0, -1):
+                        self._begin_anew()  # as for that level alone, which nothing else has led elsewhere
+                        self.best(asked)  # sums are a little off: just above the least may be less
+                        if self.dry_runs.fastest(level, budget_bytes) is not None:
+                            break
                 self._relax(level, budget_bytes)
         return self.dry_runs.fastest(level, budget_bytes)
 

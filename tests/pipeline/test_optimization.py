@@ -29,6 +29,7 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli import pipeline
+from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.contents import read_plan
 from memopt_cli.equality import TOLERANCE
 from memopt_cli.errors import MeasurementError
@@ -376,6 +377,7 @@ def test_where_the_original_was_killed_nothing_runs_at_full_size_but_plans(
     torch.save(deep_net(), "net.pt")
 
     def killed(session: Session, job: MeasureJob, ask: Callable[..., Any]) -> Any:
+        assert session._subject.tries_rows == bool(job.plan.segments), "nothing is compared at full size"
         return ask(job) if job.plan.segments else OutOfMemory(detail="the profiling subprocess was killed")
 
     def trace(session: Session, job: TraceJob, ask: Callable[..., Any]) -> Any:
@@ -588,6 +590,23 @@ def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int
     assert done.code == code, done.err
     assert "; the search was ended after 0 s (--search-time)\n" in done.err
     assert "A longer search may find a better plan." in done.err
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_batch_is_estimated_ends_no_search(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(small_net(), "net.pt")
+
+    def pressed(_: BatchSearch) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BatchSearch, "foresee", pressed)
+    done = optimize("net.pt", *SPEC, "--level", "1", "--max-slowdown", "none", "--json")
+    assert done.code == 130
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    assert summary.verification is not None
+    assert summary.verification.passed
+    assert not any("the search was interrupted" in note for note in summary.notes)
+    assert segments(memopt_cli.load("net.memopt.pt"))
 
 
 @pytest.mark.slow

@@ -117,6 +117,17 @@ def test_a_budget_that_a_level_meets_is_met_by_every_level_above(any_step: Subje
 
 
 @pytest.mark.slow
+def test_a_budget_is_met_that_a_level_alone_meets() -> None:
+    """What the levels below it are asked for leads this step elsewhere."""
+    step = drawn(145)
+    chunking = without_norms(step)
+    budget = step.planner(chunking).best(4).peak_bytes
+    found = step.planner(chunking).within(4, budget)
+    assert found is not None
+    assert found.peak_bytes <= budget
+
+
+@pytest.mark.slow
 def test_what_only_a_level_may_do_lowers_the_peak_by_enough_or_takes_no_longer(any_step: Subject) -> None:
     plans = any_step.planner(without_norms(any_step))
     for level, most in itertools.product(LEVELS, (1.33, math.inf)):
@@ -517,8 +528,8 @@ def test_where_nothing_at_the_peak_saves_by_chunks_what_it_lies_in_is_asked() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("share", "times"), [(1.0, 2), (0.5, 1)])
-def test_a_budget_just_below_the_least_peak_is_sought_once_more_from_the_start(
+@pytest.mark.parametrize(("share", "times"), [(1.0, 5), (0.5, 1)])
+def test_a_budget_just_below_the_least_peak_is_sought_for_each_level_from_the_start(
     share: float, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order in which a level asks, which may lead lower."""
