@@ -94,7 +94,7 @@ class Bench:
         if not isinstance(counted, Counted):
             return None
         slowdown = self.model.predict(plan).step_s / self.model.step_s
-        return Priced(dry_run=CountedPlan(plan=plan, counted=counted), level=level_of(plan), slowdown=slowdown)
+        return Priced(plan=plan, counted=counted, level=level_of(plan), slowdown=slowdown)
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """One step in a process of its own; every plan once."""
