@@ -20,15 +20,17 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int, tol
     ones meets the bound, strictly between those known to be below it and above it; half-way where that advanced little.
     After one that is above by a hair the next is to be surely below: so near to the end, no other would be.
     """
-    known = {number: value(number) for number in told}  # a single sample may be refused where more are not
-    known = {number: found for number, found in known.items() if math.isfinite(found)}
+    # A single sample may be refused where more are not.
+    known = {number: found for number in told if math.isfinite(found := value(number))}
     high = min((number for number, found in known.items() if found > bound), default=_LARGEST)
     low = max((number for number, found in known.items() if found <= bound and number < high), default=0)
-    aim, gap = bound, math.inf
-    number = min(max(_meeting(known, aim), low + 1), high - 1) if known else start
+    aim, gap, is_bent = bound, math.inf, False
     while high - low > _within_reach(low) and len(known) - len(told) < _MOST_DRY_RUNS:
         if _is_settled(known, low, bound):
             return low
+        number = start
+        if known:
+            number = (low + high) // 2 if is_bent else min(max(_meeting(known, aim), low + 1), high - 1)
         known[number] = value(number)
         if known[number] <= bound:
             low = number
@@ -37,7 +39,6 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int, tol
             if known[number] <= (1 + _STRAIGHT) * bound:
                 aim = (1 - _STRAIGHT) * bound
         is_bent = high < _LARGEST and 2 * (high - low) > gap  # the line through two sides of a bend hardly advances
-        number = (low + high) // 2 if is_bent else min(max(_meeting(known, aim), low + 1), high - 1)
         gap = high - low if high < _LARGEST else math.inf
     return low if high < _LARGEST else start
 

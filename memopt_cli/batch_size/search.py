@@ -21,7 +21,6 @@ _SURE = 0.98
 fits into this share by dry runs is likely to fit."""
 _ABOUT = 0.25
 """Share by which a batch that ran may differ from one of which no more than the speed is to be known."""
-
 _BEYOND = 1.5
 """Times the answer by one run, up to which more runs are likely to lead."""
 
@@ -147,7 +146,7 @@ class BatchSearch:
         return None if is_known else candidate
 
     def _fits_well(self, batch: int, within: int) -> bool:
-        """Whether it is known without a search that memory bounds it by far not, of one not far from what was run."""
+        """Whether memory does not bound it, as is known without a search of one that is near what was run."""
         is_near = batch <= _FIRST * self.runs.measured[-1].batch and self.runs.below_failures(batch) == batch
         return is_near and self.model.peak_bytes(batch) <= _SURE * within
 

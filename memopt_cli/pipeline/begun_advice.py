@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from memopt_cli.batch_size.capacity import device_capacity
 from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.batch_size.search import BatchSearch
-from memopt_cli.errors import UsageError
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied
+from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, Measurement, OptimizeRequest, Plan
@@ -59,29 +57,6 @@ def begin_advice(
         batch=prepared.batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s
     )
     return BegunAdvice(plan=plan, probes=probes, search=search)
-
-
-def foreseen(
-    request: OptimizeRequest,
-    prepared: Prepared,
-    plan: Plan,
-    measured: Measurement,
-    session: Callable[[], Session],
-    progress: Progress,
-) -> BegunAdvice | None:
-    """The same, where it is wanted of inputs whose batch can be varied, and all that it is going to ask without data.
-
-    To be asked in a session that has recorded a step, which takes the next one as long as a few dry runs.
-    """
-    if not request.recommend_batch or not request.goal.applies or request.dim_range is not None:
-        return None
-    with contextlib.suppress(UsageError):
-        check_varied(prepared)
-        progress.stage("estimating the batch that fits")
-        begun = begin_advice(request, prepared, plan, measured, session, progress)
-        begun.search.foresee()
-        return begun
-    return None
 
 
 def _limits(device: str, longest_step_s: float) -> Limits:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.begun_advice import foreseen
+from memopt_cli.pipeline.batch_probes import check_varied
+from memopt_cli.pipeline.begun_advice import begin_advice
 from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere
@@ -166,15 +167,25 @@ class _Job:
         return rows
 
     def _foresee(self, rows: list[LevelRow], sessions: Sessions) -> None:
-        """Begin the advice on the batch; Ctrl-C ends that alone."""
+        """Begin the advice on the batch, where it is wanted; Ctrl-C ends that alone.
+
+        A step is recorded here, which takes another session as long as a few dry runs.
+        """
+        request, prepared = self.request, self.measurements.prepared
         row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
-        if not isinstance(row.outcome, Measurement):
+        is_wanted = request.recommend_batch and request.goal.applies and request.dim_range is None
+        if not is_wanted or not isinstance(row.outcome, Measurement):
             return
-        prepared = self.measurements.prepared
         try:
-            self.found.advice = foreseen(self.request, prepared, row.plan, row.outcome, sessions, self.progress)
+            check_varied(prepared)
+            self.progress.stage("estimating the batch that fits")
+            begun = begin_advice(request, prepared, row.plan, row.outcome, sessions, self.progress)
+            begun.search.foresee()
+            self.found.advice = begun
+        except UsageError:  # the advice says so
+            return
         except KeyboardInterrupt as err:
-            if not self.request.interruptible or isinstance(err, Terminated):
+            if not request.interruptible or isinstance(err, Terminated):
                 raise
             self.progress.note("Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop.")
             self.found.interrupted = True
