@@ -33,8 +33,9 @@ def refusing(lengths: Lengths, takes: Callable[[Mapping[str, int]], bool]) -> Le
         ({"B": 32}, lambda s: [(8, s["B"])], {"B": 9}),
         ({"B": 32}, lambda s: [(8, s["B"]), (3, s["B"])], {"B": 10}),
         # What is not cut is as small as may be.
-        ({"B": 32, "T": 100}, lambda s: [(4, s["T"])], {"B": 3, "T": 5}),
+        ({"B": 32, "T": 100}, lambda s: [(4, s["T"])], {"B": 2, "T": 5}),
         ({"B": 2, "T": 100}, lambda s: [(4, s["T"])], {"B": 2, "T": 5}),
+        ({"B": 32, "T": 100}, lambda s: [(4, s["B"])], {"B": 5, "T": 3}),
         # A head that is cut along all rows.
         ({"B": 8, "S": 256}, lambda s: [(16, s["B"] * s["S"])], {"B": 6, "S": 3}),
         ({"B": 8, "S": 256}, lambda s: [(8, s["B"]), (16, s["B"] * s["S"])], {"B": 9, "S": 3}),
@@ -57,7 +58,7 @@ def test_every_chunk_runs_and_uneven_ones_do(asked: dict[str, int], lengths: Len
 def test_a_size_that_the_model_does_not_take_stays() -> None:
     cut: Lengths = lambda s: [(4, s["T"])]  # noqa: E731
     assert least(refusing(cut, lambda s: s["B"] == 8), B=8, T=100) == {"B": 8, "T": 5}
-    assert least(refusing(cut, lambda s: s["T"] == 100), B=8, T=100) == {"B": 3, "T": 100}
+    assert least(refusing(cut, lambda s: s["T"] == 100), B=8, T=100) == {"B": 2, "T": 100}
     assert least(refusing(cut, lambda s: s["T"] in (3, 4, 100)), B=8, T=100) == {"B": 8, "T": 100}
     assert least(refusing(cut, lambda s: False), B=8, T=100) == {"B": 8, "T": 100}
 

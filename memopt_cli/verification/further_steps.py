@@ -5,9 +5,10 @@ Two copies of the model, one of them with the plan, take the same few steps.  Wh
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ _STEPS = 3
 _QUICK_S = 2.0
 """... or than this."""
 _PAIR = 3.0
-"""Assumed time of a pair of steps, one of them with the plan, over that of a plain one."""
+"""Assumed time of the first pair of steps, one of them with the plan, over that of a plain one."""
 _RATE = 1e-3
 """The largest change of a parameter by a step of the optimizer, over the largest parameter."""
 
@@ -94,8 +95,8 @@ def _followed(
     deadline = _Deadline(recorded)
     for variation in varied:
         try:
-            deadline.check(variation)
-            found = pair.compare(variation)
+            with deadline.watching(variation):
+                found = pair.compare(variation)
         except Exception as error:  # so may its forward
             reason = error.message if isinstance(error, MemoptError) else first_line(error)
             checks.append(FurtherCheck(name=variation.name, batch=variation.batch, not_tried=reason))
@@ -123,17 +124,22 @@ def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> I
 
 
 class _Deadline:
-    """How long all of the checks may take, by the times of the recorded step."""
+    """How long all of the checks may take, by the times of the recorded step, and of the checks so far."""
 
     def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
         self._ends = time.monotonic() + _allowed_s(recorded)
+        self._sample_s = _PAIR * recorded.plain_s / recorded.batch
+        """Time of a pair of steps, for each sample."""
 
-    def check(self, variation: Variation) -> None:
-        """Raises :class:`StepError` if there is no time left for it."""
-        pair_s = _PAIR * self._recorded.plain_s * variation.batch / self._recorded.batch
-        if time.monotonic() + pair_s > self._ends:
+    @contextlib.contextmanager
+    def watching(self, variation: Variation) -> Iterator[None]:
+        """Within, a check runs; raises :class:`StepError` if there is no time left for it."""
+        began = time.monotonic()
+        if began + self._sample_s * variation.batch > self._ends:
             raise StepError(f"a step takes {format_seconds(self._recorded.plain_s)}")
+        yield
+        self._sample_s = (time.monotonic() - began) / variation.batch
 
 
 def _allowed_s(recorded: Recorded) -> float:
