@@ -91,6 +91,39 @@ def test_half_precision_allows_more_to_all() -> None:
 
 
 @pytest.mark.parametrize(
+    ("planned", "rounded", "agrees"),
+    [
+        (1e-3, 0.0, False),
+        (1e-3, 1e-4, False),
+        (1e-3, 1e-3, True),
+        (1e-2, 1e-2, True),
+        (1e-1, 1e-1, True),
+        (3e-1, 1e-1, False),
+        (3e-1, 1.0, False),  # such a step tells nothing
+    ],
+)
+def test_so_much_is_allowed_as_rounding_the_parameters_changes(planned: float, rounded: float, agrees: bool) -> None:
+    x = drawn(LONG)
+    moved = of(x=x * (1 + rounded * drawn(LONG, seed=2)))
+    other = of(x=x * (1 + planned * drawn(LONG, seed=1)))
+    found, agreed = check(of(x=x), other, rounded=moved)
+    assert agreed == agrees
+    assert found.by_rounding
+    assert not check(of(x=x), other, rounded=moved, exact=True)[1]
+    assert not check(of(x=x), other)[1]
+
+
+def test_what_is_allowed_to_one_tensor_is_not_to_another() -> None:
+    x, y = drawn(LONG), drawn(LONG, seed=3)
+    noise = 1 + 1e-2 * drawn(LONG, seed=1)
+    one, moved = of(x=x, y=y), of(x=x * noise, y=y)
+    assert check(one, of(x=x * noise, y=y), rounded=moved)[1]
+    found, agrees = check(one, of(x=x, y=y * noise), rounded=moved)
+    assert (found.worst_name, agrees) == ("y", False)
+    assert not check(one, of(x=x, y=y), rounded=of(x=x))[0].worst_name
+
+
+@pytest.mark.parametrize(
     ("one", "other"),
     [
         (torch.tensor([0.0]), torch.tensor([-0.0])),

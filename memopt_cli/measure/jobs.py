@@ -284,6 +284,14 @@ class MeasureJob(StepJob[Measured]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedJob(StepJob[Fingerprint]):
+    """What a step of the original leaves with every parameter at the next number up or down, as chance has it."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:take_rounded"
+    most_bytes: ClassVar[int] = PER_TENSOR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimedInTurns:
     """Wall times of steps of the original and with a plan, one after the other in one process."""
 

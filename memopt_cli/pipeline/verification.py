@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.batch_axis import BATCH
 from memopt_cli.fingerprints import EPSILONS, compared
-from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
+from memopt_cli.measure.jobs import RoundedJob, Sizes, SizesJob, VerifyJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -68,10 +68,15 @@ def verified_by_fingerprints(
 ) -> Verification | Failure:
     """By what the measured steps left, at full size, and by a comparison in full of a step that is quick.
 
-    That is one of fewer samples, or of a plan in chunks the least at which all of these run.  Where fingerprints do not
-    agree, or the model takes no such step, all is compared at full size: see :func:`verified`.
+    That is one of fewer samples, or of a plan in chunks the least at which all of these run.  Where fingerprints of
+    chunks differ, so may those of the original where its parameters are rounded otherwise.  Where they differ by more,
+    or the model takes no such step, all is compared at full size: see :func:`verified`.
     """
     check = agreement(measured, plan, prepared)
+    if check is None and plan.has_chunks:
+        progress.stage("verifying at full size")
+        rounded = prepared.ask(RoundedJob(), timeout_s)
+        check = agreement(measured, plan, prepared, rounded) if isinstance(rounded, Fingerprint) else None
     if check is None:
         return verified(prepared, plan, timeout_s, progress)
     progress.stage("verifying")
@@ -84,8 +89,13 @@ def verified_by_fingerprints(
     return replace(found, measured=check)
 
 
-def agreement(measured: MeasuredSteps, plan: Plan, prepared: Prepared) -> FingerprintCheck | None:
-    """What was compared, to the bit or with chunks in norm; ``None`` where something differs."""
+def agreement(
+    measured: MeasuredSteps, plan: Plan, prepared: Prepared, rounded: Fingerprint | None = None
+) -> FingerprintCheck | None:
+    """What was compared, to the bit or with chunks in norm; ``None`` where something differs.
+
+    ``rounded``: what a step of the original leaves whose parameters are rounded otherwise.
+    """
     subject = prepared.subject
     dims = dict(subject.spec.dims)
     check, agrees = compared(
@@ -95,6 +105,7 @@ def agreement(measured: MeasuredSteps, plan: Plan, prepared: Prepared) -> Finger
         dims=dims,
         exact=not plan.has_chunks,
         epsilon=EPSILONS.get(subject.settings.precision, 0.0),
+        rounded=rounded,
     )
     return check if agrees else None
 

@@ -69,6 +69,8 @@ class FingerprintCheck:
     """That tensor; empty if none differed."""
     worst_difference: float
     """Its distance from that of the original, over the norm of that, as projections tell it."""
+    by_rounding: bool = False
+    """``tolerance`` goes by how much the original's own step changes where every parameter is rounded otherwise."""
 
     @property
     def sizes(self) -> str:

@@ -31,7 +31,7 @@ from memopt_cli.step import Step, is_out_of_memory, synchronize
 from memopt_cli.units import format_seconds
 from memopt_cli.verification.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
 
-_STEPS = 3
+_STEPS = 4
 """All of it takes no longer than so many steps of the plain model, ..."""
 _QUICK_S = 2.0
 """... or than this."""

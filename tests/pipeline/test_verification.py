@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, Subject, VerifyJob
+from memopt_cli.fingerprints import compared
+from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, RoundedJob, Subject, VerifyJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline.prepare import Prepared
@@ -194,6 +195,54 @@ def test_where_no_smaller_step_can_be_taken_all_is_compared_at_full_size(plan: P
     assert (found.passed, found.batch) == (True, 64)
 
 
+class Steep(Net):
+    """A rounding of its parameters changes what follows by half a per cent."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1e5 * super().forward(x)).sin()
+
+
+def chunks_rounded_otherwise(patch: pytest.MonkeyPatch) -> None:
+    concatenated = chunked._concatenated
+
+    def rounded(column: Any, axis: int) -> Tensor:
+        whole = concatenated(column, axis)
+        return whole * (1 + 1e-7) if whole.dtype is torch.float32 else whole
+
+    patch.setattr(chunked, "_concatenated", rounded)
+
+
+@pytest.mark.slow
+def test_chunks_may_differ_by_as_much_as_a_rounding_of_the_parameters_changes(verified_at: list[VerifyJob]) -> None:
+    one = prepared(Steep)
+    with pytest.MonkeyPatch.context() as patch:
+        chunks_rounded_otherwise(patch)
+        steps = steps_of(one, CHUNKED)
+        assert agreement(steps, CHUNKED, one) is None
+        found = proven(one, CHUNKED, steps)
+    assert isinstance(found, Verification)
+    assert found.passed
+    assert found.measured is not None
+    assert found.measured.by_rounding
+    assert 1e-3 < found.measured.worst_difference < found.measured.tolerance <= 0.1
+    assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
+
+
+@pytest.mark.slow
+def test_a_step_of_rounded_parameters_leaves_them_as_they_were() -> None:
+    one = prepared()
+    with one.session(60) as session:
+        before, rounded, after = (
+            session.ask(job) for job in (MeasureJob(plan=ORIGINAL), RoundedJob(), MeasureJob(plan=ORIGINAL))
+        )
+    assert isinstance(before, Measured)
+    assert isinstance(after, Measured)
+    assert isinstance(rounded, Fingerprint)
+    assert before.left == after.left
+    moved = compared(before.left, rounded, batch=64, dims={}, exact=False)[0]
+    assert 0 < moved.worst_difference < moved.tolerance
+
+
 # ---------------------------------------------------------------------------------------------- what is wrong
 
 
@@ -289,6 +338,18 @@ def test_a_slip_of_the_runtime_is_caught_by_fingerprints(
     assert not found.passed
     assert found.worst_name.startswith(named)
     assert found.measured is None
+    assert [(job.batch, job.dims) for job in verified_at] == [(64, {})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slip", [chunks_in_reverse, chunks_twice, long_chunks_scaled])
+def test_a_slip_is_no_rounding(slip: Callable[[pytest.MonkeyPatch], None], verified_at: list[VerifyJob]) -> None:
+    one = prepared(Steep)
+    with pytest.MonkeyPatch.context() as patch:
+        slip(patch)
+        found = proven(one, CHUNKED, steps_of(one, CHUNKED))
+    assert isinstance(found, Verification)
+    assert not found.passed
     assert [(job.batch, job.dims) for job in verified_at] == [(64, {})]
 
 

@@ -256,6 +256,17 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
             "3e-04 allowed), at batch 4, T=16",
         ),
         (
+            replace(
+                VERIFIED,
+                exact=False,
+                measured=replace(
+                    MEASURED, equal=70, tolerance=2e-2, worst_name="w", worst_difference=9e-3, by_rounding=True
+                ),
+            ),
+            "the others to 9e-03 of their norm, 2e-02 allowed: rounding its parameters changes the original's step as "
+            "much), at batch 4, T=16",
+        ),
+        (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
             "NOT exact, as allowed: in blocks.0, blocks.1 every chunk has batch statistics of its own (compared at "
             "fixed ones)",

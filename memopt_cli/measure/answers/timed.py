@@ -23,7 +23,15 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import full_workspaces, metered
-from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.measure.jobs import (
+    ORIGINAL,
+    Measured,
+    MeasureJob,
+    ProbeJob,
+    RoundedJob,
+    TimedInTurns,
+    TimeInTurnsJob,
+)
 from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, Plan
@@ -167,11 +175,6 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
 
     with module_hooks(bench.model, enter, lambda *_: None):
         elapsed, left = _first(bench, step)
-        if not step.is_settled():
-            step.settle()
-            bench.reset()
-            elapsed, left = _first(bench, step)
-    bench.model.zero_grad(set_to_none=True)
     if idle:
         raise StepError(
             f"the plan makes a segment of '{min(idle.values())}', but the step never calls that module",
@@ -180,7 +183,33 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
     return elapsed, left
 
 
+def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
+    """Whether that repeats is not asked."""
+    generator, kept = torch.Generator().manual_seed(bench.settings.seed), list[tuple[Tensor, Tensor]]()
+    try:
+        for parameter in bench.model.parameters():
+            if parameter.is_floating_point():
+                kept.append((parameter.data, parameter.detach().clone()))
+                up = torch.randint(2, parameter.shape, generator=generator).to(parameter.device)
+                parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up - 1))
+        return _first(bench, bench.step())[1]
+    finally:
+        for moved, value in kept:
+            moved.copy_(value)
+
+
 def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
+    """A step whose gradients are finite, and without them afterwards: how long it took, and what it left."""
+    elapsed, left = _taken(bench, step)
+    if not step.is_settled():
+        step.settle()
+        bench.reset()
+        elapsed, left = _taken(bench, step)
+    bench.model.zero_grad(set_to_none=True)
+    return elapsed, left
+
+
+def _taken(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     seed_everything(bench.settings.seed)
     synchronize(bench.settings.device)
     started = time.perf_counter()
