@@ -59,9 +59,10 @@ def _within_reach(number: int) -> int:
 
 
 def between(known: Mapping[int, float], number: int) -> float | None:
-    """The value at a number between known ones that are on one line; ``None`` where it is not known.
+    """The value at a number between known ones; ``None`` where a bend between them could make another of it.
 
-    Of values that rise as a few lines joined, the steepest last, there is no other line between three on one.
+    Values rise as a few lines joined, the steepest last: they are not above the line through the known numbers on both
+    sides, nor below the lines through two on either side.
     """
     below = sorted((n for n in known if n < number), reverse=True)[:2]
     above = sorted(n for n in known if n > number)[:2]
@@ -69,14 +70,13 @@ def between(known: Mapping[int, float], number: int) -> float | None:
         return None
     if not all(math.isfinite(known[n]) for n in (*below, *above)):
         return None
-    left, right = below[0], above[0]
-    slope = (known[right] - known[left]) / (right - left)
-    outer = [(known[left] - known[n]) / (left - n) for n in below[1:]]
-    outer += [(known[n] - known[right]) / (n - right) for n in above[1:]]
-    # A bend between the two can be no larger than what the slopes tell apart; small values bear less of it.
-    if any(abs(other - slope) * (right - left) <= _STRAIGHT * abs(known[left]) for other in outer):
-        return known[left] + slope * (number - left)
-    return None
+    most = _on_line(known, below[0], above[0], number)
+    least = max(_on_line(known, *side, number) for side in (below, above) if len(side) == 2)
+    return most if abs(most - least) <= _STRAIGHT * abs(most) else None
+
+
+def _on_line(known: Mapping[int, float], one: int, other: int, number: int) -> float:
+    return known[one] + (known[other] - known[one]) / (other - one) * (number - one)
 
 
 def _meeting(known: dict[int, float], bound: float) -> int:

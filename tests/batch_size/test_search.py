@@ -455,6 +455,13 @@ def test_what_lies_between_three_on_a_line_is_known() -> None:
     assert between(known, 33) == 3800.0
 
 
+def test_near_a_known_number_a_bend_changes_little() -> None:
+    known = {32: 3700.0, 64: 6900.0, 1000: 103_000.0, 1100: 113_500.0}
+    assert between(known, 990) == pytest.approx(101_973, rel=1e-4)
+    assert between(known, 65) == pytest.approx(7003, rel=1e-3)
+    assert between(known, 800) is None
+
+
 @pytest.mark.parametrize(
     ("known", "number"),
     [
