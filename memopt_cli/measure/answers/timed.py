@@ -190,8 +190,8 @@ def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
         for parameter in bench.model.parameters():
             if parameter.is_floating_point():
                 kept.append((parameter.data, parameter.detach().clone()))
-                up = torch.randint(2, parameter.shape, generator=generator).to(parameter.device)
-                parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up - 1))
+                up = torch.empty(parameter.shape, dtype=parameter.dtype).bernoulli_(generator=generator)
+                parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up.to(parameter.device) - 1))
         return _first(bench, bench.step())[1]
     finally:
         for moved, value in kept:
