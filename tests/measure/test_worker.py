@@ -32,6 +32,7 @@ from memopt_cli.measure.jobs import (
     MeasureJob,
     ProbeJob,
     RecordJob,
+    RoundedJob,
     SizesJob,
     Subject,
     TimeInTurnsJob,
@@ -102,6 +103,7 @@ JOBS = [
     MeasureJob(plan=plan("1"), steps=2),
     TimeInTurnsJob(plan=plan("1"), pairs=1),
     ProbeJob(plan=plan("1"), batch=5),
+    RoundedJob(),
     VerifyJob(plan=plan("0", "1"), batch=4),
     VerifyJob(plan=plan("0", chunks=2, batch_statistics=True), batch=4),
 ]
@@ -186,6 +188,13 @@ def test_answers_do_not_depend_on_the_order(where: str) -> None:
 
 
 IN_CHUNKS = plan("2", chunks=2, inexact=True)
+
+
+@pytest.mark.parametrize("data", ["full size", "small batch"])
+def test_a_dry_run_makes_no_inputs_of_a_batch_that_no_machine_holds(data: Data, worker: Callable[..., Worker]) -> None:
+    one = Worker(replace(worker().bench.subject, data=data))
+    counted = one.do(CountJob(plan=plan("0"), fake=True, batch=1 << 40))
+    assert counted.tensor_peak_bytes > 1 << 54
 
 
 @pytest.mark.slow

@@ -220,8 +220,9 @@ def _described(bench: Bench) -> trace.FakeStep:
 
 
 def _sized(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
-    # A file or a script of inputs may want data; sizes alone do not.
-    without_data = bench.subject.data != "full size" and bool(bench.subject.spec.tensors)
+    # A file or a script of inputs may want data; sizes alone do not, which may be any in the search for a batch.
+    is_described = batch is None and not dims
+    without_data = bool(bench.subject.spec.tensors) and not (is_described and bench.subject.data == "full size")
     with bench.mode if without_data else contextlib.nullcontext():
         return bench.step(batch, dims)
 
