@@ -144,7 +144,7 @@ def test_piped_output_is_plain(run: Run) -> None:
     assert stages == ["level 0: measuring the original", *(f"level {n} of 4: searching" for n in range(1, 5))]
     assert any(line.startswith("level 1 of 4: searching · ") and ", the least so far" in line for line in log)
     assert any(line.startswith("level 4: measuring its plan, about ") for line in log)
-    assert "verifying at batch 8" in log
+    assert "verifying" in log
     assert "Inputs: Bx1x16x16, B=8 (--input)." in run.done.out
 
 
@@ -206,8 +206,8 @@ def test_the_applied_plan_is_verified(run: Run) -> None:
     summary = from_data(MemOptSummary, run.summary()["summary"])
     assert summary.verification is not None
     assert summary.verification.passed
-    assert summary.verification.full_size
-    assert summary.verification.batch == 8
+    assert summary.verification.measured is not None
+    assert summary.verification.measured.batch == 8
     tensors = len(list(conv_net().parameters())) + len(list(conv_net().buffers()))
     assert summary.verification.compared >= tensors + 2  # and the output, the input's gradient
     assert "verified: " in run.done.out
