@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.errors import StepError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.step import Step
 from memopt_cli.verification import first_samples, further_steps, verify
+from memopt_cli.verification.further_steps import Recorded, _Deadline
+from memopt_cli.verification.variations import Variation
 
 Install = Callable[[Any], object]
 
@@ -227,7 +231,25 @@ def test_long_steps_are_taken_of_fewer_samples_and_not_all(monkeypatch: pytest.M
     assert found.passed
     assert {c.batch for c in found.further} == {1}
     assert OTHER not in [c.name for c in found.further]
-    assert any(c.not_tried.startswith("a step takes ") for c in found.further)
+    assert any(c.not_tried.startswith("a step with the plan and one without take ") for c in found.further)
+
+
+def test_a_check_of_fewer_samples_says_nothing_of_how_long_those_of_all_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair of steps takes a second whatever its batch, as where samples take less than what is around them."""
+    monkeypatch.setattr(further_steps, "_QUICK_S", 4.5)
+    now = 0.0
+    monkeypatch.setattr(further_steps.time, "monotonic", lambda: now)
+    step = Step(model=Net(), args=(), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
+    recorded = Recorded(step=step, batch=8, gradients={}, plain_s=0.1, asked_s=0.0, tolerance=0.0)
+    deadline, batches = _Deadline(recorded), list[int]()
+    for batch in (8, 1, 8, 8):
+        with deadline.watching(Variation(NEXT, batch, nullcontext)):
+            now += 1.0
+            batches.append(batch)
+    assert batches == [8, 1, 8, 8]
+    refused = pytest.raises(StepError, match=r"^a step with the plan and one without take 1\.00 s together$")
+    with refused, deadline.watching(Variation(NEXT, 8, nullcontext)):
+        pass
 
 
 def test_nothing_follows_an_empty_plan_or_one_that_differs() -> None:

@@ -56,7 +56,8 @@ def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) ->
         return f"a run at batch {min(failed)}: {runs.failure(min(failed))}", False
     best = runs.best
     if estimate < best + max(runs.limits.multiple_of, CLOSE * best):
-        return runs.limits.name, False
+        refused = model.refused_above(max(best, estimate))
+        return (runs.limits.name if refused is None else f"a dry run at batch {refused}, which failed"), False
     if interrupted:
         return "the interruption", True
     budget, runnable = runs.limits.budget_bytes, runs.limits.runnable_bytes

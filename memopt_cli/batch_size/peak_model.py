@@ -74,6 +74,11 @@ class PeakModel:
         self._predicted.add(batch)
         return self.predict(batch)
 
+    def refused_above(self, batch: int) -> int | None:
+        """The next larger batch that had a dry run, if that failed; else ``None``."""
+        larger = min((asked for asked in self._predicted if asked > batch), default=None)
+        return larger if larger is not None and math.isinf(self.predicted(larger)) else None
+
     @property
     def least(self) -> int:
         """The smallest batch that may run: not a single sample where dry runs tell that it takes two."""

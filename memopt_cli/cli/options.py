@@ -271,7 +271,7 @@ LongestAdvisedStep = Annotated[
         metavar="SECONDS",
         parser=seconds(0.001),
         rich_help_panel=OUTPUT,
-        show_default="4 times the plan's step, at least 1 s (GPU: 5 s), at most 10 s",
+        show_default="2.5 times the plan's step, at least 1 s (GPU: 5 s), at most 10 s",
         help="Recommend no batch whose step takes longer than this.",
     ),
 ]

@@ -55,6 +55,13 @@ class Channel:
             os.close(replies)
         self.more_time()
 
+    def started(self) -> int | None:
+        """Its process id, once it is started; ``None`` if it has ended, or never will be started."""
+        try:
+            return self.process.pid if self.process is not None else None
+        except processes.Lost:
+            return None
+
     def close(self, *, patiently: bool) -> None:
         """Leave no process behind; ``patiently``: it has a few seconds to end by itself."""
         self._jobs.close()

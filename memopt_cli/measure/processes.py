@@ -121,7 +121,7 @@ class ForkServer:
 
     def ask(self, files: Sequence[int]) -> None:
         """For a subprocess."""
-        with contextlib.suppress(BrokenPipeError):  # it has just died: so has the subprocess, then
+        with contextlib.suppress(ConnectionError):  # it has just died: so has the subprocess, then
             socket.send_fds(self._control, [b"!"], list(files))
 
 

@@ -61,13 +61,12 @@ class Session:
     @property
     def pid(self) -> int | None:
         """Of the subprocess; ``None`` where there is none, or it is gone."""
-        process = self._channel.process if self._channel is not None else None
-        return process.pid if process is not None else None
+        return self._channel.started() if self._channel is not None else None
 
     @property
     def ended(self) -> bool:
-        """The subprocess is gone, and answers no more."""
-        return self.pid is None
+        """The subprocess is gone, as an answer has told, and answers no more."""
+        return self._channel is None or self._channel.process is None
 
     def ask(self, job: Job[Answer]) -> Answer | Failure:
         """The answer to a job."""
@@ -112,6 +111,7 @@ class Session:
         """``None``: there is nobody to send it to."""
         if self.ended or self._channel is None:
             return None
+        self._channel.started()  # of one that never will be, the answer says why
         self._channel.more_time()
         self._channel.send({"kind": name_of(job), "job": to_data(job)})
         return self._channel

@@ -157,7 +157,8 @@ class _Job:
                 if search.traced.has_dry_runs:
                     self._foresee(rows, sessions)
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
-            if search is None or not self.request.interruptible or isinstance(err, Terminated):
+            is_second = self.found.interrupted
+            if search is None or is_second or not self.request.interruptible or isinstance(err, Terminated):
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again

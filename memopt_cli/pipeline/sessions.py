@@ -10,6 +10,8 @@ from memopt_cli.measure.jobs import Data
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 
+_RESTARTED = "A profiling subprocess died; restarted."
+
 
 class Sessions:
     """Called, it gives the session that answers; a context manager, at whose end all of them are closed."""
@@ -36,7 +38,8 @@ class Sessions:
         """One that lives."""
         assert self._current is not None, "not entered yet"
         if self._current.ended:
-            self._notes.append("A profiling subprocess died; restarted.")
+            if _RESTARTED not in self._notes:
+                self._notes.append(_RESTARTED)
             return self._next()
         return self._current
 

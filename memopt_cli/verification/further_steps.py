@@ -129,17 +129,26 @@ class _Deadline:
     def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
         self._ends = time.monotonic() + _allowed_s(recorded)
-        self._sample_s = _PAIR * recorded.plain_s / recorded.batch
-        """Time of a pair of steps, for each sample."""
+        self._took_s: dict[int, float] = {}
+        """Times of the last pairs of steps, by their batch."""
 
     @contextlib.contextmanager
     def watching(self, variation: Variation) -> Iterator[None]:
         """Within, a check runs; raises :class:`StepError` if there is no time left for it."""
-        began = time.monotonic()
-        if began + self._sample_s * variation.batch > self._ends:
-            raise StepError(f"a step takes {format_seconds(self._recorded.plain_s)}")
+        began, expected_s = time.monotonic(), self._expected_s(variation.batch)
+        if began + expected_s > self._ends:
+            raise StepError(f"a step with the plan and one without take {format_seconds(expected_s)} together")
         yield
-        self._sample_s = (time.monotonic() - began) / variation.batch
+        self._took_s[variation.batch] = time.monotonic() - began
+
+    def _expected_s(self, batch: int) -> float:
+        """Of a pair: what one of that batch took, else in proportion to another."""
+        if batch in self._took_s:
+            return self._took_s[batch]
+        known, took_s = self._recorded.batch, _PAIR * self._recorded.plain_s
+        if self._took_s:
+            known, took_s = max(self._took_s.items())
+        return took_s * batch / known
 
 
 def _allowed_s(recorded: Recorded) -> float:

@@ -355,6 +355,15 @@ def test_failing_runs_fall_back_to_what_fitted() -> None:
     assert advice.estimated_batch == advice.recommended_batch
 
 
+@pytest.mark.parametrize(
+    ("runs", "largest", "limit"), [(16, 16, "a dry run at batch 17, which failed"), (300, LARGEST, "the limit")]
+)
+def test_a_failing_dry_run_is_what_limits(runs: int, largest: int, limit: str) -> None:
+    machine = Machine(peak=line, predict=lambda batch: line(batch) if batch <= runs else math.inf)
+    advice = machine.advise(8)
+    assert (advice.recommended_batch, advice.limited_by) == (largest, limit)
+
+
 def test_nothing_fits() -> None:
     machine = Machine(peak=lambda batch: 9000 + batch)
     found = machine.search(8).largest()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -172,6 +172,30 @@ def test_a_server_lives_as_long_as_it_is_said_and_after_its_death_another_is_sta
         daemon = daemon_of(session)
         os.kill(told, signal.SIGTERM)  # as it is when memopt is killed: what it has started ends with it
         assert wait_for(lambda: not Path(f"/proc/{daemon}").exists())
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_a_subprocess_that_is_never_started_is_an_answer(
+    start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server is killed before it has forked."""
+    ask = processes.ForkServer.ask
+
+    def killed_first(server: processes.ForkServer, files: Sequence[int]) -> None:
+        server._process.kill()
+        server._process.wait()
+        ask(server, files)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.ForkServer, "ask", killed_first)
+        with start(steps=False) as session:
+            assert session.pid is None
+            answer = session.ask(MeasureJob(plan=ORIGINAL, steps=1))
+            assert isinstance(answer, Crashed)
+            assert answer.reason == "the process that it is forked from has ended"
+            assert session.ended
+    with start() as session:
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
 def test_one_that_imports_after_the_fork(start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import started_search
 from memopt_cli.pipeline.goal import GoalSearch
 from memopt_cli.pipeline.proof import applied_row
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Crashed,
@@ -607,6 +608,28 @@ def test_ctrl_c_while_the_batch_is_estimated_ends_no_search(optimize: Memopt, mo
     assert summary.verification.passed
     assert not any("the search was interrupted" in note for note in summary.notes)
     assert segments(memopt_cli.load("net.memopt.pt"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_again_once_the_batch_is_given_up_stops(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(small_net(), "net.pt")
+    ends, pressed = Sessions.__exit__, list[BatchSearch]()
+
+    def press(search: BatchSearch) -> None:
+        pressed.append(search)
+        raise KeyboardInterrupt
+
+    def press_again(sessions: Sessions, *error: Any) -> None:
+        ends(sessions, *error)
+        if len(pressed) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(BatchSearch, "foresee", press)
+    monkeypatch.setattr(Sessions, "__exit__", press_again)
+    done = optimize("net.pt", *SPEC, "--level", "1", "--max-slowdown", "none")
+    assert (done.code, done.out) == (130, "")
+    assert "the search is interrupted" not in done.err.lower()
+    assert os.listdir() == ["net.pt"]
 
 
 @pytest.mark.slow
