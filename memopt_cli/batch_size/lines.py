@@ -71,7 +71,7 @@ def between(known: Mapping[int, float], number: int) -> float | None:
     if not all(math.isfinite(known[n]) for n in (*below, *above)):
         return None
     most = _on_line(known, below[0], above[0], number)
-    least = max(_on_line(known, *side, number) for side in (below, above) if len(side) == 2)
+    least = max(_on_line(known, side[0], side[1], number) for side in (below, above) if len(side) == 2)
     return most if abs(most - least) <= _STRAIGHT * abs(most) else None
 
 
