@@ -137,7 +137,7 @@ class Sweep:
         limits = limits_of(self.limit_bytes, self.prepared.subject.settings.device, 1e9)
         model = PeakModel(batch=self.prepared.batch, runs=Runs(limits), predict=None)
         model.runs[self.first] = self.trials.run(plan, self.first)
-        with Sessions(self.prepared, TIME_LIMIT_S, "small batch", notes=[]) as session:
+        with Sessions(self.prepared, "small batch", notes=[]) as session:
             model.predict = BatchProbes(session=session, plan=plan, progress=Progress()).predict
             while batch := model.largest_within(self.limit_bytes):
                 run = model.runs[batch] = self.trials.run(plan, batch)
@@ -186,7 +186,7 @@ def rows(case: Case, optimizer: str, samples: list[int]) -> Iterator[list[str]]:
 
 
 def _trials(prepared: Prepared, limit_bytes: int) -> Trials:
-    return Trials(prepared=prepared, timeout_s=TIME_LIMIT_S, limit_bytes=limit_bytes, progress=Progress())
+    return Trials(prepared=prepared, limit_bytes=limit_bytes, progress=Progress())
 
 
 def _row(case: Case, prepared: Prepared, settings: StepSettings, batch: int, limit_bytes: int) -> list[str]:

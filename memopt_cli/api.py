@@ -338,7 +338,7 @@ def _verified_by_guess(
     """
     try:
         with processes.kept(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
-            found = verified(prepared, findings.plan, _GUESS_LIMIT_S, progress)
+            found = verified(replace(prepared, timeout_s=_GUESS_LIMIT_S), findings.plan, progress)
     except MemoptError as err:
         found = StepFailed(message=err.message)
     if not isinstance(found, Verification):

@@ -40,7 +40,7 @@ def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings, progr
     except UsageError as err:
         return err.message
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))  # the plan is verified
-    with Sessions(prepared, request.timeout_s, "small batch", found.notes) as session:
+    with Sessions(prepared, "small batch", found.notes) as session:
         if begun is None or begun.plan != found.plan:
             begun = begin_advice(request, prepared, found.plan, measured, session, progress)
         begun.probes.session, search = session, begun.search

@@ -199,7 +199,7 @@ class _ByLength:
         """For dry runs, as on the device that the plan is for."""
         there = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
         data: Data = "full size" if self.request.card is None else "small batch"
-        return Sessions(there, self.request.timeout_s, data, notes=[])
+        return Sessions(there, data, notes=[])
 
     def at(self, length: int) -> Prepared:
         """The model with inputs of a length."""
@@ -319,7 +319,7 @@ class _ByLength:
     def _measured(self, length: int) -> Measurement | None:
         self.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
         job = MeasureJob(plan=ORIGINAL, warm_up=self.resolved.options.warmup_in_profile_workers)
-        found = self.at(length).ask(job, self.request.timeout_s)
+        found = self.at(length).ask(job)
         return found.measurement if isinstance(found, Measured) else None
 
     # ------------------------------------------------------------------------------------------ what is told

@@ -64,12 +64,11 @@ def confirmed(
     plan: Plan,
     predicted: PredictedStep | None,
     differs: tuple[str, ...],
-    timeout_s: float,
     progress: Progress,
 ) -> Confirmation:
     """Run the step here.  Raises :class:`MemoptError` where it does not run."""
     progress.stage("measuring a step with the plan")
-    answer = prepared.ask(MeasureJob(plan=plan), timeout_s)
+    answer = prepared.ask(MeasureJob(plan=plan))
     measured = required(answer, "the step could not be run with the plan: ").measurement
     device = prepared.subject.settings.device
     confirmation = Confirmation(

@@ -98,7 +98,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     notes, rows = found.notes, found.rows
     data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
-    with Sessions(searched, request.timeout_s, data, notes) as sessions:
+    with Sessions(searched, data, notes) as sessions:
         progress.stage(f"recording a step for {where}")
         started = time.monotonic()
         traced = record_step(sessions(), ORIGINAL, None, notes)
@@ -120,7 +120,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         of_first = None if layout is None else predict(sessions(), layout, 0, plan)
     found.plan, found.applied_level = plan, rows[-1].level
     if of_first is not None:
-        found.parallel = _of_ranks(of_first, searched, first.counted, request.timeout_s, found.budget_bytes)
+        found.parallel = _of_ranks(of_first, searched, first.counted, found.budget_bytes)
     if card is not None:
         found.estimates = PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
     if options.level:
@@ -129,7 +129,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     if request.unverified:
         notes.append(_UNVERIFIED)
     else:
-        verification = verified_small(prepared, plan, request.timeout_s, progress)
+        verification = verified_small(prepared, plan, progress)
         found.verification = required(verification, "verification could not be run: ")
     return found
 
@@ -154,7 +154,7 @@ def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
 
 
 def _of_ranks(
-    of_first: RankPrediction, searched: Prepared, original: Counted, timeout_s: float, within_bytes: int | None
+    of_first: RankPrediction, searched: Prepared, original: Counted, within_bytes: int | None
 ) -> PlannedRanks:
     """What the first rank needs with and without the plan, and what the last needs with it.
 
@@ -164,7 +164,7 @@ def _of_ranks(
     last, planned = layout.ranks - 1, [of_first]
     if last:
         of_last = replace(searched, subject=replace(searched.subject, rank=last))
-        with of_last.session(timeout_s, "none") as other:
+        with of_last.session("none") as other:
             planned.append(predict(other, layout, last, plan))
     most = max(rank.tensor_peak_bytes for rank in planned)
     if within_bytes is not None and most > within_bytes:

@@ -47,7 +47,7 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
     reference = _prepared(request, request.reference, progress, ask)
     like_it = replace(request, spec=reference.subject.spec)
     candidate = _prepared(like_it, request.candidate, progress, ask)
-    found = compare_prepared(reference, candidate, request.steps, request.timeout_s, progress)
+    found = compare_prepared(reference, candidate, request.steps, progress)
     return replace(found, spent_s=time.monotonic() - started)
 
 
@@ -56,14 +56,12 @@ def _prepared(request: EquivalenceRequest, source: ModelSource, progress: Progre
     return prepare_with_plan(opening, progress=progress, ask=ask)
 
 
-def compare_prepared(
-    reference: Prepared, candidate: Prepared, steps: int, timeout_s: float, progress: Progress
-) -> Equivalence:
+def compare_prepared(reference: Prepared, candidate: Prepared, steps: int, progress: Progress) -> Equivalence:
     """The same of two that are ready.
 
     Raises :class:`StepError` if they are not of one model, and :class:`MemoptError` if the reference cannot be run.
     """
-    sides = _Sides(reference, candidate, timeout_s, progress)
+    sides = _Sides(reference, candidate, progress)
     progress.stage("following the reference")
     job, once = sides.first(steps)
     again = sides.reference(job)
@@ -105,8 +103,8 @@ def _trained(found: Followed | Failure) -> Followed:
 class _Sides:
     """The reference and the candidate, asked in subprocesses of their own."""
 
-    def __init__(self, reference: Prepared, candidate: Prepared, timeout_s: float, progress: Progress) -> None:
-        self._reference, self._candidate, self._timeout_s = reference, candidate, timeout_s
+    def __init__(self, reference: Prepared, candidate: Prepared, progress: Progress) -> None:
+        self._reference, self._candidate = reference, candidate
         self.progress = progress
         self.unsteady: Set[str] = frozenset()
         """Numbers that two runs of the reference leave otherwise."""
@@ -147,7 +145,7 @@ class _Sides:
         return with_others(*by_the_same_names(one, other), self.unsteady)
 
     def _ask(self, prepared: Prepared, job: FollowJob) -> Followed | Failure:
-        return prepared.ask(replace(job, plan=prepared.carried), self._timeout_s)
+        return prepared.ask(replace(job, plan=prepared.carried))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

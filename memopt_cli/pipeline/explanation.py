@@ -156,19 +156,19 @@ def _limit(
 # ---------------------------------------------------------------------------------------------- where it ends
 
 
-def _recorded(prepared: Prepared, timeout_s: float) -> tuple[StepTrace, list[str]]:
+def _recorded(prepared: Prepared) -> tuple[StepTrace, list[str]]:
     """The step, and what is to be known of the record.
 
     Without data, a few samples aside: it may be what does not fit.  If this machine has the memory, the step itself is
     run: kernels take other workspace for a few samples, some run other operators.
     """
     notes: list[str] = []
-    with prepared.session(timeout_s, "small batch") as session:
+    with prepared.session("small batch") as session:
         traced = record_step(session, ORIGINAL, None, notes)
     device = prepared.subject.settings.device
     if traced.trace.allocated_peak_bytes < _ROOMY * runnable_bytes(device):
-        look_s = timeout_s if traced.unknown else min(timeout_s, _LONGEST_LOOK_S)
-        whole = prepared.ask(TraceJob(plan=ORIGINAL, fake=True), look_s)
+        look_s = prepared.timeout_s if traced.unknown else min(prepared.timeout_s, _LONGEST_LOOK_S)
+        whole = replace(prepared, timeout_s=look_s).ask(TraceJob(plan=ORIGINAL, fake=True))
         if isinstance(whole, Traced):
             return whole.trace, [f"{reason}." for reason in whole.unknown]
     return traced.trace, notes
@@ -178,7 +178,7 @@ def _explained(
     request: ExplainRequest, prepared: Prepared, limit_bytes: int, limit: str, progress: Progress
 ) -> Explanation:
     progress.stage("recording a step")
-    trace, notes = _recorded(prepared, request.timeout_s)
+    trace, notes = _recorded(prepared)
     live = live_bytes(trace)
     needed = allocated_peak(trace, live)
     instant = first_beyond(trace, live, limit_bytes)
@@ -294,7 +294,6 @@ class _Trial:
             settings=subject.settings,
             search=search,
             goal=goal,
-            timeout_s=self._request.timeout_s,
             recommend_batch=False,
             search_limit_s=_SEARCH_S,
         )
@@ -321,7 +320,6 @@ class _Trial:
             settings=subject.settings,
             memory=self._limit_bytes,
             global_batch=self._prepared.batch,
-            timeout_s=self._request.timeout_s,
             longest_step_s=_LONGEST_STEP_S,
         )
         found = recommend_prepared(asked, prepared, None if plan == ORIGINAL else plan, (), self._progress)
@@ -353,10 +351,10 @@ class _Trial:
             raise UsageError(f"the step is run in {settings.precision} already")
         cast = self._with(replace(settings, precision="bf16"))
         self._progress.stage("trying bfloat16")
-        counted = cast.ask(CountJob(plan=ORIGINAL, fake=True), self._request.timeout_s, "small batch")
+        counted = cast.ask(CountJob(plan=ORIGINAL, fake=True), "small batch")
         if isinstance(counted, Counted) and counted.allocated_peak_bytes > self._limit_bytes:
             raise NothingFitsError(f"needs about {format_bytes(counted.allocated_peak_bytes)}")
-        measured = cast.ask(MeasureJob(plan=ORIGINAL), self._request.timeout_s)
+        measured = cast.ask(MeasureJob(plan=ORIGINAL))
         if not isinstance(measured, Measured):
             raise NothingFitsError(describe(measured))
         peak_bytes = measured.measurement.allocated_peak_bytes

@@ -88,7 +88,7 @@ def fastest_prepared(
     job = _Job(request=request, resolved=resolved, prepared=prepared, progress=progress, limits=limits, notes=notes)
     try:
         telling = prepared.at(max(prepared.batch, _TELLING_BATCH))  # for dry runs, and trials of modules in chunks
-        with Sessions(telling, request.timeout_s, "small batch", notes) as session:
+        with Sessions(telling, "small batch", notes) as session:
             job.search(session)
     except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
         if isinstance(err, Terminated) or not job.runs.usable():
@@ -124,12 +124,8 @@ class _Job:
     """By the monotonic clock."""
 
     def __post_init__(self) -> None:
-        self.trials = Trials(
-            prepared=self.prepared,
-            timeout_s=self.request.timeout_s,
-            limit_bytes=self.limits.budget_bytes,
-            progress=self.progress,
-        )
+        limit_bytes = self.limits.budget_bytes
+        self.trials = Trials(prepared=self.prepared, limit_bytes=limit_bytes, progress=self.progress)
         self.runs = PairRuns(
             trials=self.trials,
             limits=self.limits,
@@ -239,7 +235,7 @@ class _Job:
     def _record(self, plan: Plan, batch: int) -> Traced | Failure:
         is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)
         data: Data = "full size" if is_run else "small batch"
-        return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), self.request.timeout_s, data)
+        return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), data)
 
     def _predict(self, plan: Plan, pricing: Pricing, session: Callable[[], Session]) -> Predict:
         """By dry runs where they are possible."""
@@ -295,7 +291,7 @@ class _Job:
             plan, batch = pairs[index].plan, pairs[index].batch
             if plan == ORIGINAL:
                 return index, None
-            found = verified(self.prepared.at(batch), plan, self.request.timeout_s, self.progress, fits=False)
+            found = verified(self.prepared.at(batch), plan, self.progress, fits=False)
             if isinstance(found, Verification) and found.passed:
                 return index, found
             fault = found.difference if isinstance(found, Verification) else describe(found)

@@ -95,7 +95,7 @@ def _predicted(request: MeasureRequest, plan: Plan, notes: list[str], progress: 
     opening = without_data(opening_of(request, settings), request.layout)
     try:
         prepared = prepare(opening, progress=Progress(), ask=None)
-        with predicted_ranks(prepared, request.layout, plan, request.timeout_s, progress, rank=0) as (_, found):
+        with predicted_ranks(prepared, request.layout, plan, progress, rank=0) as (_, found):
             return found[0]
     except MemoptError as err:
         notes.append(f"Not predicted: {err.message}.")

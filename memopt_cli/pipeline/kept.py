@@ -143,7 +143,7 @@ class Kept:
         if self.paths.plan_only:
             return
         self.progress.stage("writing the model")
-        source, timeout_s = self.prepared.subject.source, self.request.timeout_s
+        source, timeout_s = self.prepared.subject.source, self.prepared.timeout_s
         self._keep(self.paths.model, saved_model(source, self.found.plan, timeout_s))
 
     def _keep_summary(self) -> None:
@@ -170,6 +170,6 @@ class Kept:
         data: Data = "full size" if fits else "small batch"
         for row in found.rows:
             if row.level in (0, found.applied_level):
-                with self.prepared.session(self.request.timeout_s, data) as session:
+                with self.prepared.session(data) as session:
                     traces[row.level] = record_step(session, row.plan, row.outcome, found.notes).trace
         return RecordedSteps(original=traces[0], optimized=traces[found.applied_level])

@@ -102,12 +102,8 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     if is_elsewhere(request):
         return find_elsewhere(request, resolved, prepared, progress)
-    measurements = PlanMeasurements(
-        prepared=prepared,
-        timeout_s=request.timeout_s,
-        progress=progress,
-        warm_up=resolved.options.warmup_in_profile_workers,
-    )
+    warm_up = resolved.options.warmup_in_profile_workers
+    measurements = PlanMeasurements(prepared=prepared, progress=progress, warm_up=warm_up)
     job = _Job(request, resolved.options, measurements, progress, Findings.begun(request, resolved, prepared))
     found = job.found
     found.rows = job.search()
@@ -140,8 +136,7 @@ class _Job:
         started = time.monotonic()
         search: StartedSearch | None = None
         try:
-            prepared, timeout_s = self.measurements.prepared, self.request.timeout_s
-            with Sessions(prepared, timeout_s, "full size", self.found.notes) as sessions:
+            with Sessions(self.measurements.prepared, "full size", self.found.notes) as sessions:
                 original = self.measurements.measure_in(sessions(), Plan())
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)

@@ -23,7 +23,6 @@ class PlanMeasurements:
     """Asked for by their plans."""
 
     prepared: Prepared
-    timeout_s: float
     progress: Progress
     warm_up: bool
     """Take a step before the timed ones."""
@@ -34,7 +33,7 @@ class PlanMeasurements:
     def measure(self, plan: Plan) -> Measurement | Failure:
         """In a fresh subprocess, unless it was measured before."""
         if plan not in self._found:
-            with self._prepared_for(plan).session(self.timeout_s) as session:
+            with self._prepared_for(plan).session() as session:
                 return self.measure_in(session, plan)
         return measurement_in(self._found[plan])
 
@@ -66,7 +65,7 @@ class PlanMeasurements:
         return row
 
     def _time_in_turns(self, plan: Plan, most_slowdown: float | None) -> None:
-        found = self.prepared.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown), self.timeout_s)
+        found = self.prepared.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown))
         if isinstance(found, TimedInTurns):
             self._in_turns = plan
             self._retimed(ORIGINAL, found.original_times_s)

@@ -40,7 +40,6 @@ def predicted_ranks(
     prepared: Prepared,
     layout: Layout,
     plan: Plan,
-    timeout_s: float,
     progress: Progress,
     *,
     rank: int | None = None,
@@ -56,7 +55,7 @@ def predicted_ranks(
         for each in ranks_asked(layout, rank):
             progress.stage(f"predicting rank {each} of {layout.ranks}")
             subject = replace(prepared.subject, layout=layout, rank=each, card=card)
-            session = replace(prepared, subject=subject).session(timeout_s, "none")
+            session = replace(prepared, subject=subject).session("none")
             opened[each] = sessions.enter_context(session)
             found[each] = predict(opened[each], layout, each, plan)
         largest = max(found, key=lambda each: found[each].tensor_peak_bytes)

@@ -43,6 +43,8 @@ class Prepared:
     """Opens a session that is no subprocess."""
     carried: Plan = ORIGINAL
     """The plan that the file carries; it is taken off the loaded model."""
+    timeout_s: float = 600.0
+    """Of each answer of a session."""
 
     @property
     def batch(self) -> int:
@@ -50,13 +52,13 @@ class Prepared:
         assert self.facts.batch is not None, "they were asked for"
         return self.facts.batch
 
-    def session(self, timeout_s: float, data: Data = "full size") -> Session:
-        """A fresh profiling subprocess; ``timeout_s`` bounds each of its answers, ``data`` what it may run."""
-        return (self.open_session or Session)(replace(self.subject, data=data), timeout_s)
+    def session(self, data: Data = "full size") -> Session:
+        """A fresh profiling subprocess; ``data`` bounds what it may run."""
+        return (self.open_session or Session)(replace(self.subject, data=data), self.timeout_s)
 
-    def ask(self, job: Job[Answer], timeout_s: float, data: Data = "full size") -> Answer | Failure:
+    def ask(self, job: Job[Answer], data: Data = "full size") -> Answer | Failure:
         """The answer to a job, in such a subprocess of its own."""
-        with self.session(timeout_s, data) as session:
+        with self.session(data) as session:
             return session.ask(job)
 
     def at(self, batch: int) -> Prepared:
@@ -79,7 +81,7 @@ class Opening:
     spec: InputSpec | None
     settings: StepSettings
     timeout_s: float
-    """Of loading it."""
+    """Of loading it, and of each answer of a session."""
     plan: Plan = ORIGINAL
     """One that is to suit the model."""
     replicas: bool = False
@@ -152,7 +154,7 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
     for note in notes:
         progress.note(note)
     subject = Subject(source=source, spec=facts.spec, settings=settings)
-    return Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried)
+    return Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried, timeout_s=opening.timeout_s)
 
 
 def _refuse_settings(settings: StepSettings, location: str) -> None:

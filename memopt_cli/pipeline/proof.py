@@ -122,7 +122,7 @@ class Prover:
 
     def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, dict[str, str]]:
         """What of a plan does as the original does, at the sizes at which it failed; see :func:`agreeing`."""
-        with Sessions(self.measurements.prepared, self.measurements.timeout_s, "full size", notes=[]) as session:
+        with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 
             def verify(plan: Plan) -> Verification | None:
                 found = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
@@ -133,12 +133,12 @@ class Prover:
     def _verify(self, plan: Plan) -> Verification | Failure:
         if plan in self.known:
             return self.known[plan]
-        prepared, timeout_s = self.measurements.prepared, self.measurements.timeout_s
+        prepared = self.measurements.prepared
         steps = self.measurements.steps_of(plan)
         if steps is not None:
-            return verified_by_fingerprints(prepared, plan, steps, timeout_s, self.progress)
+            return verified_by_fingerprints(prepared, plan, steps, self.progress)
         fits = isinstance(self.rows[0].outcome, Measurement)
-        return verified(prepared, plan, timeout_s, self.progress, fits=fits)
+        return verified(prepared, plan, self.progress, fits=fits)
 
 
 def _fault(found: Verification | Failure) -> str:

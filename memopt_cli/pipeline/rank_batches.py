@@ -172,7 +172,7 @@ class _Job:
         """The largest batch within the limits, and a dry run of it."""
         subject = replace(self.prepared.subject, layout=layout, rank=rank)
         of_rank = replace(self.prepared, subject=subject)
-        with Sessions(of_rank, self.request.timeout_s, "none", self.notes) as session:
+        with Sessions(of_rank, "none", self.notes) as session:
             place = f"rank {rank} of {layout.ranks}"
             probes = BatchProbes(session=session, plan=plan, progress=self.progress, place=place)
             first = probes.count(start)

@@ -117,7 +117,7 @@ def recommend_prepared(
     job = _Job(request=request, prepared=prepared, longest=longest, search=search)
     try:
         data: Data = "small batch" if request.runs else data_of(request)
-        with Sessions(prepared, request.timeout_s, data, notes) as session:
+        with Sessions(prepared, data, notes) as session:
             found = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # on its way here it has ended the subprocess
         if not job.proven:

@@ -60,7 +60,7 @@ def _opening(request: StepRequest, settings: StepSettings, layout: Layout | None
 
 def record_prepared(request: BaselineRequest, prepared: Prepared, progress: Progress) -> BaselineResult:
     """The same of a model that is ready, and a target that was looked at."""
-    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout, request.timeout_s, progress)
+    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout, progress)
     with step.session() as (session, rank):
         measured = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
@@ -102,10 +102,10 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared, 
     _require_same_model(request, before, prepared)
     layout = _layout(request, before)
     now = replace(before, header=replace(file_header(prepared), model=request.source.location))
-    with prepared.session(request.timeout_s, _DATA if layout is None else "none") as session:
+    with prepared.session(_DATA if layout is None else "none") as session:
         now = replace(now, conditions=replace(required(session.ask(ConditionsJob())), layout=layout))
     _require_alike(request, before, now)
-    step = _Step(prepared, _plan(request.plan_path, prepared), layout, request.timeout_s, progress)
+    step = _Step(prepared, _plan(request.plan_path, prepared), layout, progress)
     with step.session() as (session, rank):
         memory = step.memory(session, rank)
     shorter = step.shorter((old.dim, old.size) for old in before.shorter)
@@ -275,17 +275,16 @@ class _Step:
     prepared: Prepared
     plan: Plan
     layout: Layout | None
-    timeout_s: float
     progress: Progress
 
     @contextlib.contextmanager
     def session(self) -> Iterator[tuple[Session, RankPrediction | None]]:
         """One in which the step is measured; or that of the rank which needs most, and what that needs."""
         if self.layout is None:
-            with self.prepared.session(self.timeout_s, _DATA) as session:
+            with self.prepared.session(_DATA) as session:
                 yield session, None
             return
-        predicted = predicted_ranks(self.prepared, self.layout, self.plan, self.timeout_s, self.progress)
+        predicted = predicted_ranks(self.prepared, self.layout, self.plan, self.progress)
         with predicted as (session, ranks):
             yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
 

@@ -14,10 +14,9 @@ from memopt_cli.pipeline.prepare import Prepared
 class Sessions:
     """Called, it gives the session that answers; a context manager, at whose end all of them are closed."""
 
-    def __init__(self, prepared: Prepared, timeout_s: float, data: Data, notes: list[str]) -> None:
+    def __init__(self, prepared: Prepared, data: Data, notes: list[str]) -> None:
         """``data``: what steps may be run on; ``notes`` are told where a job has ended a subprocess."""
         self._prepared = prepared
-        self._timeout_s = timeout_s
         self._data = data
         self._notes = notes
         self._stack = contextlib.ExitStack()
@@ -47,5 +46,5 @@ class Sessions:
         return self._next()
 
     def _next(self) -> Session:
-        self._current = self._stack.enter_context(self._prepared.session(self._timeout_s, self._data))
+        self._current = self._stack.enter_context(self._prepared.session(self._data))
         return self._current

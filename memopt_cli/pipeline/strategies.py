@@ -71,7 +71,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     )
     if "plan" in request.strategies and plan is None:
         plan = job.searched_plan()
-    with Sessions(prepared, request.timeout_s, "small batch", job.notes) as session:
+    with Sessions(prepared, "small batch", job.notes) as session:
         curves = tuple(curve for name in request.strategies for curve in job.curves(name, plan, session))
     return StrategyComparison(
         header=file_header(prepared),
@@ -115,7 +115,6 @@ class _Job:
             spec=self.prepared.subject.spec,
             settings=self.request.settings,
             search=search,
-            timeout_s=self.request.timeout_s,
             recommend_batch=False,
         )
         try:

@@ -24,7 +24,6 @@ class Trials:
     """Asked for by their pairs."""
 
     prepared: Prepared
-    timeout_s: float
     limit_bytes: int
     """The memory of the device to emulate."""
     progress: Progress
@@ -67,7 +66,7 @@ class Trials:
         return found
 
     def _measured(self, plan: Plan, batch: int) -> BatchProbe | Failure:
-        with self.prepared.at(batch).session(self.timeout_s) as session:
+        with self.prepared.at(batch).session() as session:
             answer = session.ask(MeasureJob(plan=plan, limit_bytes=self.limit_bytes))
             if not isinstance(answer, Measured):
                 return answer
@@ -96,7 +95,7 @@ class Trials:
     def record_without_data(self, batch: int) -> None:
         """The same of a batch that was not run, or cannot be."""
         if batch not in self.records:
-            with self.prepared.at(batch).session(self.timeout_s, "small batch") as session:
+            with self.prepared.at(batch).session("small batch") as session:
                 self.record(batch, session, None)
 
     def step(self, first: int) -> ScaledStep | str:

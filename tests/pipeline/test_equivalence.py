@@ -125,7 +125,7 @@ def verified(
     reference: Callable[[], nn.Module], candidate: Callable[[], nn.Module], *, steps: int = 3, **settings: Any
 ) -> Equivalence:
     sides = (prepared(make, **settings) for make in (reference, candidate))
-    return compare_prepared(*sides, steps, 60.0, Progress())
+    return compare_prepared(*sides, steps, Progress())
 
 
 # ---------------------------------------------------------------------------------------------- the same
