@@ -168,7 +168,7 @@ def plans_at(prepared: Prepared, request: BatchRequest, batch: int) -> list[Plan
         goal=SearchGoal(frontier=True),
         recommend_batch=False,
     )
-    found = find_plan(frontier, resolve(SEARCH), prepared.at(batch), Progress())
+    found = find_plan(frontier, resolve(SEARCH), prepared.at(batch))
     return [point.plan for point in found.frontier if not point.plan.is_empty and not point.plan.in_backward]
 
 
@@ -186,13 +186,13 @@ def rows(case: Case, optimizer: str, samples: list[int]) -> Iterator[list[str]]:
 
 
 def _trials(prepared: Prepared, limit_bytes: int) -> Trials:
-    return Trials(prepared=prepared, limit_bytes=limit_bytes, progress=Progress())
+    return Trials(prepared=prepared, limit_bytes=limit_bytes)
 
 
 def _row(case: Case, prepared: Prepared, settings: StepSettings, batch: int, limit_bytes: int) -> list[str]:
     source = prepared.subject.source
     request = BatchRequest(source=source, spec=None, settings=settings, memory=limit_bytes, search=SEARCH)
-    found = fastest_prepared(request, resolve(SEARCH), prepared, Progress())
+    found = fastest_prepared(request, resolve(SEARCH), prepared)
     trials = _trials(prepared, limit_bytes)
     sweep = Sweep(prepared=prepared, limit_bytes=limit_bytes, trials=trials, first=batch)
     blocks = Plan(segments=tuple(SegmentPlan(path=path) for path in case.blocks))

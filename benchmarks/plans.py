@@ -174,7 +174,7 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
         measure_levels=True,
     )
     resolved = resolve(SearchOverrides(level=level, max_slowdown=math.inf))
-    return find_plan(request, resolved, ready, Progress()).rows
+    return find_plan(request, resolved, ready).rows
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:

@@ -56,7 +56,6 @@ from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.policy import resolve
-from memopt_cli.progress import Progress
 from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     LONGEST_STEP_S,
@@ -239,8 +238,8 @@ def profile(
     backend = None if compile is None else text("compile", compile)
     check_compiled(backend, is_run=data == "full size")
     chosen = plan_given(plan)
-    with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as (prepared, progress):
-        return Profiled(profile_prepared(prepared, chosen, data=data, progress=progress, card=card, backend=backend))
+    with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
+        return Profiled(profile_prepared(prepared, chosen, data=data, card=card, backend=backend))
 
 
 @said_in_python()
@@ -305,11 +304,11 @@ def recommend_batch(
     )
     check_nothing_runs(asked)
     chosen = None if plan is None else plan_given(plan)
-    with _prepared(model, spec, replace(step, settings=asked.settings), limit_s, verbose) as (prepared, progress):
+    with _prepared(model, spec, replace(step, settings=asked.settings), limit_s, verbose) as prepared:
         request = replace(asked, source=prepared.subject.source)
         if search:
-            return Recommended(fastest_prepared(request, resolved, prepared, progress))
-        return Recommended(recommend_prepared(request, prepared, chosen, (), progress))
+            return Recommended(fastest_prepared(request, resolved, prepared))
+        return Recommended(recommend_prepared(request, prepared, chosen, ()))
 
 
 @said_in_python()
@@ -338,7 +337,7 @@ def baseline(
     path, limit_s = path_given("output", output), seconds("timeout", timeout, 1)
     check_targets([path], force=force)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    with _prepared(model, _description(inputs, dims), step, limit_s, verbose) as (prepared, progress):
+    with _prepared(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
         request = BaselineRequest(
             source=_source(model),
             spec=prepared.subject.spec,
@@ -346,7 +345,7 @@ def baseline(
             output=str(path),
             force=force,
         )
-        return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model), progress))
+        return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model)))
 
 
 @said_in_python()
@@ -383,9 +382,9 @@ def check(
     )
     before, settings = step_of_baseline(request)
     step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
-    with _prepared(model, spec, step, limit_s, verbose) as (prepared, progress):
+    with _prepared(model, spec, step, limit_s, verbose) as prepared:
         carrying = replace(prepared, carried=plan_of(model).of_model)
-        return Checked(check_prepared(request, before, carrying, progress))
+        return Checked(check_prepared(request, before, carrying))
 
 
 _SEARCH = "Add search=True."
@@ -432,7 +431,7 @@ def _searched(
     started, resolved = time.monotonic(), resolve(search)
     check_goal(goal, resolved)
     limit_s = None if search_time is None else seconds("search_time", search_time, 0)
-    with _prepared(model, given, step, timeout_s, verbose) as (prepared, progress):
+    with _prepared(model, given, step, timeout_s, verbose) as prepared:
         request = OptimizeRequest(
             source=prepared.subject.source,
             spec=None,
@@ -445,8 +444,8 @@ def _searched(
             recommend_batch=recommend_batch,
             card=card,
         )
-        found = found_and_proven(request, resolved, prepared, progress)
-        advice = advise(request, prepared, found, progress) if recommend_batch and goal.applies else None
+        found = found_and_proven(request, resolved, prepared)
+        advice = advise(request, prepared, found) if recommend_batch and goal.applies else None
         if found.verification is not None:
             _replace_plan(model, found)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
@@ -462,14 +461,12 @@ def _replace_plan(model: nn.Module, found: Findings) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(
-    model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool
-) -> Iterator[tuple[Prepared, Progress]]:
+def _prepared(model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool) -> Iterator[Prepared]:
     prepare = prepared_model(checked_model(model), given, step.settings, step.functions)
     with logged(verbose) as progress, processes.kept(), prepare as prepared:
         for note in prepared.notes:
             progress.note(note)
-        yield replace(prepared, timeout_s=timeout_s), progress
+        yield replace(prepared, timeout_s=timeout_s, progress=progress)
 
 
 def _source(model: nn.Module) -> ModelSource:

@@ -68,7 +68,7 @@ def optimize_step(
             goal=goal,
             recommend_batch=False,
         )
-        found = found_and_proven(request, resolved, replace(prepared, timeout_s=limit_s), progress)
+        found = found_and_proven(request, resolved, replace(prepared, timeout_s=limit_s, progress=progress))
     step = make_step()
     apply_plan(models_of(step), found.plan)
     return step, notes_in_python(summarize(found, spent_s=time.monotonic() - started))

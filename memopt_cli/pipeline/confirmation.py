@@ -10,7 +10,6 @@ from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.batch_probes import memory_left_out
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.progress import Progress
 from memopt_cli.records import Confirmation, FileHeader, Plan, PredictedStep, StepSettings
 
 _SAID = {
@@ -64,10 +63,9 @@ def confirmed(
     plan: Plan,
     predicted: PredictedStep | None,
     differs: tuple[str, ...],
-    progress: Progress,
 ) -> Confirmation:
     """Run the step here.  Raises :class:`MemoptError` where it does not run."""
-    progress.stage("measuring a step with the plan")
+    prepared.progress.stage("measuring a step with the plan")
     answer = prepared.ask(MeasureJob(plan=plan))
     measured = required(answer, "the step could not be run with the plan: ").measurement
     device = prepared.subject.settings.device

@@ -27,7 +27,6 @@ from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import left_out, selected
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Counted,
     LevelRow,
@@ -84,7 +83,7 @@ def opening_elsewhere(request: OptimizeRequest) -> Opening:
     return opening if request.layout is None else without_data(opening, request.layout)
 
 
-def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
     """Search by dry runs, for a card in its blocks and by times of its roofline, and verify at a small size.
 
     Of many ranks it is the first that is planned for; the model is verified whole.  Raises :class:`MemoptError`, a
@@ -99,7 +98,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
     with Sessions(searched, data, notes) as sessions:
-        progress.stage(f"recording a step for {where}")
+        prepared.progress.stage(f"recording a step for {where}")
         started = time.monotonic()
         traced = record_step(sessions(), ORIGINAL, None, notes)
         answer = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
@@ -110,9 +109,9 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
             found.budget_bytes = budget_bytes(request.goal.budget, first.peak_bytes)
         if options.level:
             probes = SearchProbes(sessions, limit_s=request.search_limit_s)
-            asked = planner_probes(probes, first, progress, fake=True, allow_inexact=options.allow_inexact)
+            asked = planner_probes(probes, first, prepared.progress, fake=True, allow_inexact=options.allow_inexact)
             planner = Planner(traced.trace, first, asked, options)
-            progress.stage(f"searching for {where}", probes.left())
+            prepared.progress.stage(f"searching for {where}", probes.left())
             rows.append(_searched(request, planner, found))
         plan = rows[-1].plan
         planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
@@ -129,7 +128,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     if request.unverified:
         notes.append(_UNVERIFIED)
     else:
-        verification = verified_small(prepared, plan, progress)
+        verification = verified_small(prepared, plan)
         found.verification = required(verification, "verification could not be run: ")
     return found
 

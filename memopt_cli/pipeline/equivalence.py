@@ -47,7 +47,7 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
     reference = _prepared(request, request.reference, progress, ask)
     like_it = replace(request, spec=reference.subject.spec)
     candidate = _prepared(like_it, request.candidate, progress, ask)
-    found = compare_prepared(reference, candidate, request.steps, progress)
+    found = compare_prepared(reference, candidate, request.steps)
     return replace(found, spent_s=time.monotonic() - started)
 
 
@@ -56,16 +56,16 @@ def _prepared(request: EquivalenceRequest, source: ModelSource, progress: Progre
     return prepare_with_plan(opening, progress=progress, ask=ask)
 
 
-def compare_prepared(reference: Prepared, candidate: Prepared, steps: int, progress: Progress) -> Equivalence:
+def compare_prepared(reference: Prepared, candidate: Prepared, steps: int) -> Equivalence:
     """The same of two that are ready.
 
     Raises :class:`StepError` if they are not of one model, and :class:`MemoptError` if the reference cannot be run.
     """
-    sides = _Sides(reference, candidate, progress)
-    progress.stage("following the reference")
+    sides = _Sides(reference, candidate)
+    sides.progress.stage("following the reference")
     job, once = sides.first(steps)
     again = sides.reference(job)
-    progress.stage("following the candidate")
+    sides.progress.stage("following the candidate")
     other = sides.candidate(job)
     blank = Equivalence(
         reference=reference.subject.source.location,
@@ -103,9 +103,9 @@ def _trained(found: Followed | Failure) -> Followed:
 class _Sides:
     """The reference and the candidate, asked in subprocesses of their own."""
 
-    def __init__(self, reference: Prepared, candidate: Prepared, progress: Progress) -> None:
+    def __init__(self, reference: Prepared, candidate: Prepared) -> None:
         self._reference, self._candidate = reference, candidate
-        self.progress = progress
+        self.progress = reference.progress
         self.unsteady: Set[str] = frozenset()
         """Numbers that two runs of the reference leave otherwise."""
         self.precision = reference.subject.settings.precision

@@ -370,12 +370,12 @@ def taken_off_note(carried: Plan) -> list[str]:
     return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
 
 
-def found_and_proven(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+def found_and_proven(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
     """What :func:`~memopt_cli.pipeline.optimization.find` finds.
 
     Raises :class:`VerificationError` for a plan that does not compute the same.
     """
-    found = find(request, resolved, prepared, progress)
+    found = find(request, resolved, prepared)
     if found.verification is not None and not found.verification.passed:
         raise difference_error(found.verification)
     return found

@@ -67,13 +67,13 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     try:
         opening = opening_elsewhere(request) if is_elsewhere(request) else opening_of(request, request.settings)
         prepared = prepare(opening, progress=progress, ask=ask)
-        found = find(request, resolved, prepared, progress)
+        found = find(request, resolved, prepared)
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
     if prepared.facts.format == STEP:
         paths = replace(paths, plan_only=True)
-    kept = Kept(request=request, prepared=prepared, found=found, paths=paths, progress=progress, started=started)
+    kept = Kept(request=request, prepared=prepared, found=found, paths=paths, started=started)
     return kept.result()
 
 
@@ -85,14 +85,14 @@ def check_goal(goal: SearchGoal, resolved: Resolved) -> None:
         )
 
 
-def find(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+def find(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
     """As :func:`find_plan`, and where a dimension has a range a plan by length."""
     if request.dim_range is None:
-        return find_plan(request, resolved, prepared, progress)
-    return find_by_length(request, request.dim_range, resolved, prepared, progress, find_plan=find_plan)
+        return find_plan(request, resolved, prepared)
+    return find_by_length(request, request.dim_range, resolved, prepared, find_plan=find_plan)
 
 
-def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
     """Search, measure and verify; writes nothing.
 
     A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
@@ -101,10 +101,9 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     if not resolved.options.targets and resolved.options.modules is None:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     if is_elsewhere(request):
-        return find_elsewhere(request, resolved, prepared, progress)
-    warm_up = resolved.options.warmup_in_profile_workers
-    measurements = PlanMeasurements(prepared=prepared, progress=progress, warm_up=warm_up)
-    job = _Job(request, resolved.options, measurements, progress, Findings.begun(request, resolved, prepared))
+        return find_elsewhere(request, resolved, prepared)
+    measurements = PlanMeasurements(prepared=prepared, warm_up=resolved.options.warmup_in_profile_workers)
+    job = _Job(request, resolved.options, measurements, Findings.begun(request, resolved, prepared))
     found = job.found
     found.rows = job.search()
     best = found.rows[0]
@@ -122,7 +121,6 @@ class _Job:
     request: OptimizeRequest
     options: SearchOptions
     measurements: PlanMeasurements
-    progress: Progress
     found: Findings
     """What is known so far."""
     applied: LevelRow | None = None
@@ -130,13 +128,18 @@ class _Job:
     proofs: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """Of plans that were verified while others were searched."""
 
+    @property
+    def prepared(self) -> Prepared:
+        """The original."""
+        return self.measurements.prepared
+
     def search(self) -> list[LevelRow]:
         """Measure the original, then search and measure what was found."""
-        self.progress.stage("level 0: measuring the original")
+        self.prepared.progress.stage("level 0: measuring the original")
         started = time.monotonic()
         search: StartedSearch | None = None
         try:
-            with Sessions(self.measurements.prepared, "full size", self.found.notes) as sessions:
+            with Sessions(self.prepared, "full size", self.found.notes) as sessions:
                 original = self.measurements.measure_in(sessions(), Plan())
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
@@ -145,7 +148,9 @@ class _Job:
                 rows = [_original_row(original, None, started)]
                 if self.options.level == 0:
                     return rows
-                search = start_search(self.request, self.options, sessions, original, self.progress, self.found.notes)
+                search = start_search(
+                    self.request, self.options, sessions, original, self.prepared.progress, self.found.notes
+                )
                 predicted = search.first if search.traced.has_dry_runs else None
                 rows[0] = _original_row(original, predicted, started)
                 rows += self._seek(search, rows[0])
@@ -156,7 +161,7 @@ class _Job:
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
-        self.found.notes += search.obstacles(self.measurements.prepared.facts.sync_norms)
+        self.found.notes += search.obstacles(self.prepared.facts.sync_norms)
         if search.probes.over:
             self.found.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
@@ -166,15 +171,15 @@ class _Job:
 
         A step is recorded here, which takes another session as long as a few dry runs.
         """
-        request, prepared = self.request, self.measurements.prepared
+        request, prepared = self.request, self.prepared
         row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
         is_wanted = request.recommend_batch and request.goal.applies and request.dim_range is None
         if not is_wanted or not isinstance(row.outcome, Measurement):
             return
         try:
             check_varied(prepared)
-            self.progress.stage("estimating the batch that fits")
-            begun = begin_advice(request, prepared, row.plan, row.outcome, sessions, self.progress)
+            self.prepared.progress.stage("estimating the batch that fits")
+            begun = begin_advice(request, prepared, row.plan, row.outcome, sessions)
             begun.search.foresee()
             self.found.advice = begun
         except UsageError:  # the advice says so
@@ -182,7 +187,9 @@ class _Job:
         except KeyboardInterrupt as err:
             if not request.interruptible or isinstance(err, Terminated):
                 raise
-            self.progress.note("Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop.")
+            self.prepared.progress.note(
+                "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."
+            )
             self.found.interrupted = True
 
     def _seek(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
@@ -192,7 +199,7 @@ class _Job:
             return self._meet_goal(search, original)
         except (NothingFitsError, UsageError) as err:
             longer = "A longer search may find a better plan." if search.probes.over else ""
-            hints = [err.hint, *search.obstacles(self.measurements.prepared.facts.sync_norms), longer]
+            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer]
             message = "; ".join(filter(None, [err.message, search.probes.over]))
             raise type(err)(message, hint="\n".join(filter(None, hints))) from err
 
@@ -203,7 +210,9 @@ class _Job:
         """
         if not search.probes.improved(search.first):
             raise KeyboardInterrupt
-        self.progress.note("The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop.")
+        self.prepared.progress.note(
+            "The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop."
+        )
         search.probes.end("the search was interrupted")
         self.found.interrupted = True
         self.found.skipped.clear()
@@ -223,7 +232,7 @@ class _Job:
         planned = GoalSearch(
             planner=planner,
             measure=self.measurements.measure,
-            progress=self.progress,
+            progress=self.prepared.progress,
             level=level,
             dry_run=search.traced.has_dry_runs,
             in_backward=self._plans_in_backward(search, original),
@@ -233,7 +242,7 @@ class _Job:
             most_slowdown=self.request.search.get("max_slowdown"),
         )
         rows: list[LevelRow] = []
-        self.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
+        self.prepared.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
         found = planned.worth_showing() if goal.frontier else []
         if goal.pick is not None:
             check_pick(goal.pick, len(found))
@@ -261,7 +270,7 @@ class _Job:
             options=self.options,
             measure=self.measurements.measure,
             confirm=self.measurements.confirm,
-            progress=self.progress,
+            progress=self.prepared.progress,
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
             search_left=search.probes.left,
@@ -281,7 +290,7 @@ class _Job:
             return applied
         row = replace(applied, plan=applied_row([original, *rows], applied).plan)
         found: LevelRow | str = ""
-        if may_run_in_backward(self.measurements.prepared.subject.settings):
+        if may_run_in_backward(self.prepared.subject.settings):
             found = InBackwardTrial(
                 count=search.counted_late,
                 measure=self.measurements.measure,
@@ -314,7 +323,7 @@ class _Job:
             count=search.counted_late,
             prove=prove,
             notes=self.found.notes,
-            is_allowed=may_run_in_backward(self.measurements.prepared.subject.settings)
+            is_allowed=may_run_in_backward(self.prepared.subject.settings)
             and self.request.dim_range is None,  # the optimizer is the same at all lengths
         )
 
@@ -349,7 +358,6 @@ class _Job:
     def _prover(self, rows: list[LevelRow]) -> Prover:
         return Prover(
             measurements=self.measurements,
-            progress=self.progress,
             rows=rows,
             is_asked_for=self.found.by_goal,
             notes=self.found.notes,

@@ -9,7 +9,6 @@ from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, TimedInTurns
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import MeasuredSteps
-from memopt_cli.progress import Progress
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan
 
 _DOUBT = 0.1
@@ -23,7 +22,6 @@ class PlanMeasurements:
     """Asked for by their plans."""
 
     prepared: Prepared
-    progress: Progress
     warm_up: bool
     """Take a step before the timed ones."""
     _found: dict[Plan, Measured | Failure] = field(default_factory=dict)
@@ -59,7 +57,7 @@ class PlanMeasurements:
         if row.plan == self._in_turns:
             return replace(row, outcome=self.measure(row.plan))
         if isinstance(original, Measured) and _is_in_doubt(row, original.measurement, most_slowdown):
-            self.progress.stage("timing the plan again, in turns with the original")
+            self.prepared.progress.stage("timing the plan again, in turns with the original")
             self._time_in_turns(row.plan, None if math.isinf(most_slowdown) else most_slowdown)
             return replace(row, outcome=self.measure(row.plan))
         return row

@@ -11,7 +11,6 @@ from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Opening, Prepared
-from memopt_cli.progress import Progress
 from memopt_cli.records import DeviceProfile, Layout, Plan, RankPrediction, predicted
 from memopt_cli.spec_text import is_factory, ranks_asked
 
@@ -40,7 +39,6 @@ def predicted_ranks(
     prepared: Prepared,
     layout: Layout,
     plan: Plan,
-    progress: Progress,
     *,
     rank: int | None = None,
     card: DeviceProfile | None = None,
@@ -53,7 +51,7 @@ def predicted_ranks(
     with contextlib.ExitStack() as sessions:
         opened = {}
         for each in ranks_asked(layout, rank):
-            progress.stage(f"predicting rank {each} of {layout.ranks}")
+            prepared.progress.stage(f"predicting rank {each} of {layout.ranks}")
             subject = replace(prepared.subject, layout=layout, rank=each, card=card)
             session = replace(prepared, subject=subject).session("none")
             opened[each] = sessions.enter_context(session)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import BinaryIO, Protocol
 
@@ -45,6 +45,8 @@ class Prepared:
     """The plan that the file carries; it is taken off the loaded model."""
     timeout_s: float = 600.0
     """Of each answer of a session."""
+    progress: Progress = field(default_factory=Progress)
+    """Is told what is done with it."""
 
     @property
     def batch(self) -> int:
@@ -154,7 +156,14 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
     for note in notes:
         progress.note(note)
     subject = Subject(source=source, spec=facts.spec, settings=settings)
-    return Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried, timeout_s=opening.timeout_s)
+    return Prepared(
+        subject=subject,
+        facts=facts,
+        notes=notes,
+        carried=facts.carried,
+        timeout_s=opening.timeout_s,
+        progress=progress,
+    )
 
 
 def _refuse_settings(settings: StepSettings, location: str) -> None:

@@ -60,7 +60,7 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     settings = recorded_here(request.settings, request.card)
     opening = replace(opening_of(request, settings), data=data)
     prepared = prepare(opening, progress=progress, ask=ask)
-    return profile_prepared(prepared, plan, data=data, progress=progress, card=request.card, backend=request.backend)
+    return profile_prepared(prepared, plan, data=data, card=request.card, backend=request.backend)
 
 
 def check_compiled(backend: str | None, *, is_run: bool) -> None:
@@ -76,9 +76,9 @@ def _profile_ranks(
     opening = without_data(opening_of(request, request.settings), layout)
     prepared = prepare(opening, progress=progress, ask=ask)
     notes = list(prepared.notes)
-    predicted = predicted_ranks(prepared, layout, plan, progress, rank=request.rank, card=request.card)
+    predicted = predicted_ranks(prepared, layout, plan, rank=request.rank, card=request.card)
     with predicted as (session, ranks):
-        progress.stage("recording a step")
+        prepared.progress.stage("recording a step")
         traced = record_step(session, plan, None, notes)
     return replace(_profile(prepared, plan, None, traced, notes, request.card), ranks=ranks)
 
@@ -88,7 +88,6 @@ def profile_prepared(
     plan: Plan,
     *,
     data: Data,
-    progress: Progress,
     card: DeviceProfile | None = None,
     backend: str | None = None,
 ) -> StepProfile:
@@ -101,16 +100,16 @@ def profile_prepared(
         raise StepError("a step of one's own calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
     with Sessions(prepared, data, notes) as sessions:
-        measured = _measure(sessions(), plan, progress) if data == "full size" else None
+        measured = _measure(sessions(), plan, prepared.progress) if data == "full size" else None
         if isinstance(measured, OutOfMemory):
             notes.append("The step does not fit here: its peak is predicted on tensors without data.")
             sessions.smaller()
-        progress.stage("recording a step")
+        prepared.progress.stage("recording a step")
         smaller = sessions.smaller if isinstance(measured, Measurement) else None
         traced = record_step(sessions(), plan, measured, notes, smaller=smaller)
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))
-    compiled = None if backend is None else _compiled(prepared, plan, backend, progress)
+    compiled = None if backend is None else _compiled(prepared, plan, backend)
     if isinstance(compiled, OutOfMemory):
         notes.append("The compiled step does not fit here.")
     elif compiled is not None and compiled.broken:
@@ -121,8 +120,8 @@ def profile_prepared(
     return replace(found, compiled=compiled if isinstance(compiled, CompiledStep) else None)
 
 
-def _compiled(prepared: Prepared, plan: Plan, backend: str, progress: Progress) -> CompiledStep | OutOfMemory:
-    progress.stage("measuring a compiled step")
+def _compiled(prepared: Prepared, plan: Plan, backend: str) -> CompiledStep | OutOfMemory:
+    prepared.progress.stage("measuring a compiled step")
     found = prepared.ask(CompiledJob(plan=plan, backend=backend))
     return found if isinstance(found, OutOfMemory) else required(found, f"compiled by {backend}: ")
 

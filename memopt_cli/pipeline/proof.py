@@ -13,7 +13,6 @@ from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import verified, verified_by_fingerprints
-from memopt_cli.progress import Progress
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan, StepFailed, Verification, describe
 
 
@@ -40,7 +39,6 @@ class Prover:
     """Verifies one of the rows, and puts another in its place where that fails."""
 
     measurements: PlanMeasurements
-    progress: Progress
     rows: list[LevelRow]
     """The first is the original.  Changed where a plan is."""
     is_asked_for: bool
@@ -106,7 +104,7 @@ class Prover:
 
     def _narrowed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
         """The row without the segments that differ, in place of it, verified; the failure where that does not help."""
-        self.progress.stage("finding what differs")
+        self.measurements.prepared.progress.stage("finding what differs")
         plan, left_out = self._agreeing(best.plan, failed)
         row = self.rows[0]
         if plan.segments or plan.packed:
@@ -136,9 +134,9 @@ class Prover:
         prepared = self.measurements.prepared
         steps = self.measurements.steps_of(plan)
         if steps is not None:
-            return verified_by_fingerprints(prepared, plan, steps, self.progress)
+            return verified_by_fingerprints(prepared, plan, steps)
         fits = isinstance(self.rows[0].outcome, Measurement)
-        return verified(prepared, plan, self.progress, fits=fits)
+        return verified(prepared, plan, fits=fits)
 
 
 def _fault(found: Verification | Failure) -> str:

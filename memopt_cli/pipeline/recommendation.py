@@ -63,7 +63,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     opening = opening_of(request, settings)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
-    return recommend_prepared(request, prepared, plan, lengths, progress)
+    return recommend_prepared(request, prepared, plan, lengths)
 
 
 def data_of(request: BatchRequest) -> Data:
@@ -87,7 +87,7 @@ def accumulating(settings: StepSettings, global_batch: int | None) -> StepSettin
 
 
 def recommend_prepared(
-    request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int], progress: Progress
+    request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int]
 ) -> BatchRecommendation:
     """The same of a model that is ready, under a plan beside the original, and of sequences of these lengths."""
     started = time.monotonic()
@@ -108,7 +108,7 @@ def recommend_prepared(
     search = CaseSearch(
         batch=prepared.batch,
         replicas=request.replicas.sizes() if request.replicas is not None else (),
-        progress=progress,
+        progress=prepared.progress,
         notes=notes,
         limits=limits,
         why_fixed=functools.partial(why_fixed, prepared=prepared),
@@ -238,7 +238,7 @@ class _Job:
         found = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
         unit = self.request.multiple_of
         for left, case in zip(range(len(found), 0, -1), found, strict=True):
-            self.search.progress.stage(f"finding the fastest batch{case.text}")
+            self.prepared.progress.stage(f"finding the fastest batch{case.text}")
             runs = self.search.left - (self.request.global_batch is not None)
             best = case.search.runs.fitting[-1].batch // unit if case.search.runs.fitting else 0
             faster = [best // 2 * unit, best // 4 * unit] if best else []
@@ -261,14 +261,14 @@ class _Job:
         self, lengths: Sequence[int], main: Case, session: Callable[[], Session]
     ) -> tuple[LengthBatching, ...]:
         """Ways to batch the user's sequences, by runs of shorter ones."""
-        self.search.progress.stage("comparing ways to batch sequences")
+        self.prepared.progress.stage("comparing ways to batch sequences")
         ((symbol, longest),) = self.longest.items()
 
         def probe(size: int, steps: int) -> BatchProbe | Failure:
             if steps == longest and size in main.search.runs:
                 return main.search.runs[size]
             self.length_runs += 1
-            self.search.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
+            self.prepared.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
             return session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
 
         batch, runnable = self._chosen(main), main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1

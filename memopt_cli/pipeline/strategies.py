@@ -65,7 +65,6 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
         request=request,
         steps=steps,
         prepared=prepared,
-        progress=progress,
         limits=limits,
         notes=list(prepared.notes),
     )
@@ -103,7 +102,6 @@ class _Job:
     request: BatchRequest
     steps: DimRange
     prepared: Prepared
-    progress: Progress
     limits: Limits
     notes: list[str]
 
@@ -118,7 +116,7 @@ class _Job:
             recommend_batch=False,
         )
         try:
-            found = find_plan(request, resolve(search), self.prepared, self.progress)
+            found = find_plan(request, resolve(search), self.prepared)
         except MemoptError as error:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
         self.notes.append(f"The plan is that of level {found.applied_level} at {self._where(self.steps.low)}.")
@@ -151,7 +149,7 @@ class _Job:
     def _curve(
         self, name: StrategyName, label: str, probe: Probe, exactness: Callable[[], tuple[bool | None, str]]
     ) -> StrategyCurve:
-        self.progress.stage(f"measuring {label}")
+        self.prepared.progress.stage(f"measuring {label}")
         runs = self._run(probe)
         first = next(iter(runs.values()))
         if not isinstance(first, BatchProbe):
@@ -180,7 +178,7 @@ class _Job:
             steps = next((s for s in candidates if not runs or self._can_run(s, _measured(runs))), None)
             if steps is None:
                 return runs
-            self.progress.update(0, None, f"running {self._where(steps)}")
+            self.prepared.progress.update(0, None, f"running {self._where(steps)}")
             runs[steps] = found = probe(steps)
             if not isinstance(found, BatchProbe):
                 return runs

@@ -8,7 +8,6 @@ from memopt_cli.batch_axis import BATCH
 from memopt_cli.fingerprints import EPSILONS, compared
 from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Failure,
     Fingerprint,
@@ -27,27 +26,27 @@ _FEW = 2
 """Samples of a step that is compared where a full one is not to be run."""
 
 
-def verified(prepared: Prepared, plan: Plan, progress: Progress, *, fits: bool = True) -> Verification | Failure:
+def verified(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verification | Failure:
     """At full size where the original fits, else at the largest half, quarter … that does.
 
     The steps that follow are left out where they, and not the recorded one, end the subprocess.
     """
     size = prepared.batch if fits else max(1, prepared.batch // 2)
     while True:
-        progress.stage(f"verifying at batch {size}")
+        prepared.progress.stage(f"verifying at batch {size}")
         found = _verified_at(prepared, plan, Sizes(batch=size))
         if size == 1 or not isinstance(found, OutOfMemory):
             return found
         size = max(1, size // 2)
 
 
-def verified_small(prepared: Prepared, plan: Plan, progress: Progress) -> Verification | Failure:
+def verified_small(prepared: Prepared, plan: Plan) -> Verification | Failure:
     """At two samples, or the least sizes at which all chunks run, where a full step is not to be run here."""
-    progress.stage("verifying a few samples")
+    prepared.progress.stage("verifying a few samples")
     sizes = _small(prepared, plan, min(_FEW, prepared.batch))
     found = _verified_at(prepared, plan, sizes) if isinstance(sizes, Sizes) else None
     if found is None or isinstance(found, OutOfMemory):
-        return verified(prepared, plan, progress, fits=False)
+        return verified(prepared, plan, fits=False)
     return found
 
 
@@ -61,9 +60,7 @@ class MeasuredSteps:
     """Time of a step."""
 
 
-def verified_by_fingerprints(
-    prepared: Prepared, plan: Plan, measured: MeasuredSteps, progress: Progress
-) -> Verification | Failure:
+def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSteps) -> Verification | Failure:
     """By what the measured steps left, at full size, and by a comparison in full of a step that is quick.
 
     That is one of fewer samples, or of a plan in chunks the least at which all of these run.  Where fingerprints do not
@@ -71,14 +68,14 @@ def verified_by_fingerprints(
     """
     check = agreement(measured, plan, prepared)
     if check is None:
-        return verified(prepared, plan, progress)
-    progress.stage("verifying")
+        return verified(prepared, plan)
+    prepared.progress.stage("verifying")
     share = _QUICK_S / (_STEPS * measured.original_s)
     sizes = _small(prepared, plan, max(1, min(prepared.batch, int(prepared.batch * share))))
     sizes = sizes if isinstance(sizes, Sizes) else Sizes(batch=prepared.batch)
     found = _verified_at(prepared, plan, sizes, measured.original_s)
     if not isinstance(found, Verification):
-        return verified(prepared, plan, progress)
+        return verified(prepared, plan)
     return replace(found, measured=check)
 
 

@@ -26,6 +26,7 @@ class FakePrepared:
     planned_s: float
     in_turns: TimedInTurns | Failure
     asked: list[type[Job[Any]]] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
 
     def session(self) -> Any:
         return contextlib.nullcontext(self)
@@ -42,7 +43,7 @@ class FakePrepared:
 def measurements_of(prepared: FakePrepared) -> PlanMeasurements:
     """The original is measured."""
     asked: Any = prepared
-    measurements = PlanMeasurements(prepared=asked, progress=Progress(), warm_up=True)
+    measurements = PlanMeasurements(prepared=asked, warm_up=True)
     measurements.measure(ORIGINAL)
     return measurements
 
