@@ -123,8 +123,8 @@ def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings
 def verified(
     reference: Callable[[], nn.Module], candidate: Callable[[], nn.Module], *, steps: int = 3, **settings: Any
 ) -> Equivalence:
-    sides = (prepared(make, **settings) for make in (reference, candidate))
-    return compare_prepared(*sides, steps)
+    one, other = (prepared(make, **settings) for make in (reference, candidate))
+    return compare_prepared(one, other, steps)
 
 
 # ---------------------------------------------------------------------------------------------- the same

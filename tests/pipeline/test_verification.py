@@ -17,7 +17,6 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import MeasuredSteps, agreement, verified_by_fingerprints
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Failure,
     Fingerprint,
@@ -105,7 +104,7 @@ def steps_of(one: Prepared, plan: Plan, step_s: float = 1.0) -> MeasuredSteps:
 
 
 def proven(one: Prepared, plan: Plan, steps: MeasuredSteps) -> Verification | Failure:
-    return verified_by_fingerprints(one, plan, steps, 60, Progress())
+    return verified_by_fingerprints(one, plan, steps)
 
 
 @pytest.fixture
