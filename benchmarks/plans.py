@@ -284,7 +284,7 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
                 progress=Progress(),
                 level=LEVEL,
                 dry_run=True,
-                in_backward=_no_optimizer(one.probes),
+                in_backward=_no_optimizer(one),
                 confirm=lambda row, _: row,
                 notes=[],
             )
@@ -305,8 +305,16 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
         write_section(f"Plans: ten budgets, {', '.join(names)}", this_command(), text + table(header, rows))
 
 
-def _no_optimizer(probes: Probes) -> InBackwardPlans:
-    return InBackwardPlans(count=probes.count, prove=lambda row: row, notes=[], is_allowed=False)
+def _no_optimizer(one: Bench) -> InBackwardPlans:
+    return InBackwardPlans(
+        count=one.probes.count,
+        measure=one.measure,
+        confirm=lambda row, _: row,
+        fault=lambda _: "",
+        most_slowdown=math.inf,
+        notes=[],
+        is_allowed=False,
+    )
 
 
 def steps(names: Sequence[str], options: argparse.Namespace) -> None:

@@ -88,7 +88,7 @@ class GoalSearch:
             outcome = self.measure(found.plan)
             if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
                 row = self._row(self._or_faster(found, outcome, budget_bytes), started)
-                proven = self.in_backward.prove(row) if row.plan.in_backward else row
+                proven = self.in_backward.proven(row) if row.plan.in_backward else row
                 if isinstance(proven, LevelRow):
                     return proven
                 self.in_backward.refuse(proven)

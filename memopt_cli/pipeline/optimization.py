@@ -15,13 +15,7 @@ from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
-from memopt_cli.pipeline.in_backward import (
-    IN_BACKWARD,
-    InBackwardPlans,
-    InBackwardTrial,
-    may_run_in_backward,
-    too_slow,
-)
+from memopt_cli.pipeline.in_backward import IN_BACKWARD, InBackwardPlans, may_run_in_backward
 from memopt_cli.pipeline.kept import Kept
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
@@ -227,19 +221,19 @@ class _Job:
 
     def _meet_goal(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
         """The fastest plan within a budget, or the plans between least time and least memory."""
-        goal, level, planner = self.request.goal, self.options.level, search.planner
+        goal, level, most_slowdown = self.request.goal, self.options.level, self.request.search.get("max_slowdown")
         started = time.monotonic()
         planned = GoalSearch(
-            planner=planner,
+            planner=search.planner,
             measure=self.measurements.measure,
             progress=self.prepared.progress,
             level=level,
             dry_run=search.traced.has_dry_runs,
-            in_backward=self._plans_in_backward(search, original),
+            in_backward=self._plans_in_backward(search, original, most_slowdown or math.inf),
             confirm=self.measurements.confirm,
             notes=self.found.notes,
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
-            most_slowdown=self.request.search.get("max_slowdown"),
+            most_slowdown=most_slowdown,
         )
         rows: list[LevelRow] = []
         self.prepared.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
@@ -289,39 +283,22 @@ class _Job:
         if applied is None:
             return applied
         row = replace(applied, plan=applied_row([original, *rows], applied).plan)
-        found: LevelRow | str = ""
-        if may_run_in_backward(self.prepared.subject.settings):
-            found = InBackwardTrial(
-                count=search.counted_late,
-                measure=self.measurements.measure,
-                confirm=self.measurements.confirm,
-                most_slowdown=self.options.max_slowdown or math.inf,
-                dry_run=search.traced.has_dry_runs,
-            ).of(row)
-        if isinstance(found, str):
-            self.found.notes += [found] if found else []
-            found = self._timed_again(applied)
+        known, most_slowdown = search.planner.dry_runs.known(row.plan), self.options.max_slowdown or math.inf
+        assert known is not None, "the planner has found it"
+        found = self._plans_in_backward(search, original, most_slowdown).of_level(row, known)
+        if found is None:  # beside the original as it is timed now
+            timed = replace(applied, outcome=self.measurements.measure(applied.plan))
+            found = self.measurements.confirm(timed, most_slowdown)
         rows[rows.index(applied)] = found
         return found
 
-    def _timed_again(self, row: LevelRow) -> LevelRow:
-        """The row beside the original as it is timed now."""
-        if row.plan.is_empty:
-            return replace(row, outcome=self.measurements.measure(ORIGINAL))
-        return self.measurements.confirm(row, self.options.max_slowdown or math.inf)
-
-    def _plans_in_backward(self, search: StartedSearch, original: LevelRow) -> InBackwardPlans:
-        """For a goal: what speaks against one is its time, if it is limited, and its verification."""
-        most_slowdown = self.request.search.get("max_slowdown") or math.inf
-
-        def prove(row: LevelRow) -> LevelRow | str:
-            timed = self.measurements.confirm(row, most_slowdown)
-            slow = too_slow(timed, self.measurements.measure(ORIGINAL), most_slowdown)
-            return slow or self._prover([original]).fault(row.plan) or timed
-
+    def _plans_in_backward(self, search: StartedSearch, original: LevelRow, most_slowdown: float) -> InBackwardPlans:
         return InBackwardPlans(
             count=search.counted_late,
-            prove=prove,
+            measure=self.measurements.measure,
+            confirm=self.measurements.confirm,
+            fault=self._prover([original]).fault,
+            most_slowdown=most_slowdown,
             notes=self.found.notes,
             is_allowed=may_run_in_backward(self.prepared.subject.settings)
             and self.request.dim_range is None,  # the optimizer is the same at all lengths

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.errors import MeasurementError
 from memopt_cli.measure.jobs import VerifyJob
 from memopt_cli.pipeline.failures import raise_failure, required
-from memopt_cli.pipeline.in_backward import does_not_run
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.sessions import Sessions
@@ -59,10 +58,6 @@ class Prover:
             assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
         found = self._verify(best.plan)
-        fails = not (isinstance(found, Verification) and found.passed)
-        if best.plan.in_backward and fails and not self.is_asked_for:
-            best = self._without_in_backward(best, found)
-            found = self._verify(best.plan)
         if isinstance(found, StepFailed) and best.plan.has_chunks and not self.is_asked_for:
             self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
             best = self._without_chunks()
@@ -73,25 +68,9 @@ class Prover:
     def fault(self, plan: Plan) -> str:
         """What a plan's verification finds, which is known from then on; empty if it passes."""
         found = self.known[plan] = self._verify(plan)
-        return "" if isinstance(found, Verification) and found.passed else _fault(found)
-
-    def _without_in_backward(self, best: LevelRow, found: Verification | Failure) -> LevelRow:
-        """The row of the same plan with the optimizer's step after backward, in place of it."""
-        self.notes.append(does_not_run(_fault(found)))
-        return self._put(best, best.plan.of_model, best.predicted_slowdown)
-
-    def _put(self, best: LevelRow, plan: Plan, predicted_slowdown: float | None) -> LevelRow:
-        """Another plan, measured, in place of a row's; the row to apply then."""
-        row = replace(
-            best,
-            plan=plan,
-            outcome=self.measurements.measure(plan),
-            predicted_tensor_peak_bytes=None,
-            predicted_allocated_peak_bytes=None,
-            predicted_slowdown=predicted_slowdown,
-        )
-        self.rows[self.rows.index(best)] = row
-        return applied_row(self.rows, row)
+        if isinstance(found, Verification):
+            return "" if found.passed else found.difference
+        return describe(found)
 
     def _without_chunks(self) -> LevelRow:
         """The best row whose plan runs nothing in chunks."""
@@ -108,7 +87,16 @@ class Prover:
         plan, left_out = self._agreeing(best.plan, failed)
         row = self.rows[0]
         if plan.segments or plan.packed:
-            row = self._put(best, plan, predicted_slowdown=None)
+            narrowed = replace(
+                best,
+                plan=plan,
+                outcome=self.measurements.measure(plan),
+                predicted_tensor_peak_bytes=None,
+                predicted_allocated_peak_bytes=None,
+                predicted_slowdown=None,
+            )
+            self.rows[self.rows.index(best)] = narrowed
+            row = applied_row(self.rows, narrowed)
             self.replaced = True
         found = self._verify(row.plan)
         if not isinstance(found, Verification) or not found.passed:
@@ -137,7 +125,3 @@ class Prover:
             return verified_by_fingerprints(prepared, plan, steps)
         fits = isinstance(self.rows[0].outcome, Measurement)
         return verified(prepared, plan, fits=fits)
-
-
-def _fault(found: Verification | Failure) -> str:
-    return found.difference if isinstance(found, Verification) else describe(found)

@@ -95,14 +95,26 @@ def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, l
 
 
 def not_in_backward() -> InBackwardPlans:
-    return InBackwardPlans(count=lambda plan: counted(0), prove=lambda row: row, notes=[], is_allowed=False)
+    return plans_in_backward(lambda plan: counted(0), "", is_allowed=False)
+
+
+def plans_in_backward(count: Callable[[Plan], Counted], fault: str, *, is_allowed: bool) -> InBackwardPlans:
+    return InBackwardPlans(
+        count=count,
+        measure=lambda plan: measured(1000),
+        confirm=lambda row, most: row,
+        fault=lambda plan: fault,
+        most_slowdown=math.inf,
+        notes=[],
+        is_allowed=is_allowed,
+    )
 
 
 HELD = 150
 """Bytes of gradients that stand at the peak of every plan but the original."""
 
 
-def in_backward(search: GoalSearch, prove: Callable[[LevelRow], LevelRow | str] = lambda row: row) -> GoalSearch:
+def in_backward(search: GoalSearch, fault: str = "") -> GoalSearch:
     """The same, whose plans hold gradients at their peaks, and the optimizer may run in backward."""
     planner: Any = search.planner
     planner.plans = tuple(holding(found) for found in FakePlanner.plans)
@@ -115,8 +127,7 @@ def in_backward(search: GoalSearch, prove: Callable[[LevelRow], LevelRow | str] 
     def count(plan: Plan) -> Counted:
         return counted(peaks[plan.of_model] - (HELD if plan.segments else 0))
 
-    plans = InBackwardPlans(count=count, prove=prove, notes=[], is_allowed=True)
-    return replace(search, in_backward=plans)
+    return replace(search, in_backward=plans_in_backward(count, fault, is_allowed=True))
 
 
 def counted(peak: int, gradients: int = 0) -> Counted:
@@ -150,7 +161,7 @@ def test_a_budget_below_the_least_plan_is_met_in_backward() -> None:
 
 
 def test_a_plan_in_backward_that_fails_gives_way_to_the_next_best() -> None:
-    search = in_backward(goal(measured)[0], lambda row: "output[0] differs")
+    search = in_backward(goal(measured)[0], "output[0] differs")
     row = replace(search, measure=lambda plan: measured(550)).within(560)
     assert row.plan == priced(500).plan
     assert search.in_backward.notes == ["The optimizer does not run in backward: output[0] differs."]
