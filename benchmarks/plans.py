@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.contest import HEAT, Contestant, contest, contest_table, left_out, make_step, take
-from benchmarks.planning import LEVEL, SPIKINGJELLY, LongSearch, bench, prepared
+from benchmarks.planning import LEVEL, SPIKINGJELLY, Bench, LongSearch, bench, prepared
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.errors import NothingFitsError
