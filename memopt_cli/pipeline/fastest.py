@@ -20,7 +20,7 @@ from memopt_cli.errors import NothingFitsError, OptionError, Terminated, Verific
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.pair_runs import PairRuns, best_original, finalists, ranked
 from memopt_cli.pipeline.pair_search import PairSearch
@@ -199,12 +199,9 @@ class _Job:
         """The largest batch that it takes, and smaller ones while they are faster."""
         case = Case(planned=False, plan=ORIGINAL, dims={})
         search = CaseSearch(
-            batch=self.prepared.batch,
-            replicas=(),
-            progress=self.prepared.progress,
+            prepared=self.prepared,
             notes=self.notes,
             limits=self.limits,
-            why_fixed=functools.partial(why_fixed, prepared=self.prepared),
             most_runs=_OF_ORIGINAL,
             run=self._run_original,
         )

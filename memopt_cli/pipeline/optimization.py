@@ -142,9 +142,7 @@ class _Job:
                 rows = [_original_row(original, None, started)]
                 if self.options.level == 0:
                     return rows
-                search = start_search(
-                    self.request, self.options, sessions, original, self.prepared.progress, self.found.notes
-                )
+                search = start_search(self.request, self.found, sessions, original)
                 predicted = search.first if search.traced.has_dry_runs else None
                 rows[0] = _original_row(original, predicted, started)
                 rows += self._seek(search, rows[0])

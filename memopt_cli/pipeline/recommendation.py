@@ -20,7 +20,7 @@ from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, Data, ProbeJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out, why_fixed
+from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
@@ -106,13 +106,11 @@ def recommend_prepared(
     else:
         limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
     search = CaseSearch(
-        batch=prepared.batch,
-        replicas=request.replicas.sizes() if request.replicas is not None else (),
-        progress=prepared.progress,
+        prepared=prepared,
         notes=notes,
         limits=limits,
-        why_fixed=functools.partial(why_fixed, prepared=prepared),
         most_runs=limits.probes - RUNS * bool(lengths),
+        replicas=request.replicas.sizes() if request.replicas is not None else (),
     )
     job = _Job(request=request, prepared=prepared, longest=longest, search=search)
     try:

@@ -16,7 +16,7 @@ class Sessions:
 
     def __init__(self, prepared: Prepared, data: Data, notes: list[str]) -> None:
         """``data``: what steps may be run on; ``notes`` are told where a job has ended a subprocess."""
-        self._prepared = prepared
+        self.prepared = prepared
         self._data = data
         self._notes = notes
         self._stack = contextlib.ExitStack()
@@ -46,5 +46,5 @@ class Sessions:
         return self._next()
 
     def _next(self) -> Session:
-        self._current = self._stack.enter_context(self._prepared.session(self._data))
+        self._current = self._stack.enter_context(self.prepared.session(self._data))
         return self._current
