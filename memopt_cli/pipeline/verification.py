@@ -8,15 +8,7 @@ from memopt_cli.batch_axis import BATCH
 from memopt_cli.fingerprints import EPSILONS, compared
 from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import (
-    Failure,
-    Fingerprint,
-    FingerprintCheck,
-    OutOfMemory,
-    Plan,
-    StepFailed,
-    Verification,
-)
+from memopt_cli.records import Failure, Fingerprint, FingerprintCheck, OutOfMemory, Plan, StepFailed, Verification
 
 _STEPS = 3
 """Of the plain model and with the plan together, to compare the recorded step of an exact plan ..."""

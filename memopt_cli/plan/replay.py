@@ -6,13 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.records import (
-    ModuleCall,
-    OpTrace,
-    SegmentPlan,
-    StepTrace,
-    StorageTrace,
-)
+from memopt_cli.records import ModuleCall, OpTrace, SegmentPlan, StepTrace, StorageTrace
 
 
 def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
