@@ -27,15 +27,7 @@ from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import left_out, selected
-from memopt_cli.records import (
-    Counted,
-    LevelRow,
-    OptimizeRequest,
-    PlanEstimates,
-    PlannedRanks,
-    RankPrediction,
-    predicted,
-)
+from memopt_cli.records import LevelRow, OptimizeRequest, PlanEstimates, PlannedRanks, RankPrediction, predicted
 from memopt_cli.units import format_bytes
 
 _UNVERIFIED = "The plan was compared with nothing (--unverified): memopt apply --verify does so where the model fits."
@@ -119,7 +111,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         of_first = None if layout is None else predict(sessions(), layout, 0, plan)
     found.plan, found.applied_level = plan, rows[-1].level
     if of_first is not None:
-        found.parallel = _of_ranks(of_first, searched, first.counted, found.budget_bytes)
+        found.parallel = _of_ranks(of_first, searched, first, found.budget_bytes)
     if card is not None:
         found.estimates = PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
     if options.level:
@@ -152,9 +144,7 @@ def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
         )
 
 
-def _of_ranks(
-    of_first: RankPrediction, searched: Prepared, original: Counted, within_bytes: int | None
-) -> PlannedRanks:
+def _of_ranks(of_first: RankPrediction, searched: Prepared, original: Priced, within_bytes: int | None) -> PlannedRanks:
     """What the first rank needs with and without the plan, and what the last needs with it.
 
     Raises :class:`NothingFitsError` where the last needs more than the budget.
@@ -170,7 +160,7 @@ def _of_ranks(
         raise NothingFitsError(
             f"the plan that fits on rank 0 takes {format_bytes(most)} on rank {last}", hint="Raise --budget."
         )
-    return PlannedRanks(original=predicted(original, layout, 0, ORIGINAL), planned=tuple(planned))
+    return PlannedRanks(original=predicted(original.counted, layout, 0, ORIGINAL), planned=tuple(planned))
 
 
 def _searched(request: OptimizeRequest, planner: Planner, found: Findings) -> LevelRow:

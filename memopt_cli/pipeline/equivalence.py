@@ -26,16 +26,7 @@ from memopt_cli.pipeline.gaps import (
 )
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
 from memopt_cli.progress import Ask, Progress
-from memopt_cli.records import (
-    Cause,
-    Equivalence,
-    EquivalenceRequest,
-    Failure,
-    Followed,
-    ModelSource,
-    StepFailed,
-    TensorGap,
-)
+from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, Followed, StepFailed, TensorGap
 
 _TOLERANCE: Final = 1e-9
 """As :data:`memopt_cli.equality.TOLERANCE`, which imports PyTorch."""
@@ -44,16 +35,14 @@ _TOLERANCE: Final = 1e-9
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
     """Take the same steps of both, and compare all that they leave.  Raises :class:`MemoptError`."""
     started = time.monotonic()
-    reference = _prepared(request, request.reference, progress, ask)
-    like_it = replace(request, spec=reference.subject.spec)
-    candidate = _prepared(like_it, request.candidate, progress, ask)
+    opening = Opening(
+        source=request.reference, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
+    )
+    reference = prepare_with_plan(opening, progress=progress, ask=ask)
+    like_it = replace(opening, source=request.candidate, spec=reference.subject.spec)
+    candidate = prepare_with_plan(like_it, progress=progress, ask=ask)
     found = compare_prepared(reference, candidate, request.steps)
     return replace(found, spent_s=time.monotonic() - started)
-
-
-def _prepared(request: EquivalenceRequest, source: ModelSource, progress: Progress, ask: Ask | None) -> Prepared:
-    opening = Opening(source=source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s)
-    return prepare_with_plan(opening, progress=progress, ask=ask)
 
 
 def compare_prepared(reference: Prepared, candidate: Prepared, steps: int) -> Equivalence:

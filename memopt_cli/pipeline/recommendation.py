@@ -24,7 +24,6 @@ from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
-from memopt_cli.pipeline.replicas import check_replicas
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -58,12 +57,21 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force, model=request.source.location)
-    check_replicas(request)
+    _check_replicas(request)
     settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
     opening = opening_of(request, settings)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     return recommend_prepared(request, prepared, plan, lengths)
+
+
+def _check_replicas(request: BatchRequest) -> None:
+    """Raises :class:`UsageError` for a second thing to vary."""
+    other = "a range of --dim" if request.dim_range else "--lengths" if request.lengths_path is not None else ""
+    if request.replicas is not None and other:
+        raise UsageError(
+            f"--replicas and {other} cannot be given together", hint="Ask for one first, then for the other."
+        )
 
 
 def data_of(request: BatchRequest) -> Data:
