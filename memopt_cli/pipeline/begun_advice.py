@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from memopt_cli.batch_size.capacity import device_capacity
 from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.batch_size.search import BatchSearch
-from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import BatchProbe, Measurement, OptimizeRequest, Plan
 
 _AIM = 0.7
@@ -38,11 +37,7 @@ class BegunAdvice:
 
 
 def begin_advice(
-    request: OptimizeRequest,
-    prepared: Prepared,
-    plan: Plan,
-    measured: Measurement,
-    session: Callable[[], Session],
+    request: OptimizeRequest, prepared: Prepared, plan: Plan, measured: Measurement, session: Sessions
 ) -> BegunAdvice:
     """``measured``: under the plan, at the batch as described."""
     device, longest_s = prepared.subject.settings.device, request.longest_step_s

@@ -93,12 +93,7 @@ FindPlan = Callable[[OptimizeRequest, Resolved, Prepared], Findings]
 
 
 def find_by_length(
-    request: OptimizeRequest,
-    varied: DimRange,
-    resolved: Resolved,
-    prepared: Prepared,
-    *,
-    find_plan: FindPlan,
+    request: OptimizeRequest, varied: DimRange, resolved: Resolved, prepared: Prepared, *, find_plan: FindPlan
 ) -> Findings:
     """The plan has ranges; all else is of the longest, which is that of the model's inputs.
 

@@ -59,10 +59,7 @@ def unlike(subject: Subject, predicted: PredictedStep | None, header: FileHeader
 
 
 def confirmed(
-    prepared: Prepared,
-    plan: Plan,
-    predicted: PredictedStep | None,
-    differs: tuple[str, ...],
+    prepared: Prepared, plan: Plan, predicted: PredictedStep | None, differs: tuple[str, ...]
 ) -> Confirmation:
     """Run the step here.  Raises :class:`MemoptError` where it does not run."""
     prepared.progress.stage("measuring a step with the plan")

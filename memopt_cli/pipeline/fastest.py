@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.batch_size.peak_model import PeakModel, Predict
@@ -18,7 +17,6 @@ from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import fastest_data, plan_yaml
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, VerificationError
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
-from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out
 from memopt_cli.pipeline.memory_limit import limits_of
@@ -133,7 +131,7 @@ class _Job:
 
     # ------------------------------------------------------------------------------------------ the search
 
-    def search(self, session: Callable[[], Session]) -> None:
+    def search(self, session: Sessions) -> None:
         """Run the original at its best batches, then the plans that may train faster."""
         try:
             case = self._original(session)
@@ -154,7 +152,7 @@ class _Job:
         if self._is_over():
             self.notes.append(_ended(self.request))
 
-    def _price_and_run(self, step: ScaledStep, case: Case, session: Callable[[], Session]) -> None:
+    def _price_and_run(self, step: ScaledStep, case: Case, session: Sessions) -> None:
         """The plans that may train faster."""
         self.prepared.progress.stage("pricing plans at larger batches")
         pricing = self.pricing = Pricing(
@@ -195,7 +193,7 @@ class _Job:
         for pair in again:
             self.trials.run_again(pair.plan, pair.batch)
 
-    def _original(self, session: Callable[[], Session]) -> Case:
+    def _original(self, session: Sessions) -> Case:
         """The largest batch that it takes, and smaller ones while they are faster."""
         case = Case(planned=False, plan=ORIGINAL, dims={})
         search = CaseSearch(
@@ -230,7 +228,7 @@ class _Job:
         data: Data = "full size" if is_run else "small batch"
         return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), data)
 
-    def _predict(self, plan: Plan, pricing: Pricing, session: Callable[[], Session]) -> Predict:
+    def _predict(self, plan: Plan, pricing: Pricing, session: Sessions) -> Predict:
         """By dry runs where they are possible."""
         probes = BatchProbes(session=session, plan=plan, progress=self.prepared.progress)
         self.dry_runs.append(probes)

@@ -36,12 +36,7 @@ def without_data(opening: Opening, layout: Layout) -> Opening:
 
 @contextlib.contextmanager
 def predicted_ranks(
-    prepared: Prepared,
-    layout: Layout,
-    plan: Plan,
-    *,
-    rank: int | None = None,
-    card: DeviceProfile | None = None,
+    prepared: Prepared, layout: Layout, plan: Plan, *, rank: int | None = None, card: DeviceProfile | None = None
 ) -> Iterator[tuple[Session, tuple[RankPrediction, ...]]]:
     """Predictions of a rank, or else of the first and the last, and a session of the first of them that is largest.
 

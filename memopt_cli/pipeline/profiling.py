@@ -84,12 +84,7 @@ def _profile_ranks(
 
 
 def profile_prepared(
-    prepared: Prepared,
-    plan: Plan,
-    *,
-    data: Data,
-    card: DeviceProfile | None = None,
-    backend: str | None = None,
+    prepared: Prepared, plan: Plan, *, data: Data, card: DeviceProfile | None = None, backend: str | None = None
 ) -> StepProfile:
     """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, Data, ProbeJob
-from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
@@ -147,9 +146,7 @@ class _Job:
     length_runs: int = 0
     """To compare lengths, beside those that find what fits."""
 
-    def recommend(
-        self, session: Callable[[], Session], plan: Plan | None, lengths: Sequence[int]
-    ) -> BatchRecommendation:
+    def recommend(self, session: Sessions, plan: Plan | None, lengths: Sequence[int]) -> BatchRecommendation:
         """Search each case, run what else the answer needs, and put it together."""
         sizes: Sequence[dict[str, int]] = [{}]
         if self.request.dim_range is not None:
@@ -263,9 +260,7 @@ class _Job:
         wanted = self.request.global_batch
         return None if wanted is None else accumulate(wanted, self._chosen(main), self.request.multiple_of)
 
-    def _compare(
-        self, lengths: Sequence[int], main: Case, session: Callable[[], Session]
-    ) -> tuple[LengthBatching, ...]:
+    def _compare(self, lengths: Sequence[int], main: Case, session: Sessions) -> tuple[LengthBatching, ...]:
         """Ways to batch the user's sequences, by runs of shorter ones."""
         self.prepared.progress.stage("comparing ways to batch sequences")
         ((symbol, longest),) = self.longest.items()

@@ -12,7 +12,6 @@ from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import read_plan
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, VerifyJob
-from memopt_cli.measure.runner import Session
 from memopt_cli.online.jobs import AgreementJob, OnlineJob
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
@@ -61,13 +60,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
     steps = _steps(request, prepared)
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)
-    job = _Job(
-        request=request,
-        steps=steps,
-        prepared=prepared,
-        limits=limits,
-        notes=list(prepared.notes),
-    )
+    job = _Job(request=request, steps=steps, prepared=prepared, limits=limits, notes=list(prepared.notes))
     if "plan" in request.strategies and plan is None:
         plan = job.searched_plan()
     with Sessions(prepared, "small batch", job.notes) as session:
@@ -122,9 +115,7 @@ class _Job:
         self.notes.append(f"The plan is that of level {found.applied_level} at {self._where(self.steps.low)}.")
         return found.plan
 
-    def curves(
-        self, name: StrategyName, plan: Plan | StepFailed | None, session: Callable[[], Session]
-    ) -> Iterator[StrategyCurve]:
+    def curves(self, name: StrategyName, plan: Plan | StepFailed | None, session: Sessions) -> Iterator[StrategyCurve]:
         """What the table shows of one strategy."""
         symbol, batch = self.steps.symbol, self.prepared.batch
         if name == "online":
@@ -224,11 +215,11 @@ def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None)
     return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=False, step_s=None)
 
 
-def _probe_online(session: Callable[[], Session], rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
+def _probe_online(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
     return session().ask(OnlineJob(rule=rule, symbol=symbol, steps=steps))
 
 
-def _agreement(session: Callable[[], Session], rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
+def _agreement(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
     found = session().ask(AgreementJob(rule=rule, symbol=symbol, steps=steps))
     if not isinstance(found, GradientAgreement):
         return None, f"its gradient could not be compared: {describe(found)}"
@@ -238,7 +229,7 @@ def _agreement(session: Callable[[], Session], rule: OnlineRule, symbol: str, st
     return False, f"{apart} to the gradient of bptt at {found.steps} steps"
 
 
-def _verified(session: Callable[[], Session], plan: Plan, batch: int) -> tuple[bool | None, str]:
+def _verified(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, str]:
     found = session().ask(VerifyJob(plan=plan, batch=batch))
     if not isinstance(found, Verification):
         return None, f"it could not be verified: {describe(found)}"

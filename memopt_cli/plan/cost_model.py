@@ -408,17 +408,15 @@ def _timed_alike(trace: StepTrace) -> list[tuple[float, float]]:
     return [medians[key] for key in kinds]
 
 
-def packed_inputs(
-    trace: StepTrace, module: ModuleTrace, call: ModuleCall, compressor: CompressorName
-) -> dict[int, int]:
+def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec: CompressorName) -> dict[int, int]:
     """Those inputs of a call that a codec stores in less -> bytes.
 
     Of a storage that autograd saves it is known whether bits or bytes hold it.  Of others, and of codecs that look at
     more, only the share is known that the module's inputs take in its codec: every input is taken to have that.
     """
     inputs = {index: trace.storages[index] for index in call.inputs}
-    packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == compressor}
-    if not packed and module.compressor == compressor:
+    packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == codec}
+    if not packed and module.compressor == codec:
         share = module.packed_input_bytes / max(1, module.input_bytes)
         packed = {index: int(s.nbytes * share) for index, s in inputs.items()}
     return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}
