@@ -169,14 +169,12 @@ def not_worth_it(saved: float, slowdown: float, *, of: str) -> str:
 
 def found_row(level: int, found: Priced, tried: int, started: float, *, dry_run: bool) -> LevelRow:
     """What the planner found, not measured yet; ``dry_run``: its peak is a prediction."""
-    counted = found.counted if dry_run else None
-    return LevelRow(
+    row = LevelRow(
         level=level,
         plan=found.plan,
         outcome=None,
-        predicted_tensor_peak_bytes=counted.tensor_peak_bytes if counted else None,
-        predicted_allocated_peak_bytes=counted.allocated_peak_bytes if counted else None,
         predicted_slowdown=found.slowdown,
         dry_runs=tried,
         search_s=time.monotonic() - started,
     )
+    return row.predicted(found.counted) if dry_run else row

@@ -76,18 +76,8 @@ class InBackwardPlans:
             return describe(outcome)
         if isinstance(before, Measurement) and outcome.allocated_peak_bytes >= before.allocated_peak_bytes:
             return "its measured peak is no lower"
-        is_predicted = row.predicted_allocated_peak_bytes is not None
-        return self.proven(
-            replace(
-                row,
-                plan=lower.plan,
-                outcome=outcome,
-                predicted_tensor_peak_bytes=lower.counted.tensor_peak_bytes if is_predicted else None,
-                predicted_allocated_peak_bytes=lower.peak_bytes if is_predicted else None,
-                dry_runs=row.dry_runs + 1,
-                repeats=None,
-            )
-        )
+        tried = replace(row, plan=lower.plan, outcome=outcome, dry_runs=row.dry_runs + 1, repeats=None)
+        return self.proven(tried.predicted(lower.counted) if row.predicted_allocated_peak_bytes is not None else tried)
 
     def proven(self, row: LevelRow) -> LevelRow | str:
         """A row that was measured, as it is confirmed; or what speaks against it."""

@@ -23,7 +23,6 @@ from memopt_cli.pipeline.proof import Prover, applied_row
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.policy import Resolved, resolve
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Ask, Progress
@@ -139,12 +138,14 @@ class _Job:
                     raise_failure(original)
                 if isinstance(original, OutOfMemory):  # the next full step might be killed as well
                     sessions.smaller()
-                rows = [_original_row(original, None, started)]
+                spent_s = time.monotonic() - started
+                rows = [LevelRow(level=0, plan=ORIGINAL, outcome=original, dry_runs=0, search_s=spent_s)]
                 if self.options.level == 0:
                     return rows
                 search = start_search(self.request, self.found, sessions, original)
-                predicted = search.first if search.traced.has_dry_runs else None
-                rows[0] = _original_row(original, predicted, started)
+                rows[0] = replace(rows[0], search_s=time.monotonic() - started)
+                if search.traced.has_dry_runs:
+                    rows[0] = rows[0].predicted(search.first.counted)
                 rows += self._seek(search, rows[0])
                 if search.traced.has_dry_runs:
                     self._foresee(rows, sessions)
@@ -170,7 +171,7 @@ class _Job:
             return
         try:
             check_varied(prepared)
-            self.prepared.progress.stage("estimating the batch that fits")
+            prepared.progress.stage("estimating the batch that fits")
             begun = begin_advice(request, prepared, row.plan, row.outcome, sessions)
             begun.search.foresee()
             self.found.advice = begun
@@ -179,9 +180,7 @@ class _Job:
         except KeyboardInterrupt as err:
             if not request.interruptible or isinstance(err, Terminated):
                 raise
-            self.prepared.progress.note(
-                "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."
-            )
+            prepared.progress.note("Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop.")
             self.found.interrupted = True
 
     def _seek(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
@@ -250,7 +249,7 @@ class _Job:
             rows.append(planned.row_of(self.found.frontier[goal.pick - 1], started))
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self.found.frontier = [self._as_timed(point, *rows[-1:]) for point in self.found.frontier]
-        self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
+        self._choose(search, rows[-1].plan if rows else Plan())
         return rows
 
     def _climb(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
@@ -310,9 +309,10 @@ class _Job:
         outcome = self.measurements.measure(point.plan)
         return replace(point, outcome=outcome, original_step_s=original.step_s)
 
-    def _choose(self, search: StartedSearch, plan: Plan, *, by_goal: bool = False) -> None:
+    def _choose(self, search: StartedSearch, plan: Plan) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
-        self.found.selection = selected(search.traced.trace.modules, plan, self.options, by_goal=by_goal)
+        modules, by_goal = search.traced.trace.modules, self.found.by_goal
+        self.found.selection = selected(modules, plan, self.options, by_goal=by_goal)
         self.found.notes += left_out(self.found.selection.refused)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:
@@ -338,15 +338,3 @@ class _Job:
             notes=self.found.notes,
             known=self.proofs,
         )
-
-
-def _original_row(outcome: Measurement | Failure, predicted: CountedPlan | None, started: float) -> LevelRow:
-    return LevelRow(
-        level=0,
-        plan=Plan(),
-        outcome=outcome,
-        predicted_tensor_peak_bytes=predicted.counted.tensor_peak_bytes if predicted else None,
-        predicted_allocated_peak_bytes=predicted.peak_bytes if predicted else None,
-        dry_runs=0,
-        search_s=time.monotonic() - started,
-    )
