@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.optimizer_text import NoOptimizer, parse_optimizer
+from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.plan.interface import NotTried
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.questions import Priced
@@ -33,9 +34,7 @@ class InBackwardPlans:
     """Plans that a search has found, with the optimizer in backward, which costs no time by the sums."""
 
     count: Callable[[Plan], Counted | Failure | NotTried]
-    measure: Callable[[Plan], Measurement | Failure]
-    confirm: Callable[[LevelRow, float], LevelRow]
-    """See :meth:`PlanMeasurements.confirm`."""
+    measurements: PlanMeasurements
     fault: Callable[[Plan], str]
     """What the verification of a plan finds; empty if it passes."""
     most_slowdown: float
@@ -71,7 +70,7 @@ class InBackwardPlans:
         return None
 
     def _tried(self, row: LevelRow, found: Priced, lower: Priced) -> LevelRow | str:
-        before, outcome = self.measure(found.plan), self.measure(lower.plan)
+        before, outcome = self.measurements.measure(found.plan), self.measurements.measure(lower.plan)
         if not isinstance(outcome, Measurement):
             return describe(outcome)
         if isinstance(before, Measurement) and outcome.allocated_peak_bytes >= before.allocated_peak_bytes:
@@ -81,7 +80,7 @@ class InBackwardPlans:
 
     def proven(self, row: LevelRow) -> LevelRow | str:
         """A row that was measured, as it is confirmed; or what speaks against it."""
-        timed, original = self.confirm(row, self.most_slowdown), self.measure(ORIGINAL)
+        timed, original = self.measurements.confirm(row, self.most_slowdown), self.measurements.measure(ORIGINAL)
         if isinstance(timed.outcome, Measurement) and isinstance(original, Measurement):
             slowdown = timed.outcome.slowdown(original)
             if slowdown > self.most_slowdown:

@@ -218,16 +218,13 @@ class _Job:
 
     def _meet_goal(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
         """The fastest plan within a budget, or the plans between least time and least memory."""
-        goal, level, most_slowdown = self.request.goal, self.options.level, self.request.search.get("max_slowdown")
-        started = time.monotonic()
+        goal, most_slowdown, started = self.request.goal, self.request.search.get("max_slowdown"), time.monotonic()
         planned = GoalSearch(
             planner=search.planner,
-            measure=self.measurements.measure,
-            progress=self.prepared.progress,
-            level=level,
+            measurements=self.measurements,
+            level=self.options.level,
             dry_run=search.traced.has_dry_runs,
             in_backward=self._plans_in_backward(search, original, most_slowdown or math.inf),
-            confirm=self.measurements.confirm,
             notes=self.found.notes,
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
             most_slowdown=most_slowdown,
@@ -259,9 +256,7 @@ class _Job:
             original=original,
             original_bytes=search.first.peak_bytes,
             options=self.options,
-            measure=self.measurements.measure,
-            confirm=self.measurements.confirm,
-            progress=self.prepared.progress,
+            measurements=self.measurements,
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
             search_left=search.probes.left,
@@ -292,8 +287,7 @@ class _Job:
     def _plans_in_backward(self, search: StartedSearch, original: LevelRow, most_slowdown: float) -> InBackwardPlans:
         return InBackwardPlans(
             count=search.counted_late,
-            measure=self.measurements.measure,
-            confirm=self.measurements.confirm,
+            measurements=self.measurements,
             fault=self._prover([original]).fault,
             most_slowdown=most_slowdown,
             notes=self.found.notes,

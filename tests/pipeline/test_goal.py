@@ -15,7 +15,6 @@ from memopt_cli.pipeline.climb import found_row
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.in_backward import InBackwardPlans
 from memopt_cli.plan.questions import Priced
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Budget,
     Counted,
@@ -28,7 +27,7 @@ from memopt_cli.records import (
     StepFailed,
     TimedOut,
 )
-from tests.pipeline.measurements import NOTHING, measured
+from tests.pipeline.measurements import NOTHING, measured, measurements_by
 
 
 def priced(peak: int) -> Priced:
@@ -83,12 +82,10 @@ def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, l
     planner: Any = FakePlanner()
     search = GoalSearch(
         planner=planner,
-        measure=measure,
-        progress=Progress(),
+        measurements=measurements_by(measure),
         level=3,
         dry_run=True,
         in_backward=not_in_backward(),
-        confirm=lambda row, most: row,
         notes=[],
     )
     return search, asked
@@ -101,8 +98,7 @@ def not_in_backward() -> InBackwardPlans:
 def plans_in_backward(count: Callable[[Plan], Counted], fault: str, *, is_allowed: bool) -> InBackwardPlans:
     return InBackwardPlans(
         count=count,
-        measure=lambda plan: measured(1000),
-        confirm=lambda row, most: row,
+        measurements=measurements_by(lambda plan: measured(1000)),
         fault=lambda plan: fault,
         most_slowdown=math.inf,
         notes=[],
@@ -162,7 +158,7 @@ def test_a_budget_below_the_least_plan_is_met_in_backward() -> None:
 
 def test_a_plan_in_backward_that_fails_gives_way_to_the_next_best() -> None:
     search = in_backward(goal(measured)[0], "output[0] differs")
-    row = replace(search, measure=lambda plan: measured(550)).within(560)
+    row = replace(search, measurements=measurements_by(lambda plan: measured(550))).within(560)
     assert row.plan == priced(500).plan
     assert search.in_backward.notes == ["The optimizer does not run in backward: output[0] differs."]
 
@@ -171,7 +167,7 @@ def test_a_plan_in_backward_that_cannot_be_measured_gives_way_to_the_next_best()
     def measure(plan: Plan) -> Measurement | Failure:
         return StepFailed(message="no gradient", hint="") if plan.in_backward else measured(500)
 
-    search = replace(in_backward(goal(measured)[0]), measure=measure)
+    search = replace(in_backward(goal(measured)[0]), measurements=measurements_by(measure))
     assert search.within(560).plan == priced(500).plan
     assert search.in_backward.notes == ["The optimizer does not run in backward: no gradient."]
 
@@ -337,7 +333,9 @@ def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier() -> None:
 
     original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
     search.planner.plans = (priced(1000), priced(700))
-    first, second = replace(search, confirm=in_turns).frontier(search.planner.plans, original)
+    first, second = replace(search, measurements=measurements_by(search.measurements.measure, in_turns)).frontier(
+        search.planner.plans, original
+    )
     assert (first.slowdown, second.slowdown) == (1.0, 2.0)
     assert search.notes == []
 

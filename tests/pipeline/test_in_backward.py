@@ -10,7 +10,7 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.in_backward import InBackwardPlans
 from memopt_cli.plan.questions import Priced
 from memopt_cli.records import Counted, LevelRow, Measurement, Plan, SegmentPlan
-from tests.pipeline.measurements import NOTHING, measured
+from tests.pipeline.measurements import NOTHING, measured, measurements_by
 
 PLAN = Plan(segments=(SegmentPlan(path="0"),))
 
@@ -45,8 +45,7 @@ def tried(
     )
     plans = InBackwardPlans(
         count=counted,
-        measure=measure,
-        confirm=confirm,
+        measurements=measurements_by(measure, confirm),
         fault=lambda plan: fault,
         most_slowdown=1.33,
         notes=[],
