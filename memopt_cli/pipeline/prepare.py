@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from memopt_cli import __version__
 from memopt_cli.batch_axis import BATCH, with_batch
@@ -26,6 +26,7 @@ from memopt_cli.records import (
     ModelSource,
     Plan,
     StepFailed,
+    StepRequest,
     StepSettings,
 )
 from memopt_cli.spec_text import format_tensor
@@ -89,17 +90,6 @@ class Opening:
     replicas: bool = False
     """Copies of it are to be trained as one."""
     data: Data = "full size"
-
-
-class StepRequest(Protocol):
-    """Of any command that runs a step."""
-
-    @property
-    def source(self) -> ModelSource: ...
-    @property
-    def spec(self) -> InputSpec | None: ...
-    @property
-    def timeout_s(self) -> float: ...
 
 
 def opening_of(request: StepRequest, settings: StepSettings) -> Opening:

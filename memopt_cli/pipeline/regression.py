@@ -18,7 +18,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prediction import predicted_ranks, without_data
-from memopt_cli.pipeline.prepare import Opening, Prepared, StepRequest, file_header, opening_of, prepare_with_plan
+from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.profiling import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -37,6 +37,7 @@ from memopt_cli.records import (
     RankPrediction,
     ShorterStep,
     StepMemory,
+    StepRequest,
     StepSettings,
     StepTrace,
 )
