@@ -77,14 +77,10 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class Opening(StepRequest):
     """How a model is to be found, and what is to be known of it."""
 
-    source: ModelSource
-    spec: InputSpec | None
     settings: StepSettings
-    timeout_s: float
-    """Of loading it, and of each answer of a session."""
     plan: Plan = ORIGINAL
     """One that is to suit the model."""
     replicas: bool = False
