@@ -137,7 +137,7 @@ class Sweep:
         limits = limits_of(self.limit_bytes, self.prepared.subject.settings.device, 1e9)
         model = PeakModel(batch=self.prepared.batch, runs=Runs(limits), predict=None)
         model.runs[self.first] = self.trials.run(plan, self.first)
-        with Sessions(self.prepared, TIME_LIMIT_S, "small batch", notes=[]) as session:
+        with Sessions(self.prepared, "small batch", notes=[]) as session:
             model.predict = BatchProbes(session=session, plan=plan, progress=Progress()).predict
             while batch := model.largest_within(self.limit_bytes):
                 run = model.runs[batch] = self.trials.run(plan, batch)
@@ -168,7 +168,7 @@ def plans_at(prepared: Prepared, request: BatchRequest, batch: int) -> list[Plan
         goal=SearchGoal(frontier=True),
         recommend_batch=False,
     )
-    found = find_plan(frontier, resolve(SEARCH), prepared.at(batch), Progress())
+    found = find_plan(frontier, resolve(SEARCH), prepared.at(batch))
     return [point.plan for point in found.frontier if not point.plan.is_empty and not point.plan.in_backward]
 
 
@@ -186,13 +186,13 @@ def rows(case: Case, optimizer: str, samples: list[int]) -> Iterator[list[str]]:
 
 
 def _trials(prepared: Prepared, limit_bytes: int) -> Trials:
-    return Trials(prepared=prepared, timeout_s=TIME_LIMIT_S, limit_bytes=limit_bytes, progress=Progress())
+    return Trials(prepared=prepared, limit_bytes=limit_bytes)
 
 
 def _row(case: Case, prepared: Prepared, settings: StepSettings, batch: int, limit_bytes: int) -> list[str]:
     source = prepared.subject.source
     request = BatchRequest(source=source, spec=None, settings=settings, memory=limit_bytes, search=SEARCH)
-    found = fastest_prepared(request, resolve(SEARCH), prepared, Progress())
+    found = fastest_prepared(request, resolve(SEARCH), prepared)
     trials = _trials(prepared, limit_bytes)
     sweep = Sweep(prepared=prepared, limit_bytes=limit_bytes, trials=trials, first=batch)
     blocks = Plan(segments=tuple(SegmentPlan(path=path) for path in case.blocks))

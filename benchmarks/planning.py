@@ -99,7 +99,7 @@ class Bench:
     def measure(self, plan: Plan) -> Measurement | Failure:
         """One step in a process of its own; every plan once."""
         if plan not in self.measured:
-            with self.prepared.session(TIMEOUT_S) as session:
+            with self.prepared.session() as session:
                 found = session.ask(MeasureJob(plan=plan, steps=1, warm_up=False))
             self.measured[plan] = found.measurement if isinstance(found, Measured) else found
         return self.measured[plan]
@@ -123,7 +123,7 @@ def bench(name: str) -> Iterator[Bench]:
     """Load, and record a step of which dry runs are possible."""
     started = time.perf_counter()
     ready = prepared(name)
-    with Sessions(ready, TIMEOUT_S, "full size", notes=[]) as session:
+    with Sessions(ready, "full size", notes=[]) as session:
         traced = session().ask(TraceJob(fake=True))
         original = session().ask(CountJob(plan=Plan(), fake=True))
         if isinstance(traced, Failure) or not traced.has_dry_runs or not isinstance(original, Counted):

@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.contest import HEAT, Contestant, contest, contest_table, left_out, make_step, take
-from benchmarks.planning import LEVEL, SPIKINGJELLY, LongSearch, bench, prepared
+from benchmarks.planning import LEVEL, SPIKINGJELLY, Bench, LongSearch, bench, prepared
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.errors import NothingFitsError
@@ -45,14 +45,15 @@ from memopt_cli.measure.jobs import Subject
 from memopt_cli.pipeline.goal import GoalSearch
 from memopt_cli.pipeline.in_backward import InBackwardPlans
 from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import CountedPlan, Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import resolve
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Budget,
     Counted,
+    Failure,
     LevelRow,
     Measurement,
     OptimizeRequest,
@@ -174,7 +175,7 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
         measure_levels=True,
     )
     resolved = resolve(SearchOverrides(level=level, max_slowdown=math.inf))
-    return find_plan(request, resolved, ready, Progress()).rows
+    return find_plan(request, resolved, ready).rows
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:
@@ -280,12 +281,10 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
             limits = one.budgets(planner, TEN)
             search = GoalSearch(
                 planner=planner,
-                measure=one.measure,
-                progress=Progress(),
+                measurements=_OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
                 level=LEVEL,
                 dry_run=True,
-                in_backward=_no_optimizer(one.probes),
-                confirm=lambda row, _: row,
+                in_backward=_no_optimizer(one),
                 notes=[],
             )
             own = [search.within(limit).plan for limit in limits]
@@ -305,8 +304,28 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
         write_section(f"Plans: ten budgets, {', '.join(names)}", this_command(), text + table(header, rows))
 
 
-def _no_optimizer(probes: Probes) -> InBackwardPlans:
-    return InBackwardPlans(count=probes.count, prove=lambda row: row, notes=[], is_allowed=False)
+@dataclass(slots=True, kw_only=True)
+class _OneStepEach(PlanMeasurements):
+    """Steps that are not timed: of each plan one."""
+
+    bench: Bench
+
+    def measure(self, plan: Plan) -> Measurement | Failure:
+        return self.bench.measure(plan)
+
+    def confirm(self, row: LevelRow, most_slowdown: float = math.inf) -> LevelRow:
+        return row
+
+
+def _no_optimizer(one: Bench) -> InBackwardPlans:
+    return InBackwardPlans(
+        count=one.probes.count,
+        measurements=_OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
+        fault=lambda _: "",
+        most_slowdown=math.inf,
+        notes=[],
+        is_allowed=False,
+    )
 
 
 def steps(names: Sequence[str], options: argparse.Namespace) -> None:

@@ -85,7 +85,7 @@ def find(prepared: Prepared, limit_bytes: int) -> tuple[int, int]:
 
     def fits(batch: int) -> bool:
         if batch not in tried:
-            with prepared.session(TIME_LIMIT_S) as session:
+            with prepared.session() as session:
                 found = session.ask(ProbeJob(plan=ORIGINAL, batch=batch))
             tried[batch] = isinstance(found, BatchProbe) and found.allocated_peak_bytes <= limit_bytes
         return tried[batch]

@@ -311,7 +311,7 @@ def _measured(
             source=prepared.subject.source, spec=None, settings=settings, search=request, recommend_batch=False
         )
         with taken_off(net) as carried:
-            found = found_and_proven(asked, resolved, prepared, progress)
+            found = found_and_proven(asked, resolved, replace(prepared, progress=progress))
             apply_plan(net, found.plan)  # before anything that can fail
         found.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:
@@ -338,7 +338,7 @@ def _verified_by_guess(
     """
     try:
         with processes.kept(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
-            found = verified(prepared, findings.plan, _GUESS_LIMIT_S, progress)
+            found = verified(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
     except MemoptError as err:
         found = StepFailed(message=err.message)
     if not isinstance(found, Verification):

@@ -56,7 +56,6 @@ from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.policy import resolve
-from memopt_cli.progress import Progress
 from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     LONGEST_STEP_S,
@@ -239,11 +238,8 @@ def profile(
     backend = None if compile is None else text("compile", compile)
     check_compiled(backend, is_run=data == "full size")
     chosen = plan_given(plan)
-    with _prepared(model, given_inputs(inputs, dims), step, verbose) as (prepared, progress):
-        found = profile_prepared(
-            prepared, chosen, data=data, timeout_s=limit_s, progress=progress, card=card, backend=backend
-        )
-        return Profiled(found)
+    with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
+        return Profiled(profile_prepared(prepared, chosen, data=data, card=card, backend=backend))
 
 
 @said_in_python()
@@ -283,7 +279,7 @@ def recommend_batch(
     batch on a GPU that is not here, as ``--for``; nothing is run.  Other arguments and errors are those of
     :func:`optimize`.
     """
-    card = card_given(for_device, device)
+    card, limit_s = card_given(for_device, device), seconds("timeout", timeout, 1)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     of_step = None if global_batch is None else whole("global_batch", global_batch, 1)
     spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
@@ -303,17 +299,16 @@ def recommend_batch(
         multiple_of=whole("multiple_of", multiple_of, 1),
         search=plans if search else None,
         search_limit_s=None if search_time is None else seconds("search_time", search_time, 0),
-        timeout_s=seconds("timeout", timeout, 1),
         longest_step_s=seconds("longest_step", longest_step, 0.001),
         card=card,
     )
     check_nothing_runs(asked)
     chosen = None if plan is None else plan_given(plan)
-    with _prepared(model, spec, replace(step, settings=asked.settings), verbose) as (prepared, progress):
+    with _prepared(model, spec, replace(step, settings=asked.settings), limit_s, verbose) as prepared:
         request = replace(asked, source=prepared.subject.source)
         if search:
-            return Recommended(fastest_prepared(request, resolved, prepared, progress))
-        return Recommended(recommend_prepared(request, prepared, chosen, (), progress))
+            return Recommended(fastest_prepared(request, resolved, prepared))
+        return Recommended(recommend_prepared(request, prepared, chosen, ()))
 
 
 @said_in_python()
@@ -342,16 +337,15 @@ def baseline(
     path, limit_s = path_given("output", output), seconds("timeout", timeout, 1)
     check_targets([path], force=force)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    with _prepared(model, _description(inputs, dims), step, verbose) as (prepared, progress):
+    with _prepared(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
         request = BaselineRequest(
             source=_source(model),
             spec=prepared.subject.spec,
             settings=step.settings,
             output=str(path),
             force=force,
-            timeout_s=limit_s,
         )
-        return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model), progress))
+        return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model)))
 
 
 @said_in_python()
@@ -376,7 +370,7 @@ def check(
     limits = tuple(map(parse_limit, names("fail_on", fail_on)))
     if not limits:
         raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
-    functions = functions_given(loss, optimizer)
+    functions, limit_s = functions_given(loss, optimizer), seconds("timeout", timeout, 1)
     spec = _description(inputs, dims)
     request = CheckRequest(
         source=_source(model),
@@ -385,13 +379,12 @@ def check(
         spec=spec,
         loss=functions[0].reference or None,
         optimizer=functions[1].reference or None,
-        timeout_s=seconds("timeout", timeout, 1),
     )
     before, settings = step_of_baseline(request)
     step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
-    with _prepared(model, spec, step, verbose) as (prepared, progress):
+    with _prepared(model, spec, step, limit_s, verbose) as prepared:
         carrying = replace(prepared, carried=plan_of(model).of_model)
-        return Checked(check_prepared(request, before, carrying, progress))
+        return Checked(check_prepared(request, before, carrying))
 
 
 _SEARCH = "Add search=True."
@@ -438,7 +431,7 @@ def _searched(
     started, resolved = time.monotonic(), resolve(search)
     check_goal(goal, resolved)
     limit_s = None if search_time is None else seconds("search_time", search_time, 0)
-    with _prepared(model, given, step, verbose) as (prepared, progress):
+    with _prepared(model, given, step, timeout_s, verbose) as prepared:
         request = OptimizeRequest(
             source=prepared.subject.source,
             spec=None,
@@ -448,12 +441,11 @@ def _searched(
             dim_range=varied,
             lengths=lengths,
             search_limit_s=limit_s,
-            timeout_s=timeout_s,
             recommend_batch=recommend_batch,
             card=card,
         )
-        found = found_and_proven(request, resolved, prepared, progress)
-        advice = advise(request, prepared, found, progress) if recommend_batch and goal.applies else None
+        found = found_and_proven(request, resolved, prepared)
+        advice = advise(request, prepared, found) if recommend_batch and goal.applies else None
         if found.verification is not None:
             _replace_plan(model, found)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
@@ -469,12 +461,12 @@ def _replace_plan(model: nn.Module, found: Findings) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(model: nn.Module, given: Given, step: _Step, verbose: bool) -> Iterator[tuple[Prepared, Progress]]:
+def _prepared(model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool) -> Iterator[Prepared]:
     prepare = prepared_model(checked_model(model), given, step.settings, step.functions)
     with logged(verbose) as progress, processes.kept(), prepare as prepared:
         for note in prepared.notes:
             progress.note(note)
-        yield prepared, progress
+        yield replace(prepared, timeout_s=timeout_s, progress=progress)
 
 
 def _source(model: nn.Module) -> ModelSource:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from memopt_cli.api import resolve_device
@@ -65,10 +66,9 @@ def optimize_step(
             settings=settings,
             search=search,
             goal=goal,
-            timeout_s=limit_s,
             recommend_batch=False,
         )
-        found = found_and_proven(request, resolved, prepared, progress)
+        found = found_and_proven(request, resolved, replace(prepared, timeout_s=limit_s, progress=progress))
     step = make_step()
     apply_plan(models_of(step), found.plan)
     return step, notes_in_python(summarize(found, spent_s=time.monotonic() - started))

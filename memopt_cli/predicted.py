@@ -163,7 +163,7 @@ def recommend_ranks(
     check_memory_known(request)
     with logged(verbose) as progress, once(), processes.kept():
         prepared = prepared_factory(given.subject, chosen or ORIGINAL, given.model, given.functions, limit_s, progress)
-        return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen, progress))
+        return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen))
 
 
 @said_in_python()
@@ -220,7 +220,7 @@ def plan_rank(
     check_goal(request.goal, resolved)
     with logged(verbose) as progress, once(), processes.kept():
         prepared = prepared_factory(given.subject, ORIGINAL, given.model, given.functions, limit_s, progress)
-        found = found_and_proven(request, resolved, prepared, progress)
+        found = found_and_proven(request, resolved, prepared)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=None)
         return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
 

@@ -103,7 +103,8 @@ def verify(
         _prepared("reference", reference, given, settings, functions) as one,
         _prepared("candidate", candidate, given, settings, functions) as other,
     ):
-        found = compare_prepared(one, other, count, limit_s, progress)
+        one, other = (replace(side, timeout_s=limit_s, progress=progress) for side in (one, other))
+        found = compare_prepared(one, other, count)
     named = replace(found, reference="the reference", candidate="the candidate", spent_s=time.monotonic() - started)
     return Verified(named)
 

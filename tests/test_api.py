@@ -1031,7 +1031,7 @@ class Net(nn.Module):
 net, x = nn.Sequential(Net()), torch.randn(16, 32)
 
 def measure():
-    with prepared_model(net, (x,), StepSettings()) as prepared, prepared.session(60) as session:
+    with prepared_model(net, (x,), StepSettings()) as prepared, prepared.session() as session:
         print(type(session).__name__, type(session.ask(MeasureJob(plan=Plan())).measurement).__name__, *prepared.notes)
 
 def optimize():

@@ -332,8 +332,8 @@ def test_a_subprocess_has_the_time_that_is_given(
     if name == "check":
         memopt_cli.baseline(made(), x)
 
-    def late(prepared: Prepared, timeout_s: float, data: str = "") -> Any:
-        raise_failure(TimedOut(limit_s=timeout_s))
+    def late(prepared: Prepared, data: str = "") -> Any:
+        raise_failure(TimedOut(limit_s=prepared.timeout_s))
 
     monkeypatch.setattr(Prepared, "session", late)
     call = getattr(memopt_cli, name)

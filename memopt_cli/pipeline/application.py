@@ -51,23 +51,23 @@ def _tried(
     confirmation = None
     if request.confirm:
         differs = unlike(prepared.subject, predicted, header)
-        confirmation = confirmed(prepared, plan, predicted, differs, request.timeout_s, progress)
-    *shorter, verification = _verified_all(prepared, plan.of_model, request, progress) if request.verify else [None]
+        confirmation = confirmed(prepared, plan, predicted, differs)
+    *shorter, verification = _verified_all(prepared, plan.of_model) if request.verify else [None]
     verified = tuple(found for found in shorter if found is not None)
     tried = ApplyResult(files=(), verification=verification, shorter=verified, confirmation=confirmation)
     return prepared.subject.source, tried
 
 
-def _verified_all(prepared: Prepared, plan: Plan, request: ApplyRequest, progress: Progress) -> list[Verification]:
+def _verified_all(prepared: Prepared, plan: Plan) -> list[Verification]:
     """As the inputs are described; a plan by length at the largest of each range, if their dimension is named there."""
     if plan.by is None or plan.by.dim not in prepared.subject.spec.dims:
-        return [_verified(prepared, plan, request.timeout_s, progress)]
+        return [_verified(prepared, plan)]
     sizes = [prepared.sized(plan.by.dim, part.up_to) for part in plan.ranges]
-    return [_verified(sized, plan, request.timeout_s, progress) for sized in sizes]
+    return [_verified(sized, plan) for sized in sizes]
 
 
-def _verified(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> Verification:
-    found = required(verified(prepared, plan, timeout_s, progress), "verification could not be run: ")
+def _verified(prepared: Prepared, plan: Plan) -> Verification:
+    found = required(verified(prepared, plan), "verification could not be run: ")
     if not found.passed:
         raise VerificationError(
             f"with the plan {found.difference}, at {found.sizes}",

@@ -10,19 +10,18 @@ from memopt_cli.pipeline.begun_advice import begin_advice
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.progress import Progress
 from memopt_cli.records import BatchAdvice, BatchEstimate, NoBatchFits, OptimizeRequest
 
 _PROBES = 2
 """Batch sizes that the advice rests on, at least, where so many can be run."""
 
 
-def advise(request: OptimizeRequest, prepared: Prepared, found: Findings, progress: Progress) -> BatchAdvice | None:
+def advise(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | None:
     """The largest batch that was run within the device's memory; ``None``, and a note, if there is none to name.
 
     ``found``: the plan, whose measurement at the batch as described is the first run.
     """
-    advice = _advice(request, prepared, found, progress)
+    advice = _advice(request, prepared, found)
     if isinstance(advice, str):
         found.notes.append(f"No batch recommendation: {advice}.")
         return None
@@ -30,19 +29,19 @@ def advise(request: OptimizeRequest, prepared: Prepared, found: Findings, progre
     return advice
 
 
-def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings, progress: Progress) -> BatchAdvice | str:
+def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | str:
     """The same; or why there is none, in words."""
     measured, batch, begun = found.measured, prepared.batch, found.advice
     assert measured is not None, "it is applied"
-    progress.stage("finding the batch that fits")
+    prepared.progress.stage("finding the batch that fits")
     try:
         check_varied(prepared)
     except UsageError as err:
         return err.message
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))  # the plan is verified
-    with Sessions(prepared, request.timeout_s, "small batch", found.notes) as session:
+    with Sessions(prepared, "small batch", found.notes) as session:
         if begun is None or begun.plan != found.plan:
-            begun = begin_advice(request, prepared, found.plan, measured, session, progress)
+            begun = begin_advice(request, prepared, found.plan, measured, session)
         begun.probes.session, search = session, begun.search
         if refusal := why_fixed(search, prepared):
             return refusal

@@ -9,10 +9,10 @@ from memopt_cli.batch_size.runs import Limits
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import StepError
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import BatchProbes, looped_over
+from memopt_cli.pipeline.batch_probes import BatchProbes, looped_over, why_fixed
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.replicas import ReplicaSearch
-from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, BatchRow, Failure, OutOfMemory, Plan, ReplicaAdvice
 from memopt_cli.units import format_copies
 
@@ -76,17 +76,13 @@ class Case:
 class CaseSearch:
     """Searches cases one after another, and shares the runs out among them."""
 
-    batch: int
-    """As the inputs are described."""
-    replicas: Sequence[int]
-    """Numbers of copies to choose from; empty: of a single model."""
-    progress: Progress
+    prepared: Prepared
     notes: list[str]
     limits: Limits
-    why_fixed: Callable[[BatchSearch], str]
-    """Why the batch cannot be varied, in words, or nothing."""
     most_runs: int
     """To find what fits."""
+    replicas: Sequence[int] = ()
+    """Numbers of copies to choose from; empty: of a single model."""
     run: Callable[[int], BatchProbe | Failure] | None = None
     """As in :class:`BatchProbes`."""
     runs: int = 0
@@ -100,21 +96,21 @@ class CaseSearch:
         """
         ratio = 1.0
         for left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
-            self.progress.stage(f"finding the batch that fits{case.text}")
+            self.prepared.progress.stage(f"finding the batch that fits{case.text}")
             case.probes = BatchProbes(
                 session=session,
                 plan=case.plan,
-                progress=self.progress,
+                progress=self.prepared.progress,
                 dims=case.dims,
                 limit_bytes=self.limits.budget_bytes,
                 run=self.run,
             )
-            described, unit = self.batch, self.limits.multiple_of
+            described, unit = self.prepared.batch, self.limits.multiple_of
             share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else min(2, self.most_runs))
             limits = replace(self.limits, probes=share)
             case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
             self.searched.append(case)
-            if refusal := self.why_fixed(case.search):
+            if refusal := why_fixed(case.search, self.prepared):
                 raise StepError(refusal, hint="Give the model what it points at as an input, one for each batch.")
             if self.replicas:
                 self._find_copies(case)
@@ -139,7 +135,7 @@ class CaseSearch:
 
     def _find_copies(self, case: Case) -> None:
         """Find how many copies train fastest; the case is searched with so many."""
-        self.progress.stage(f"finding the number of copies{case.text}")
+        self.prepared.progress.stage(f"finding the number of copies{case.text}")
         batch = case.search.batch
         case.copies = ReplicaSearch(
             probe=lambda copies: replace(case.probes, replicas=copies).probe(batch), limits=self.limits, batch=batch
@@ -149,7 +145,7 @@ class CaseSearch:
             case.settle(found)
         else:
             case.go_on_with_fewest()
-        self.progress.stage(f"finding the batch that fits{case.text}")
+        self.prepared.progress.stage(f"finding the batch that fits{case.text}")
 
     def _check(self, case: Case) -> None:
         """Raise what went wrong where nothing ran, unless it was for lack of memory."""

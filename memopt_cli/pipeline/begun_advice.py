@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from memopt_cli.batch_size.capacity import device_capacity
 from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.batch_size.search import BatchSearch
-from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.progress import Progress
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import BatchProbe, Measurement, OptimizeRequest, Plan
 
 _AIM = 0.7
@@ -39,19 +37,14 @@ class BegunAdvice:
 
 
 def begin_advice(
-    request: OptimizeRequest,
-    prepared: Prepared,
-    plan: Plan,
-    measured: Measurement,
-    session: Callable[[], Session],
-    progress: Progress,
+    request: OptimizeRequest, prepared: Prepared, plan: Plan, measured: Measurement, session: Sessions
 ) -> BegunAdvice:
     """``measured``: under the plan, at the batch as described."""
     device, longest_s = prepared.subject.settings.device, request.longest_step_s
     if longest_s is None:
         least_s = _LEAST_S if device == "cpu" else _LEAST_GPU_S
         longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MOST_S), measured.step_s), 1)
-    probes = BatchProbes(session=session, plan=plan, progress=progress)
+    probes = BatchProbes(session=session, plan=plan, progress=prepared.progress)
     search = probes.search(prepared.batch, _limits(device, longest_s))
     search.runs[prepared.batch] = BatchProbe(
         batch=prepared.batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s

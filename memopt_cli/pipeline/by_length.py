@@ -22,7 +22,6 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.bounds import Work, inner_bounds
 from memopt_cli.plan.policy import Resolved
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     STEP,
     Budget,
@@ -90,17 +89,11 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
     )
 
 
-FindPlan = Callable[[OptimizeRequest, Resolved, Prepared, Progress], Findings]
+FindPlan = Callable[[OptimizeRequest, Resolved, Prepared], Findings]
 
 
 def find_by_length(
-    request: OptimizeRequest,
-    varied: DimRange,
-    resolved: Resolved,
-    prepared: Prepared,
-    progress: Progress,
-    *,
-    find_plan: FindPlan,
+    request: OptimizeRequest, varied: DimRange, resolved: Resolved, prepared: Prepared, *, find_plan: FindPlan
 ) -> Findings:
     """The plan has ranges; all else is of the longest, which is that of the model's inputs.
 
@@ -117,7 +110,7 @@ def find_by_length(
         )
     by = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
-    search = _ByLength(request, resolved, prepared, progress, varied, counts, find_plan, Work.of(counts))
+    search = _ByLength(request, resolved, prepared, varied, counts, find_plan, Work.of(counts))
     search.check_sizes(by)
     found = search.find_longest()
     if not _passes(found):
@@ -187,7 +180,6 @@ class _ByLength:
     request: OptimizeRequest
     resolved: Resolved
     prepared: Prepared
-    progress: Progress
     varied: DimRange
     counts: Mapping[int, float]
     find_plan: FindPlan
@@ -199,7 +191,7 @@ class _ByLength:
         """For dry runs, as on the device that the plan is for."""
         there = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
         data: Data = "full size" if self.request.card is None else "small batch"
-        return Sessions(there, self.request.timeout_s, data, notes=[])
+        return Sessions(there, data, notes=[])
 
     def at(self, length: int) -> Prepared:
         """The model with inputs of a length."""
@@ -221,8 +213,8 @@ class _ByLength:
 
     def find(self, length: int) -> Findings:
         """The fastest plan that meets the budget at a length, proven."""
-        self.progress.stage(f"{self.varied.symbol} up to {length}")
-        found = self.find_plan(self.request, self.resolved, self.at(length), self.progress)
+        self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
+        found = self.find_plan(self.request, self.resolved, self.at(length))
         self.interrupted |= found.interrupted
         if found.budget_bytes is not None:  # a share is one of the original's peak at the longest
             goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
@@ -256,7 +248,7 @@ class _ByLength:
             if isinstance(err, Terminated) or not self.request.interruptible:
                 raise
             self.interrupted = True
-            self.progress.note("The search is interrupted: the ranges that it has found are kept.")
+            self.prepared.progress.note("The search is interrupted: the ranges that it has found are kept.")
         return [*plain, *parts]
 
     def _faster_than(self, longer: _Part, length: int) -> Iterator[_Part]:
@@ -281,7 +273,7 @@ class _ByLength:
         Dry runs say where to try; their peaks are without the workspaces of kernels, which are taken to grow alike.  On
         a device that is not here they are estimates, and decide.
         """
-        self.progress.stage("the original within the budget")
+        self.prepared.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
         share, is_fake = allocated_share(longest.original), longest.original.predicted_tensor_peak_bytes is not None
         with self._sessions() as sessions:
@@ -305,7 +297,7 @@ class _ByLength:
     def _fits(self, original: LevelRow, length: int, measured: Measurement | None, peak_bytes: int) -> _Part:
         """The range up to a length at which the original takes so much: by a run, or as estimated."""
         takes = "it is estimated to take" if measured is None else "it takes"
-        self.progress.note(
+        self.prepared.progress.note(
             f"Up to {self.varied.symbol}={length} the original fits: {takes} {format_bytes(peak_bytes)} there."
         )
         row = replace(
@@ -317,9 +309,9 @@ class _ByLength:
         return _Part(up_to=length, original=row, applied=row)
 
     def _measured(self, length: int) -> Measurement | None:
-        self.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
+        self.prepared.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
         job = MeasureJob(plan=ORIGINAL, warm_up=self.resolved.options.warmup_in_profile_workers)
-        found = self.at(length).ask(job, self.request.timeout_s)
+        found = self.at(length).ask(job)
         return found.measurement if isinstance(found, Measured) else None
 
     # ------------------------------------------------------------------------------------------ what is told

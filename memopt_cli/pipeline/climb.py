@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import skipped_step
 from memopt_cli.plan.questions import Priced
-from memopt_cli.progress import Progress, Span
-from memopt_cli.records import Failure, LevelRow, Measurement, Plan, SearchOptions
+from memopt_cli.progress import Span
+from memopt_cli.records import LevelRow, Measurement, SearchOptions
 from memopt_cli.units import format_bytes
 
 _LEAST_SAVING = 0.02
@@ -30,10 +31,7 @@ class Climb:
     original_bytes: int
     """Allocated peak of its dry run."""
     options: SearchOptions
-    measure: Callable[[Plan], Measurement | Failure]
-    confirm: Callable[[LevelRow, float], LevelRow]
-    """The row of a measured plan and how slow it may be -> the row, and the original too, timed anew if in doubt."""
-    progress: Progress
+    measurements: PlanMeasurements
     dry_run: bool
     """The planner's peaks come from dry runs, so they are predictions."""
     measure_all: bool
@@ -82,13 +80,15 @@ class Climb:
 
     def measured(self, row: LevelRow) -> LevelRow:
         """The row with the measurement of its plan."""
-        self.progress.stage(f"level {row.level}: measuring its plan", self._expected(row))
-        return replace(row, outcome=self.original.outcome if row.plan.is_empty else self.measure(row.plan))
+        self.measurements.prepared.progress.stage(f"level {row.level}: measuring its plan", self._expected(row))
+        return replace(row, outcome=self.original.outcome if row.plan.is_empty else self.measurements.measure(row.plan))
 
     def _predicted(self) -> Iterator[LevelRow]:
         below = self.original.plan
         for level in range(1, self.options.level + 1):
-            self.progress.stage(f"level {level} of {self.options.level}: searching", self.search_left())
+            self.measurements.prepared.progress.stage(
+                f"level {level} of {self.options.level}: searching", self.search_left()
+            )
             started, tried = time.monotonic(), len(self.planner.dry_runs)
             ask = self.planner.best if level == self.options.level else self.planner.least
             found = ask(level, self._limit)
@@ -119,8 +119,8 @@ class Climb:
     def _fast_enough(self, row: LevelRow) -> LevelRow:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
         for _ in range(_MEASUREMENTS):
-            row = self.confirm(self.measured(row), self._limit)
-            self.original = replace(self.original, outcome=self.measure(self.original.plan))
+            row = self.measurements.confirm(self.measured(row), self._limit)
+            self.original = replace(self.original, outcome=self.measurements.measure(self.original.plan))
             slowdown = self._slowdown(row)
             if slowdown <= self._limit:
                 return row
@@ -169,14 +169,12 @@ def not_worth_it(saved: float, slowdown: float, *, of: str) -> str:
 
 def found_row(level: int, found: Priced, tried: int, started: float, *, dry_run: bool) -> LevelRow:
     """What the planner found, not measured yet; ``dry_run``: its peak is a prediction."""
-    counted = found.counted if dry_run else None
-    return LevelRow(
+    row = LevelRow(
         level=level,
         plan=found.plan,
         outcome=None,
-        predicted_tensor_peak_bytes=counted.tensor_peak_bytes if counted else None,
-        predicted_allocated_peak_bytes=counted.allocated_peak_bytes if counted else None,
         predicted_slowdown=found.slowdown,
         dry_runs=tried,
         search_s=time.monotonic() - started,
     )
+    return row.predicted(found.counted) if dry_run else row

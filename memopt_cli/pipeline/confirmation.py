@@ -10,7 +10,6 @@ from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.batch_probes import memory_left_out
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.progress import Progress
 from memopt_cli.records import Confirmation, FileHeader, Plan, PredictedStep, StepSettings
 
 _SAID = {
@@ -60,16 +59,11 @@ def unlike(subject: Subject, predicted: PredictedStep | None, header: FileHeader
 
 
 def confirmed(
-    prepared: Prepared,
-    plan: Plan,
-    predicted: PredictedStep | None,
-    differs: tuple[str, ...],
-    timeout_s: float,
-    progress: Progress,
+    prepared: Prepared, plan: Plan, predicted: PredictedStep | None, differs: tuple[str, ...]
 ) -> Confirmation:
     """Run the step here.  Raises :class:`MemoptError` where it does not run."""
-    progress.stage("measuring a step with the plan")
-    answer = prepared.ask(MeasureJob(plan=plan), timeout_s)
+    prepared.progress.stage("measuring a step with the plan")
+    answer = prepared.ask(MeasureJob(plan=plan))
     measured = required(answer, "the step could not be run with the plan: ").measurement
     device = prepared.subject.settings.device
     confirmation = Confirmation(

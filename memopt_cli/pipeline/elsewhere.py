@@ -27,16 +27,7 @@ from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import left_out, selected
-from memopt_cli.progress import Progress
-from memopt_cli.records import (
-    Counted,
-    LevelRow,
-    OptimizeRequest,
-    PlanEstimates,
-    PlannedRanks,
-    RankPrediction,
-    predicted,
-)
+from memopt_cli.records import LevelRow, OptimizeRequest, PlanEstimates, PlannedRanks, RankPrediction, predicted
 from memopt_cli.units import format_bytes
 
 _UNVERIFIED = "The plan was compared with nothing (--unverified): memopt apply --verify does so where the model fits."
@@ -84,7 +75,7 @@ def opening_elsewhere(request: OptimizeRequest) -> Opening:
     return opening if request.layout is None else without_data(opening, request.layout)
 
 
-def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
     """Search by dry runs, for a card in its blocks and by times of its roofline, and verify at a small size.
 
     Of many ranks it is the first that is planned for; the model is verified whole.  Raises :class:`MemoptError`, a
@@ -98,8 +89,8 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     notes, rows = found.notes, found.rows
     data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
-    with Sessions(searched, request.timeout_s, data, notes) as sessions:
-        progress.stage(f"recording a step for {where}")
+    with Sessions(searched, data, notes) as sessions:
+        prepared.progress.stage(f"recording a step for {where}")
         started = time.monotonic()
         traced = record_step(sessions(), ORIGINAL, None, notes)
         answer = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
@@ -110,9 +101,9 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
             found.budget_bytes = budget_bytes(request.goal.budget, first.peak_bytes)
         if options.level:
             probes = SearchProbes(sessions, limit_s=request.search_limit_s)
-            asked = planner_probes(probes, first, progress, fake=True, allow_inexact=options.allow_inexact)
+            asked = planner_probes(probes, first, prepared.progress, fake=True, allow_inexact=options.allow_inexact)
             planner = Planner(traced.trace, first, asked, options)
-            progress.stage(f"searching for {where}", probes.left())
+            prepared.progress.stage(f"searching for {where}", probes.left())
             rows.append(_searched(request, planner, found))
         plan = rows[-1].plan
         planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
@@ -120,7 +111,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         of_first = None if layout is None else predict(sessions(), layout, 0, plan)
     found.plan, found.applied_level = plan, rows[-1].level
     if of_first is not None:
-        found.parallel = _of_ranks(of_first, searched, first.counted, request.timeout_s, found.budget_bytes)
+        found.parallel = _of_ranks(of_first, searched, first, found.budget_bytes)
     if card is not None:
         found.estimates = PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
     if options.level:
@@ -129,7 +120,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     if request.unverified:
         notes.append(_UNVERIFIED)
     else:
-        verification = verified_small(prepared, plan, request.timeout_s, progress)
+        verification = verified_small(prepared, plan)
         found.verification = required(verification, "verification could not be run: ")
     return found
 
@@ -153,9 +144,7 @@ def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
         )
 
 
-def _of_ranks(
-    of_first: RankPrediction, searched: Prepared, original: Counted, timeout_s: float, within_bytes: int | None
-) -> PlannedRanks:
+def _of_ranks(of_first: RankPrediction, searched: Prepared, original: Priced, within_bytes: int | None) -> PlannedRanks:
     """What the first rank needs with and without the plan, and what the last needs with it.
 
     Raises :class:`NothingFitsError` where the last needs more than the budget.
@@ -164,14 +153,14 @@ def _of_ranks(
     last, planned = layout.ranks - 1, [of_first]
     if last:
         of_last = replace(searched, subject=replace(searched.subject, rank=last))
-        with of_last.session(timeout_s, "none") as other:
+        with of_last.session("none") as other:
             planned.append(predict(other, layout, last, plan))
     most = max(rank.tensor_peak_bytes for rank in planned)
     if within_bytes is not None and most > within_bytes:
         raise NothingFitsError(
             f"the plan that fits on rank 0 takes {format_bytes(most)} on rank {last}", hint="Raise --budget."
         )
-    return PlannedRanks(original=predicted(original, layout, 0, ORIGINAL), planned=tuple(planned))
+    return PlannedRanks(original=predicted(original.counted, layout, 0, ORIGINAL), planned=tuple(planned))
 
 
 def _searched(request: OptimizeRequest, planner: Planner, found: Findings) -> LevelRow:

@@ -26,16 +26,7 @@ from memopt_cli.pipeline.gaps import (
 )
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
 from memopt_cli.progress import Ask, Progress
-from memopt_cli.records import (
-    Cause,
-    Equivalence,
-    EquivalenceRequest,
-    Failure,
-    Followed,
-    ModelSource,
-    StepFailed,
-    TensorGap,
-)
+from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, Followed, StepFailed, TensorGap
 
 _TOLERANCE: Final = 1e-9
 """As :data:`memopt_cli.equality.TOLERANCE`, which imports PyTorch."""
@@ -44,30 +35,26 @@ _TOLERANCE: Final = 1e-9
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
     """Take the same steps of both, and compare all that they leave.  Raises :class:`MemoptError`."""
     started = time.monotonic()
-    reference = _prepared(request, request.reference, progress, ask)
-    like_it = replace(request, spec=reference.subject.spec)
-    candidate = _prepared(like_it, request.candidate, progress, ask)
-    found = compare_prepared(reference, candidate, request.steps, request.timeout_s, progress)
+    opening = Opening(
+        source=request.reference, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
+    )
+    reference = prepare_with_plan(opening, progress=progress, ask=ask)
+    like_it = replace(opening, source=request.candidate, spec=reference.subject.spec)
+    candidate = prepare_with_plan(like_it, progress=progress, ask=ask)
+    found = compare_prepared(reference, candidate, request.steps)
     return replace(found, spent_s=time.monotonic() - started)
 
 
-def _prepared(request: EquivalenceRequest, source: ModelSource, progress: Progress, ask: Ask | None) -> Prepared:
-    opening = Opening(source=source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s)
-    return prepare_with_plan(opening, progress=progress, ask=ask)
-
-
-def compare_prepared(
-    reference: Prepared, candidate: Prepared, steps: int, timeout_s: float, progress: Progress
-) -> Equivalence:
+def compare_prepared(reference: Prepared, candidate: Prepared, steps: int) -> Equivalence:
     """The same of two that are ready.
 
     Raises :class:`StepError` if they are not of one model, and :class:`MemoptError` if the reference cannot be run.
     """
-    sides = _Sides(reference, candidate, timeout_s, progress)
-    progress.stage("following the reference")
+    sides = _Sides(reference, candidate)
+    sides.progress.stage("following the reference")
     job, once = sides.first(steps)
     again = sides.reference(job)
-    progress.stage("following the candidate")
+    sides.progress.stage("following the candidate")
     other = sides.candidate(job)
     blank = Equivalence(
         reference=reference.subject.source.location,
@@ -105,9 +92,9 @@ def _trained(found: Followed | Failure) -> Followed:
 class _Sides:
     """The reference and the candidate, asked in subprocesses of their own."""
 
-    def __init__(self, reference: Prepared, candidate: Prepared, timeout_s: float, progress: Progress) -> None:
-        self._reference, self._candidate, self._timeout_s = reference, candidate, timeout_s
-        self.progress = progress
+    def __init__(self, reference: Prepared, candidate: Prepared) -> None:
+        self._reference, self._candidate = reference, candidate
+        self.progress = reference.progress
         self.unsteady: Set[str] = frozenset()
         """Numbers that two runs of the reference leave otherwise."""
         self.precision = reference.subject.settings.precision
@@ -147,7 +134,7 @@ class _Sides:
         return with_others(*by_the_same_names(one, other), self.unsteady)
 
     def _ask(self, prepared: Prepared, job: FollowJob) -> Followed | Failure:
-        return prepared.ask(replace(job, plan=prepared.carried), self._timeout_s)
+        return prepared.ask(replace(job, plan=prepared.carried))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

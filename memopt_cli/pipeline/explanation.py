@@ -81,7 +81,7 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
             source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
         )
         prepared = prepare(opening, progress=progress, ask=ask)
-        found = _explained(request, prepared, *_limit(request, error, snapshot, prepared), progress)
+        found = _explained(request, prepared, *_limit(request, error, snapshot, prepared))
     elif snapshot is not None:
         found = _of_snapshot(snapshot)
     else:
@@ -156,36 +156,34 @@ def _limit(
 # ---------------------------------------------------------------------------------------------- where it ends
 
 
-def _recorded(prepared: Prepared, timeout_s: float) -> tuple[StepTrace, list[str]]:
+def _recorded(prepared: Prepared) -> tuple[StepTrace, list[str]]:
     """The step, and what is to be known of the record.
 
     Without data, a few samples aside: it may be what does not fit.  If this machine has the memory, the step itself is
     run: kernels take other workspace for a few samples, some run other operators.
     """
     notes: list[str] = []
-    with prepared.session(timeout_s, "small batch") as session:
+    with prepared.session("small batch") as session:
         traced = record_step(session, ORIGINAL, None, notes)
     device = prepared.subject.settings.device
     if traced.trace.allocated_peak_bytes < _ROOMY * runnable_bytes(device):
-        look_s = timeout_s if traced.unknown else min(timeout_s, _LONGEST_LOOK_S)
-        whole = prepared.ask(TraceJob(plan=ORIGINAL, fake=True), look_s)
+        look_s = prepared.timeout_s if traced.unknown else min(prepared.timeout_s, _LONGEST_LOOK_S)
+        whole = replace(prepared, timeout_s=look_s).ask(TraceJob(plan=ORIGINAL, fake=True))
         if isinstance(whole, Traced):
             return whole.trace, [f"{reason}." for reason in whole.unknown]
     return traced.trace, notes
 
 
-def _explained(
-    request: ExplainRequest, prepared: Prepared, limit_bytes: int, limit: str, progress: Progress
-) -> Explanation:
-    progress.stage("recording a step")
-    trace, notes = _recorded(prepared, request.timeout_s)
+def _explained(request: ExplainRequest, prepared: Prepared, limit_bytes: int, limit: str) -> Explanation:
+    prepared.progress.stage("recording a step")
+    trace, notes = _recorded(prepared)
     live = live_bytes(trace)
     needed = allocated_peak(trace, live)
     instant = first_beyond(trace, live, limit_bytes)
     where = instant or needed
     alive = [s for s in trace.storages if is_alive(s, where.op)]
     made = [s for s in alive if s.kind in ("activations", "temporaries")]
-    trial = _Trial(request, prepared, limit_bytes, progress)
+    trial = _Trial(request, prepared, limit_bytes)
     stays = _stays(trace, request.settings.optimizer)
     return Explanation(
         header=file_header(prepared),
@@ -238,9 +236,8 @@ def _told(plan: Plan) -> str:
 class _Trial:
     """Changes that are tried, each by a run at full size."""
 
-    def __init__(self, request: ExplainRequest, prepared: Prepared, limit_bytes: int, progress: Progress) -> None:
+    def __init__(self, request: ExplainRequest, prepared: Prepared, limit_bytes: int) -> None:
         self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
-        self._progress = progress
         self.refused: list[str] = []
 
     def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
@@ -294,11 +291,10 @@ class _Trial:
             settings=subject.settings,
             search=search,
             goal=goal,
-            timeout_s=self._request.timeout_s,
             recommend_batch=False,
             search_limit_s=_SEARCH_S,
         )
-        found = find_plan(asked, resolve(search), prepared, self._progress)
+        found = find_plan(asked, resolve(search), prepared)
         if found.verification is not None and not found.verification.passed:
             raise NothingFitsError(f"the plan that was found is not exact: {found.verification.difference}")
         return found
@@ -321,10 +317,9 @@ class _Trial:
             settings=subject.settings,
             memory=self._limit_bytes,
             global_batch=self._prepared.batch,
-            timeout_s=self._request.timeout_s,
             longest_step_s=_LONGEST_STEP_S,
         )
-        found = recommend_prepared(asked, prepared, None if plan == ORIGINAL else plan, (), self._progress)
+        found = recommend_prepared(asked, prepared, None if plan == ORIGINAL else plan, ())
         row = found.rows[found.chosen]
         if found.interrupted:
             raise KeyboardInterrupt
@@ -352,11 +347,11 @@ class _Trial:
         if settings.precision not in ("stored", "fp32"):
             raise UsageError(f"the step is run in {settings.precision} already")
         cast = self._with(replace(settings, precision="bf16"))
-        self._progress.stage("trying bfloat16")
-        counted = cast.ask(CountJob(plan=ORIGINAL, fake=True), self._request.timeout_s, "small batch")
+        self._prepared.progress.stage("trying bfloat16")
+        counted = cast.ask(CountJob(plan=ORIGINAL, fake=True), "small batch")
         if isinstance(counted, Counted) and counted.allocated_peak_bytes > self._limit_bytes:
             raise NothingFitsError(f"needs about {format_bytes(counted.allocated_peak_bytes)}")
-        measured = cast.ask(MeasureJob(plan=ORIGINAL), self._request.timeout_s)
+        measured = cast.ask(MeasureJob(plan=ORIGINAL))
         if not isinstance(measured, Measured):
             raise NothingFitsError(describe(measured))
         peak_bytes = measured.measurement.allocated_peak_bytes

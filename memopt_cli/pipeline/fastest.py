@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.batch_size.peak_model import PeakModel, Predict
@@ -18,9 +17,8 @@ from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import fastest_data, plan_yaml
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, VerificationError
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
-from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.pair_runs import PairRuns, best_original, finalists, ranked
 from memopt_cli.pipeline.pair_search import PairSearch
@@ -70,9 +68,7 @@ def check_search_alone(has_plan: bool, objective: Objective | None) -> None:
         raise OptionError(f"a search finds the plan that trains fastest, and {what}", hint="Leave one of them out.")
 
 
-def fastest_prepared(
-    request: BatchRequest, resolved: Resolved, prepared: Prepared, progress: Progress
-) -> FastestTraining:
+def fastest_prepared(request: BatchRequest, resolved: Resolved, prepared: Prepared) -> FastestTraining:
     """The answer for a model that is ready; nothing is written.
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if no batch fits with any plan.
@@ -85,15 +81,15 @@ def fastest_prepared(
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
     limits = replace(limits, most_samples=request.global_batch)
     notes = [*resolved.notes, *prepared.notes, *memory_left_out(prepared)]
-    job = _Job(request=request, resolved=resolved, prepared=prepared, progress=progress, limits=limits, notes=notes)
+    job = _Job(request=request, resolved=resolved, prepared=prepared, limits=limits, notes=notes)
     try:
         telling = prepared.at(max(prepared.batch, _TELLING_BATCH))  # for dry runs, and trials of modules in chunks
-        with Sessions(telling, request.timeout_s, "small batch", notes) as session:
+        with Sessions(telling, "small batch", notes) as session:
             job.search(session)
     except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
         if isinstance(err, Terminated) or not job.runs.usable():
             raise
-        progress.note("The search is interrupted: the best so far is verified. Ctrl-C again: stop.")
+        prepared.progress.note("The search is interrupted: the best so far is verified. Ctrl-C again: stop.")
         job.interrupted = True
     return replace(job.answer(), spent_s=time.monotonic() - started)
 
@@ -109,7 +105,6 @@ class _Job:
     request: BatchRequest
     resolved: Resolved
     prepared: Prepared
-    progress: Progress
     limits: Limits
     notes: list[str]
     interrupted: bool = False
@@ -124,12 +119,7 @@ class _Job:
     """By the monotonic clock."""
 
     def __post_init__(self) -> None:
-        self.trials = Trials(
-            prepared=self.prepared,
-            timeout_s=self.request.timeout_s,
-            limit_bytes=self.limits.budget_bytes,
-            progress=self.progress,
-        )
+        self.trials = Trials(prepared=self.prepared, limit_bytes=self.limits.budget_bytes)
         self.runs = PairRuns(
             trials=self.trials,
             limits=self.limits,
@@ -141,7 +131,7 @@ class _Job:
 
     # ------------------------------------------------------------------------------------------ the search
 
-    def search(self, session: Callable[[], Session]) -> None:
+    def search(self, session: Sessions) -> None:
         """Run the original at its best batches, then the plans that may train faster."""
         try:
             case = self._original(session)
@@ -162,14 +152,14 @@ class _Job:
         if self._is_over():
             self.notes.append(_ended(self.request))
 
-    def _price_and_run(self, step: ScaledStep, case: Case, session: Callable[[], Session]) -> None:
+    def _price_and_run(self, step: ScaledStep, case: Case, session: Sessions) -> None:
         """The plans that may train faster."""
-        self.progress.stage("pricing plans at larger batches")
+        self.prepared.progress.stage("pricing plans at larger batches")
         pricing = self.pricing = Pricing(
             models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
             probes=SearchProbes(session, limit_s=self._left_s()),
             options=self.resolved.options,
-            progress=self.progress,
+            progress=self.prepared.progress,
         )
         priced_ratio = _priced_ratio(self.trials, pricing)
         search = PairSearch(
@@ -188,7 +178,7 @@ class _Job:
             over=self._is_over,
         )
         pairs = search.priced(self.runs.of_use(case.search.runs.best))
-        self.progress.stage("running the plans that may be faster")
+        self.prepared.progress.stage("running the plans that may be faster")
         search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
         if not self.runs.usable() and not self._is_over():
             unit = self.limits.multiple_of
@@ -199,20 +189,17 @@ class _Job:
         """The pairs that may only seem slower than the best, or faster, once more."""
         again = finalists(self.runs.all(), most=_RUNS - self.trials.count)
         if again:
-            self.progress.stage("running the best again")
+            self.prepared.progress.stage("running the best again")
         for pair in again:
             self.trials.run_again(pair.plan, pair.batch)
 
-    def _original(self, session: Callable[[], Session]) -> Case:
+    def _original(self, session: Sessions) -> Case:
         """The largest batch that it takes, and smaller ones while they are faster."""
         case = Case(planned=False, plan=ORIGINAL, dims={})
         search = CaseSearch(
-            batch=self.prepared.batch,
-            replicas=(),
-            progress=self.progress,
+            prepared=self.prepared,
             notes=self.notes,
             limits=self.limits,
-            why_fixed=functools.partial(why_fixed, prepared=self.prepared),
             most_runs=_OF_ORIGINAL,
             run=self._run_original,
         )
@@ -222,7 +209,7 @@ class _Job:
             self.dry_runs += [found.probes for found in search.searched]
         largest = case.search.runs.best
         if largest:
-            self.progress.stage("finding the fastest batch")
+            self.prepared.progress.stage("finding the fastest batch")
             best, *smaller = dict.fromkeys(filter(None, map(self.runs.of_use, (largest, largest // 2, largest // 4))))
             if best not in case.search.runs:  # which none of the runs so far was to find
                 search.most_runs = max(search.most_runs, search.runs + 1)
@@ -239,11 +226,11 @@ class _Job:
     def _record(self, plan: Plan, batch: int) -> Traced | Failure:
         is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)
         data: Data = "full size" if is_run else "small batch"
-        return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), self.request.timeout_s, data)
+        return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), data)
 
-    def _predict(self, plan: Plan, pricing: Pricing, session: Callable[[], Session]) -> Predict:
+    def _predict(self, plan: Plan, pricing: Pricing, session: Sessions) -> Predict:
         """By dry runs where they are possible."""
-        probes = BatchProbes(session=session, plan=plan, progress=self.progress)
+        probes = BatchProbes(session=session, plan=plan, progress=self.prepared.progress)
         self.dry_runs.append(probes)
         if math.isfinite(self.dry_runs[0].predict(self.prepared.batch)):
             return probes.predict
@@ -295,7 +282,7 @@ class _Job:
             plan, batch = pairs[index].plan, pairs[index].batch
             if plan == ORIGINAL:
                 return index, None
-            found = verified(self.prepared.at(batch), plan, self.request.timeout_s, self.progress, fits=False)
+            found = verified(self.prepared.at(batch), plan, fits=False)
             if isinstance(found, Verification) and found.passed:
                 return index, found
             fault = found.difference if isinstance(found, Verification) else describe(found)
@@ -340,7 +327,7 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
     check_targets(pair_paths(request.source.location, request.output), force=request.force)
     settings = accumulating(request.settings, request.global_batch)
     prepared = prepare(opening_of(request, settings), progress=progress, ask=ask)
-    found = fastest_prepared(request, resolved, prepared, progress)
+    found = fastest_prepared(request, resolved, prepared)
     return replace(found, files=_write(found, request))
 
 

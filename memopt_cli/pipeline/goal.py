@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.pipeline.climb import found_row
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.in_backward import InBackwardPlans
+from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.plan.planner import Planner, nondominated
 from memopt_cli.plan.questions import Priced
-from memopt_cli.progress import Progress
-from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemory, ParetoPoint, Plan, describe
+from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemory, ParetoPoint, describe
 from memopt_cli.units import format_apart, format_bytes
 
 _MEASURED = 6
@@ -39,15 +39,12 @@ class GoalSearch:
     """Asks the planner, and believes the measurement."""
 
     planner: Planner
-    measure: Callable[[Plan], Measurement | Failure]
-    progress: Progress
+    measurements: PlanMeasurements
     level: int
     dry_run: bool
     """The planner's peaks come from dry runs, so they are predictions."""
     in_backward: InBackwardPlans
     """Its plans again, with the optimizer in backward."""
-    confirm: Callable[[LevelRow, float], LevelRow]
-    """The row of a measured plan whose step may be too long, timed in turns with the original."""
     notes: list[str]
     original_s: float = math.inf
     """Step time of the original, as measured."""
@@ -85,10 +82,10 @@ class GoalSearch:
             if found is None:
                 break
             self._measuring(found)
-            outcome = self.measure(found.plan)
+            outcome = self.measurements.measure(found.plan)
             if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
                 row = self._row(self._or_faster(found, outcome, budget_bytes), started)
-                proven = self.in_backward.prove(row) if row.plan.in_backward else row
+                proven = self.in_backward.proven(row) if row.plan.in_backward else row
                 if isinstance(proven, LevelRow):
                     return proven
                 self.in_backward.refuse(proven)
@@ -158,7 +155,7 @@ class GoalSearch:
             if other is None or other.slowdown > min(self._most, best[1].step_s / self.original_s):
                 break
             self._measuring(other)
-            answer = self.measure(other.plan)
+            answer = self.measurements.measure(other.plan)
             if not isinstance(answer, Measurement) or answer.allocated_peak_bytes > budget_bytes:
                 break
             found, outcome = other, answer
@@ -196,7 +193,7 @@ class GoalSearch:
             plan=priced.plan,
             predicted_allocated_peak_bytes=priced.peak_bytes,
             predicted_slowdown=priced.slowdown,
-            outcome=original if priced.plan.is_empty else self.measure(priced.plan),
+            outcome=original if priced.plan.is_empty else self.measurements.measure(priced.plan),
             original_step_s=original.step_s if isinstance(original, Measurement) else None,
         )
 
@@ -204,16 +201,16 @@ class GoalSearch:
         """One whose step seems too long, as it is timed in turns with the original: a busy machine hides no plan."""
         if point.slowdown is None or point.slowdown <= self._most_shown:
             return point
-        outcome = self.confirm(self.row_of(point, time.monotonic()), self._most_shown).outcome
+        outcome = self.measurements.confirm(self.row_of(point, time.monotonic()), self._most_shown).outcome
         if outcome == point.outcome:  # they could not be timed in turns
             return point
-        beside = self.measure(original.plan)
+        beside = self.measurements.measure(original.plan)
         assert outcome is not None
         assert isinstance(beside, Measurement)
         return replace(point, outcome=outcome, original_step_s=beside.step_s)
 
     def _measuring(self, found: Priced, done: int = 0, total: int | None = None) -> None:
-        self.progress.update(done, total, f"measuring a plan of {format_bytes(found.peak_bytes)}")
+        self.measurements.prepared.progress.update(done, total, f"measuring a plan of {format_bytes(found.peak_bytes)}")
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
         """A picked plan's line in the summary."""

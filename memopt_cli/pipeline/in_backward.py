@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.optimizer_text import NoOptimizer, parse_optimizer
+from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.plan.interface import NotTried
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.questions import Priced
@@ -28,18 +29,15 @@ def may_run_in_backward(settings: StepSettings) -> bool:
     return named and settings.micro_batches == 1 and settings.clip_norm is None and settings.precision != "fp16"
 
 
-def does_not_run(reason: str) -> str:
-    """A note that says why it stays where it is."""
-    return f"The optimizer does not run in backward: {reason.removesuffix('.')}."
-
-
 @dataclass(slots=True, kw_only=True)
 class InBackwardPlans:
     """Plans that a search has found, with the optimizer in backward, which costs no time by the sums."""
 
     count: Callable[[Plan], Counted | Failure | NotTried]
-    prove: Callable[[LevelRow], LevelRow | str]
-    """A row that was measured, as it is confirmed; or what speaks against it."""
+    measurements: PlanMeasurements
+    fault: Callable[[Plan], str]
+    """What the verification of a plan finds; empty if it passes."""
+    most_slowdown: float
     notes: list[str]
     is_allowed: bool
     """By the step, and by all that was seen so far."""
@@ -61,73 +59,41 @@ class InBackwardPlans:
         """An allocated peak in bytes that it may have with it, or a little less."""
         return found.peak_bytes - (_held_by_gradients(found.counted) if self.is_allowed else 0)
 
+    def of_level(self, row: LevelRow, found: Priced) -> LevelRow | None:
+        """A level's row of the plan with it, measured and proven; ``None`` where that promises nothing, or fails."""
+        lower = self.of(found)
+        tried = "" if lower is None else self._tried(row, found, lower)
+        if not isinstance(tried, str):
+            return tried
+        if tried:
+            self.refuse(tried)
+        return None
+
+    def _tried(self, row: LevelRow, found: Priced, lower: Priced) -> LevelRow | str:
+        before, outcome = self.measurements.measure(found.plan), self.measurements.measure(lower.plan)
+        if not isinstance(outcome, Measurement):
+            return describe(outcome)
+        if isinstance(before, Measurement) and outcome.allocated_peak_bytes >= before.allocated_peak_bytes:
+            return "its measured peak is no lower"
+        tried = replace(row, plan=lower.plan, outcome=outcome, dry_runs=row.dry_runs + 1, repeats=None)
+        return self.proven(tried.predicted(lower.counted) if row.predicted_allocated_peak_bytes is not None else tried)
+
+    def proven(self, row: LevelRow) -> LevelRow | str:
+        """A row that was measured, as it is confirmed; or what speaks against it."""
+        timed, original = self.measurements.confirm(row, self.most_slowdown), self.measurements.measure(ORIGINAL)
+        if isinstance(timed.outcome, Measurement) and isinstance(original, Measurement):
+            slowdown = timed.outcome.slowdown(original)
+            if slowdown > self.most_slowdown:
+                return f"the step would take {slowdown:.2f} times as long"
+        return self.fault(row.plan) or timed
+
     def refuse(self, reason: str) -> None:
         """From now on there are none."""
         self.is_allowed = False
-        self.notes.append(does_not_run(reason))
+        self.notes.append(f"The optimizer does not run in backward: {reason.removesuffix('.')}.")
 
 
 def _held_by_gradients(counted: Counted) -> int:
     """What goes at most: gradients at the peak, and what the optimizer makes of all of them at once."""
     at_peak = counted.breakdown
     return at_peak.gradients_bytes + at_peak.temporaries_bytes if at_peak.gradients_bytes else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InBackwardTrial:
-    """One more dry run, and a measurement if that promises something."""
-
-    count: Callable[[Plan], Counted | Failure | NotTried]
-    measure: Callable[[Plan], Measurement | Failure]
-    confirm: Callable[[LevelRow, float], LevelRow]
-    """See :meth:`PlanMeasurements.confirm`."""
-    most_slowdown: float
-    dry_run: bool
-    """Counts are of dry runs, so they are predictions."""
-
-    def of(self, row: LevelRow) -> LevelRow | str:
-        """The row with the optimizer in backward, measured; or why it is not, empty where that promises nothing."""
-        plan = replace(row.plan, in_backward=True)
-        before, after = self.count(row.plan), self.count(plan)
-        if not isinstance(before, Counted) or isinstance(after, NotTried):
-            return ""
-        if not isinstance(after, Counted):
-            return does_not_run(describe(after))
-        if after.allocated_peak_bytes > (1 - _LEAST_SAVING) * before.allocated_peak_bytes:
-            return ""
-        outcome = self.measure(plan)
-        if not isinstance(outcome, Measurement):
-            return does_not_run(describe(outcome))
-        found = self.confirm(self._row(row, plan, after, outcome), self.most_slowdown)
-        return self._refusal(row, found) or found
-
-    def _refusal(self, row: LevelRow, found: LevelRow) -> str:
-        """Why the measurement speaks against it; empty if it does not."""
-        slow = too_slow(found, self.measure(ORIGINAL), self.most_slowdown)
-        if slow:
-            return does_not_run(slow)
-        before, after = self.measure(row.plan), found.outcome
-        assert isinstance(after, Measurement)
-        if isinstance(before, Measurement) and after.allocated_peak_bytes >= before.allocated_peak_bytes:
-            return does_not_run("its measured peak is no lower")
-        return ""
-
-    def _row(self, row: LevelRow, plan: Plan, counted: Counted, outcome: Measurement) -> LevelRow:
-        predicted = counted if self.dry_run else None
-        return replace(
-            row,
-            plan=plan,
-            outcome=outcome,
-            predicted_tensor_peak_bytes=predicted.tensor_peak_bytes if predicted else None,
-            predicted_allocated_peak_bytes=predicted.allocated_peak_bytes if predicted else None,
-            dry_runs=row.dry_runs + 1,
-            repeats=None,
-        )
-
-
-def too_slow(row: LevelRow, original: Measurement | Failure, most_slowdown: float) -> str:
-    """What its measured time says against it; empty if it is fast enough, or there is nothing to compare with."""
-    if not isinstance(row.outcome, Measurement) or not isinstance(original, Measurement):
-        return ""
-    slowdown = row.outcome.slowdown(original)
-    return f"the step would take {slowdown:.2f} times as long" if slowdown > most_slowdown else ""

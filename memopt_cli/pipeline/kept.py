@@ -14,7 +14,6 @@ from memopt_cli.pipeline.prepare import Prepared, file_header, saved_model
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.recommendation import batch_file
 from memopt_cli.pipeline.summary import Findings, summarize
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     STEP,
     BatchAdvice,
@@ -37,7 +36,6 @@ class Kept:
     prepared: Prepared
     found: Findings
     paths: OutputPaths
-    progress: Progress
     started: float
     """By the monotonic clock."""
     files: list[Path] = field(default_factory=list)
@@ -83,7 +81,7 @@ class Kept:
             self._keep_model()
         is_run = self.found.is_run
         if passed and is_run and self.request.recommend_batch and not self.found.interrupted:
-            self.advice = advise(self.request, self.prepared, self.found, self.progress)
+            self.advice = advise(self.request, self.prepared, self.found)
         if writes:
             if is_run:
                 measured = {"batch_size": self.prepared.batch, "verified": True}
@@ -101,7 +99,7 @@ class Kept:
     # ------------------------------------------------------------------------------------------ to the disk
 
     def _keep_plan(self) -> None:
-        self.progress.stage("writing the plan")
+        self.prepared.progress.stage("writing the plan")
         if not self.request.force:
             self._step_aside()
         if self.paths.plan_only:
@@ -136,14 +134,14 @@ class Kept:
         if paths != self.paths:
             note = f"Files of {self.paths.model.stem} have come to exist meanwhile; these are {paths.model.stem}."
             self.found.notes.append(note)
-            self.progress.note(note)
+            self.prepared.progress.note(note)
             self.paths = paths
 
     def _keep_model(self) -> None:
         if self.paths.plan_only:
             return
-        self.progress.stage("writing the model")
-        source, timeout_s = self.prepared.subject.source, self.request.timeout_s
+        self.prepared.progress.stage("writing the model")
+        source, timeout_s = self.prepared.subject.source, self.prepared.timeout_s
         self._keep(self.paths.model, saved_model(source, self.found.plan, timeout_s))
 
     def _keep_summary(self) -> None:
@@ -164,12 +162,12 @@ class Kept:
 
     def _recorded_steps(self) -> RecordedSteps:
         """The step of the original, and that of the applied plan."""
-        self.progress.stage("recording the step before and after")
+        self.prepared.progress.stage("recording the step before and after")
         found, traces = self.found, {}
         fits = isinstance(found.rows[0].outcome, Measurement)  # kernel workspace is recorded of the original
         data: Data = "full size" if fits else "small batch"
         for row in found.rows:
             if row.level in (0, found.applied_level):
-                with self.prepared.session(self.request.timeout_s, data) as session:
+                with self.prepared.session(data) as session:
                     traces[row.level] = record_step(session, row.plan, row.outcome, found.notes).trace
         return RecordedSteps(original=traces[0], optimized=traces[found.applied_level])

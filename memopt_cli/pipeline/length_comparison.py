@@ -8,12 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from memopt_cli.batch_size.length_strategies import (
-    TOKEN_BUDGET,
-    BatchExtent,
-    StrategyReport,
-    compare_length_strategies,
-)
+from memopt_cli.batch_size.length_strategies import TOKEN_BUDGET, BatchExtent, StrategyReport, compare_length_strategies
 from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.failures import required

@@ -37,7 +37,7 @@ def prepared_factory(
             loaded = LoadedModel(module=model.function(), source=subject.source, format="factory", sha256=None)
             facts = facts_of(loaded, DescribeJob(inputs=False, plan=plan))
         facts = replace(facts, spec=subject.spec, batch=batch_of(subject.spec))
-        prepared = Prepared(subject=subject, facts=facts, notes=())
+        prepared = Prepared(subject=subject, facts=facts, notes=(), progress=progress)
     else:
         opening = Opening(source=subject.source, spec=subject.spec, settings=subject.settings, timeout_s=timeout_s)
         prepared = prepare(replace(opening, plan=plan, data=subject.data), progress=progress, ask=None)

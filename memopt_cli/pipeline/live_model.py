@@ -52,6 +52,8 @@ from memopt_cli.spec_text import format_tensor, parse_tensor
 from memopt_cli.step import Step, place
 from memopt_cli.trace import asked_compressor, record_inputs
 
+Arguments = tuple[Any, ...] | Mapping[str, Any]
+"""Of a model's forward, by position or by name."""
 FORMAT = "live"
 """As in :attr:`memopt_cli.records.LoadedModel.format`."""
 _LOG = logging.getLogger("memopt_cli")
@@ -60,10 +62,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def prepared_model(
-    model: nn.Module,
-    inputs: tuple[Any, ...] | Mapping[str, Any] | InputSpec,
-    settings: StepSettings,
-    functions: Sequence[UserFunction] = (),
+    model: nn.Module, inputs: Arguments | InputSpec, settings: StepSettings, functions: Sequence[UserFunction] = ()
 ) -> Iterator[Prepared]:
     """A model in memory, ready to be profiled; it is not changed, nor are the inputs, which may be described alone.
 
@@ -87,7 +86,7 @@ def left_out_note(model: nn.Module) -> list[str]:
 @contextlib.contextmanager
 def also_prepared_model(
     model: nn.Module,
-    inputs: tuple[Any, ...] | Mapping[str, Any] | InputSpec,
+    inputs: Arguments | InputSpec,
     settings: StepSettings,
     functions: Sequence[UserFunction] = (),
     obstacle: str = "",
@@ -137,7 +136,7 @@ class _Called(Exception):
     """The model is about to run, and its inputs are known."""
 
 
-def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) -> tuple[Any, ...] | Mapping[str, Any]:
+def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) -> Arguments:
     """What the model is called with first when ``example_forward`` runs on a copy of it, which then ends.
 
     Raises :class:`OptionError` if it does not call the model, or with more than names or positions can tell.
@@ -220,7 +219,7 @@ def once() -> Iterator[None]:
         _thread.prepares = False
 
 
-def save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path) -> None:
+def save_inputs(inputs: Arguments, path: Path) -> None:
     """To a file that a subprocess reads.  Raises :class:`OptionError` for what it cannot."""
     _require_batch(inputs)
     detached = map_leaves(_detached, dict(inputs) if isinstance(inputs, Mapping) else inputs)
@@ -234,7 +233,7 @@ def save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path) -> None
         ) from err
 
 
-def _require_batch(inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
+def _require_batch(inputs: Arguments) -> None:
     first = next(iter(tensors_of(inputs)), None)
     if first is None or not first.dim():
         raise OptionError(
@@ -243,7 +242,7 @@ def _require_batch(inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
         )
 
 
-def described(inputs: tuple[Any, ...] | Mapping[str, Any]) -> InputSpec:
+def described(inputs: Arguments) -> InputSpec:
     """Inputs as they could be written on the command line: the first dimension of the first tensor is the batch.
 
     Whole numbers are drawn from the range of those that are there.  Raises :class:`OptionError` for an argument that is
@@ -277,9 +276,7 @@ def _detached(leaf: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- its modules
 
 
-def observed_modules(
-    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
-) -> tuple[ModuleTrace, ...]:
+def observed_modules(model: nn.Module, inputs: Arguments, settings: StepSettings) -> tuple[ModuleTrace, ...]:
     """The modules that a forward in training mode calls, with their inputs; nothing is kept for backward.
 
     It runs in this process, on a copy of the model and of the inputs.  Raises what :func:`detached_copy` or the model
@@ -289,9 +286,7 @@ def observed_modules(
         return record_inputs(_step_of_copies(model, inputs, settings))
 
 
-def codecs_failing_on_zeros(
-    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
-) -> dict[str, str]:
+def codecs_failing_on_zeros(model: nn.Module, inputs: Arguments, settings: StepSettings) -> dict[str, str]:
     """Path of a module -> what its own codec does not give back of zeros, in place of the inputs of one forward.
 
     Zeros are what a codec of any kind holds; these fit no input of that shape and dtype.  As :func:`observed_modules`.
@@ -310,7 +305,7 @@ def codecs_failing_on_zeros(
     return {path: reason for path, reason in found.items() if reason}
 
 
-def _step_of_copies(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings) -> Step:
+def _step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
     copied = place(detached_copy(model), settings)
     given = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
     args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
@@ -370,12 +365,12 @@ def taken_off_note(carried: Plan) -> list[str]:
     return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
 
 
-def found_and_proven(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+def found_and_proven(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
     """What :func:`~memopt_cli.pipeline.optimization.find` finds.
 
     Raises :class:`VerificationError` for a plan that does not compute the same.
     """
-    found = find(request, resolved, prepared, progress)
+    found = find(request, resolved, prepared)
     if found.verification is not None and not found.verification.passed:
         raise difference_error(found.verification)
     return found

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from memopt_cli.loading.factory import step_made
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import undisturbed
-from memopt_cli.pipeline.live_model import prepared_here, save_inputs
+from memopt_cli.pipeline.live_model import Arguments, prepared_here, save_inputs
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import main_script, unreachable
 from memopt_cli.records import STEP, InputSpec, ModelSource, StepSettings, Trust
@@ -20,9 +19,7 @@ from memopt_cli.user_step import Step, StepModels
 
 
 @contextlib.contextmanager
-def prepared_step(
-    make: Callable[[], Step], inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
-) -> Iterator[Prepared]:
+def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSettings) -> Iterator[Prepared]:
     """Within :func:`once`: a step, ready to be profiled.  It is made for that, and none that there is already is taken.
 
     A function that a subprocess could not import is called in this process, and a note says why.

@@ -15,13 +15,7 @@ from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
-from memopt_cli.pipeline.in_backward import (
-    IN_BACKWARD,
-    InBackwardPlans,
-    InBackwardTrial,
-    may_run_in_backward,
-    too_slow,
-)
+from memopt_cli.pipeline.in_backward import IN_BACKWARD, InBackwardPlans, may_run_in_backward
 from memopt_cli.pipeline.kept import Kept
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
@@ -29,7 +23,6 @@ from memopt_cli.pipeline.proof import Prover, applied_row
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.policy import Resolved, resolve
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Ask, Progress
@@ -67,13 +60,13 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     try:
         opening = opening_elsewhere(request) if is_elsewhere(request) else opening_of(request, request.settings)
         prepared = prepare(opening, progress=progress, ask=ask)
-        found = find(request, resolved, prepared, progress)
+        found = find(request, resolved, prepared)
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
     if prepared.facts.format == STEP:
         paths = replace(paths, plan_only=True)
-    kept = Kept(request=request, prepared=prepared, found=found, paths=paths, progress=progress, started=started)
+    kept = Kept(request=request, prepared=prepared, found=found, paths=paths, started=started)
     return kept.result()
 
 
@@ -85,14 +78,14 @@ def check_goal(goal: SearchGoal, resolved: Resolved) -> None:
         )
 
 
-def find(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+def find(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
     """As :func:`find_plan`, and where a dimension has a range a plan by length."""
     if request.dim_range is None:
-        return find_plan(request, resolved, prepared, progress)
-    return find_by_length(request, request.dim_range, resolved, prepared, progress, find_plan=find_plan)
+        return find_plan(request, resolved, prepared)
+    return find_by_length(request, request.dim_range, resolved, prepared, find_plan=find_plan)
 
 
-def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
     """Search, measure and verify; writes nothing.
 
     A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
@@ -101,14 +94,9 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     if not resolved.options.targets and resolved.options.modules is None:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     if is_elsewhere(request):
-        return find_elsewhere(request, resolved, prepared, progress)
-    measurements = PlanMeasurements(
-        prepared=prepared,
-        timeout_s=request.timeout_s,
-        progress=progress,
-        warm_up=resolved.options.warmup_in_profile_workers,
-    )
-    job = _Job(request, resolved.options, measurements, progress, Findings.begun(request, resolved, prepared))
+        return find_elsewhere(request, resolved, prepared)
+    measurements = PlanMeasurements(prepared=prepared, warm_up=resolved.options.warmup_in_profile_workers)
+    job = _Job(request, resolved.options, measurements, Findings.begun(request, resolved, prepared))
     found = job.found
     found.rows = job.search()
     best = found.rows[0]
@@ -126,7 +114,6 @@ class _Job:
     request: OptimizeRequest
     options: SearchOptions
     measurements: PlanMeasurements
-    progress: Progress
     found: Findings
     """What is known so far."""
     applied: LevelRow | None = None
@@ -134,25 +121,31 @@ class _Job:
     proofs: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """Of plans that were verified while others were searched."""
 
+    @property
+    def prepared(self) -> Prepared:
+        """The original."""
+        return self.measurements.prepared
+
     def search(self) -> list[LevelRow]:
         """Measure the original, then search and measure what was found."""
-        self.progress.stage("level 0: measuring the original")
+        self.prepared.progress.stage("level 0: measuring the original")
         started = time.monotonic()
         search: StartedSearch | None = None
         try:
-            prepared, timeout_s = self.measurements.prepared, self.request.timeout_s
-            with Sessions(prepared, timeout_s, "full size", self.found.notes) as sessions:
+            with Sessions(self.prepared, "full size", self.found.notes) as sessions:
                 original = self.measurements.measure_in(sessions(), Plan())
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
                 if isinstance(original, OutOfMemory):  # the next full step might be killed as well
                     sessions.smaller()
-                rows = [_original_row(original, None, started)]
+                spent_s = time.monotonic() - started
+                rows = [LevelRow(level=0, plan=ORIGINAL, outcome=original, dry_runs=0, search_s=spent_s)]
                 if self.options.level == 0:
                     return rows
-                search = start_search(self.request, self.options, sessions, original, self.progress, self.found.notes)
-                predicted = search.first if search.traced.has_dry_runs else None
-                rows[0] = _original_row(original, predicted, started)
+                search = start_search(self.request, self.found, sessions, original)
+                rows[0] = replace(rows[0], search_s=time.monotonic() - started)
+                if search.traced.has_dry_runs:
+                    rows[0] = rows[0].predicted(search.first.counted)
                 rows += self._seek(search, rows[0])
                 if search.traced.has_dry_runs:
                     self._foresee(rows, sessions)
@@ -162,7 +155,7 @@ class _Job:
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
-        self.found.notes += search.obstacles(self.measurements.prepared.facts.sync_norms)
+        self.found.notes += search.obstacles(self.prepared.facts.sync_norms)
         if search.probes.over:
             self.found.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
@@ -172,15 +165,15 @@ class _Job:
 
         A step is recorded here, which takes another session as long as a few dry runs.
         """
-        request, prepared = self.request, self.measurements.prepared
+        request, prepared = self.request, self.prepared
         row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
         is_wanted = request.recommend_batch and request.goal.applies and request.dim_range is None
         if not is_wanted or not isinstance(row.outcome, Measurement):
             return
         try:
             check_varied(prepared)
-            self.progress.stage("estimating the batch that fits")
-            begun = begin_advice(request, prepared, row.plan, row.outcome, sessions, self.progress)
+            prepared.progress.stage("estimating the batch that fits")
+            begun = begin_advice(request, prepared, row.plan, row.outcome, sessions)
             begun.search.foresee()
             self.found.advice = begun
         except UsageError:  # the advice says so
@@ -188,7 +181,7 @@ class _Job:
         except KeyboardInterrupt as err:
             if not request.interruptible or isinstance(err, Terminated):
                 raise
-            self.progress.note("Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop.")
+            prepared.progress.note("Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop.")
             self.found.interrupted = True
 
     def _seek(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
@@ -198,7 +191,7 @@ class _Job:
             return self._meet_goal(search, original)
         except (NothingFitsError, UsageError) as err:
             longer = "A longer search may find a better plan." if search.probes.over else ""
-            hints = [err.hint, *search.obstacles(self.measurements.prepared.facts.sync_norms), longer]
+            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer]
             message = "; ".join(filter(None, [err.message, search.probes.over]))
             raise type(err)(message, hint="\n".join(filter(None, hints))) from err
 
@@ -209,7 +202,9 @@ class _Job:
         """
         if not search.probes.improved(search.first):
             raise KeyboardInterrupt
-        self.progress.note("The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop.")
+        self.prepared.progress.note(
+            "The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop."
+        )
         search.probes.end("the search was interrupted")
         self.found.interrupted = True
         self.found.skipped.clear()
@@ -224,22 +219,19 @@ class _Job:
 
     def _meet_goal(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
         """The fastest plan within a budget, or the plans between least time and least memory."""
-        goal, level, planner = self.request.goal, self.options.level, search.planner
-        started = time.monotonic()
+        goal, most_slowdown, started = self.request.goal, self.request.search.get("max_slowdown"), time.monotonic()
         planned = GoalSearch(
-            planner=planner,
-            measure=self.measurements.measure,
-            progress=self.progress,
-            level=level,
+            planner=search.planner,
+            measurements=self.measurements,
+            level=self.options.level,
             dry_run=search.traced.has_dry_runs,
-            in_backward=self._plans_in_backward(search, original),
-            confirm=self.measurements.confirm,
+            in_backward=self._plans_in_backward(search, original, most_slowdown or math.inf),
             notes=self.found.notes,
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
-            most_slowdown=self.request.search.get("max_slowdown"),
+            most_slowdown=most_slowdown,
         )
         rows: list[LevelRow] = []
-        self.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
+        self.prepared.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
         found = planned.worth_showing() if goal.frontier else []
         if goal.pick is not None:
             check_pick(goal.pick, len(found))
@@ -255,7 +247,7 @@ class _Job:
             rows.append(planned.row_of(self.found.frontier[goal.pick - 1], started))
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self.found.frontier = [self._as_timed(point, *rows[-1:]) for point in self.found.frontier]
-        self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
+        self._choose(search, rows[-1].plan if rows else Plan())
         return rows
 
     def _climb(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
@@ -265,9 +257,7 @@ class _Job:
             original=original,
             original_bytes=search.first.peak_bytes,
             options=self.options,
-            measure=self.measurements.measure,
-            confirm=self.measurements.confirm,
-            progress=self.progress,
+            measurements=self.measurements,
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
             search_left=search.probes.left,
@@ -286,41 +276,23 @@ class _Job:
         if applied is None:
             return applied
         row = replace(applied, plan=applied_row([original, *rows], applied).plan)
-        found: LevelRow | str = ""
-        if may_run_in_backward(self.measurements.prepared.subject.settings):
-            found = InBackwardTrial(
-                count=search.counted_late,
-                measure=self.measurements.measure,
-                confirm=self.measurements.confirm,
-                most_slowdown=self.options.max_slowdown or math.inf,
-                dry_run=search.traced.has_dry_runs,
-            ).of(row)
-        if isinstance(found, str):
-            self.found.notes += [found] if found else []
-            found = self._timed_again(applied)
+        known, most_slowdown = search.planner.dry_runs.known(row.plan), self.options.max_slowdown or math.inf
+        assert known is not None, "the planner has found it"
+        found = self._plans_in_backward(search, original, most_slowdown).of_level(row, known)
+        if found is None:  # beside the original as it is timed now
+            timed = replace(applied, outcome=self.measurements.measure(applied.plan))
+            found = self.measurements.confirm(timed, most_slowdown)
         rows[rows.index(applied)] = found
         return found
 
-    def _timed_again(self, row: LevelRow) -> LevelRow:
-        """The row beside the original as it is timed now."""
-        if row.plan.is_empty:
-            return replace(row, outcome=self.measurements.measure(ORIGINAL))
-        return self.measurements.confirm(row, self.options.max_slowdown or math.inf)
-
-    def _plans_in_backward(self, search: StartedSearch, original: LevelRow) -> InBackwardPlans:
-        """For a goal: what speaks against one is its time, if it is limited, and its verification."""
-        most_slowdown = self.request.search.get("max_slowdown") or math.inf
-
-        def prove(row: LevelRow) -> LevelRow | str:
-            timed = self.measurements.confirm(row, most_slowdown)
-            slow = too_slow(timed, self.measurements.measure(ORIGINAL), most_slowdown)
-            return slow or self._prover([original]).fault(row.plan) or timed
-
+    def _plans_in_backward(self, search: StartedSearch, original: LevelRow, most_slowdown: float) -> InBackwardPlans:
         return InBackwardPlans(
             count=search.counted_late,
-            prove=prove,
+            measurements=self.measurements,
+            fault=self._prover([original]).fault,
+            most_slowdown=most_slowdown,
             notes=self.found.notes,
-            is_allowed=may_run_in_backward(self.measurements.prepared.subject.settings)
+            is_allowed=may_run_in_backward(self.prepared.subject.settings)
             and self.request.dim_range is None,  # the optimizer is the same at all lengths
         )
 
@@ -332,9 +304,10 @@ class _Job:
         outcome = self.measurements.measure(point.plan)
         return replace(point, outcome=outcome, original_step_s=original.step_s)
 
-    def _choose(self, search: StartedSearch, plan: Plan, *, by_goal: bool = False) -> None:
+    def _choose(self, search: StartedSearch, plan: Plan) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
-        self.found.selection = selected(search.traced.trace.modules, plan, self.options, by_goal=by_goal)
+        modules, by_goal = search.traced.trace.modules, self.found.by_goal
+        self.found.selection = selected(modules, plan, self.options, by_goal=by_goal)
         self.found.notes += left_out(self.found.selection.refused)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:
@@ -355,21 +328,8 @@ class _Job:
     def _prover(self, rows: list[LevelRow]) -> Prover:
         return Prover(
             measurements=self.measurements,
-            progress=self.progress,
             rows=rows,
             is_asked_for=self.found.by_goal,
             notes=self.found.notes,
             known=self.proofs,
         )
-
-
-def _original_row(outcome: Measurement | Failure, predicted: CountedPlan | None, started: float) -> LevelRow:
-    return LevelRow(
-        level=0,
-        plan=Plan(),
-        outcome=outcome,
-        predicted_tensor_peak_bytes=predicted.counted.tensor_peak_bytes if predicted else None,
-        predicted_allocated_peak_bytes=predicted.peak_bytes if predicted else None,
-        dry_runs=0,
-        search_s=time.monotonic() - started,
-    )

@@ -9,7 +9,6 @@ from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, TimedInTurns
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import MeasuredSteps
-from memopt_cli.progress import Progress
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan
 
 _DOUBT = 0.1
@@ -23,8 +22,6 @@ class PlanMeasurements:
     """Asked for by their plans."""
 
     prepared: Prepared
-    timeout_s: float
-    progress: Progress
     warm_up: bool
     """Take a step before the timed ones."""
     _found: dict[Plan, Measured | Failure] = field(default_factory=dict)
@@ -34,7 +31,7 @@ class PlanMeasurements:
     def measure(self, plan: Plan) -> Measurement | Failure:
         """In a fresh subprocess, unless it was measured before."""
         if plan not in self._found:
-            with self._prepared_for(plan).session(self.timeout_s) as session:
+            with self._prepared_for(plan).session() as session:
                 return self.measure_in(session, plan)
         return measurement_in(self._found[plan])
 
@@ -60,13 +57,13 @@ class PlanMeasurements:
         if row.plan == self._in_turns:
             return replace(row, outcome=self.measure(row.plan))
         if isinstance(original, Measured) and _is_in_doubt(row, original.measurement, most_slowdown):
-            self.progress.stage("timing the plan again, in turns with the original")
+            self.prepared.progress.stage("timing the plan again, in turns with the original")
             self._time_in_turns(row.plan, None if math.isinf(most_slowdown) else most_slowdown)
             return replace(row, outcome=self.measure(row.plan))
         return row
 
     def _time_in_turns(self, plan: Plan, most_slowdown: float | None) -> None:
-        found = self.prepared.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown), self.timeout_s)
+        found = self.prepared.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown))
         if isinstance(found, TimedInTurns):
             self._in_turns = plan
             self._retimed(ORIGINAL, found.original_times_s)

@@ -11,7 +11,6 @@ from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Opening, Prepared
-from memopt_cli.progress import Progress
 from memopt_cli.records import DeviceProfile, Layout, Plan, RankPrediction, predicted
 from memopt_cli.spec_text import is_factory, ranks_asked
 
@@ -37,14 +36,7 @@ def without_data(opening: Opening, layout: Layout) -> Opening:
 
 @contextlib.contextmanager
 def predicted_ranks(
-    prepared: Prepared,
-    layout: Layout,
-    plan: Plan,
-    timeout_s: float,
-    progress: Progress,
-    *,
-    rank: int | None = None,
-    card: DeviceProfile | None = None,
+    prepared: Prepared, layout: Layout, plan: Plan, *, rank: int | None = None, card: DeviceProfile | None = None
 ) -> Iterator[tuple[Session, tuple[RankPrediction, ...]]]:
     """Predictions of a rank, or else of the first and the last, and a session of the first of them that is largest.
 
@@ -54,9 +46,9 @@ def predicted_ranks(
     with contextlib.ExitStack() as sessions:
         opened = {}
         for each in ranks_asked(layout, rank):
-            progress.stage(f"predicting rank {each} of {layout.ranks}")
+            prepared.progress.stage(f"predicting rank {each} of {layout.ranks}")
             subject = replace(prepared.subject, layout=layout, rank=each, card=card)
-            session = replace(prepared, subject=subject).session(timeout_s, "none")
+            session = replace(prepared, subject=subject).session("none")
             opened[each] = sessions.enter_context(session)
             found[each] = predict(opened[each], layout, each, plan)
         largest = max(found, key=lambda each: found[each].tensor_peak_bytes)

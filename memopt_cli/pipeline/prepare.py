@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from memopt_cli import __version__
 from memopt_cli.batch_axis import BATCH, with_batch
@@ -26,6 +26,7 @@ from memopt_cli.records import (
     ModelSource,
     Plan,
     StepFailed,
+    StepRequest,
     StepSettings,
 )
 from memopt_cli.spec_text import format_tensor
@@ -43,6 +44,10 @@ class Prepared:
     """Opens a session that is no subprocess."""
     carried: Plan = ORIGINAL
     """The plan that the file carries; it is taken off the loaded model."""
+    timeout_s: float = 600.0
+    """Of each answer of a session."""
+    progress: Progress = field(default_factory=Progress)
+    """Is told what is done with it."""
 
     @property
     def batch(self) -> int:
@@ -50,13 +55,13 @@ class Prepared:
         assert self.facts.batch is not None, "they were asked for"
         return self.facts.batch
 
-    def session(self, timeout_s: float, data: Data = "full size") -> Session:
-        """A fresh profiling subprocess; ``timeout_s`` bounds each of its answers, ``data`` what it may run."""
-        return (self.open_session or Session)(replace(self.subject, data=data), timeout_s)
+    def session(self, data: Data = "full size") -> Session:
+        """A fresh profiling subprocess; ``data`` bounds what it may run."""
+        return (self.open_session or Session)(replace(self.subject, data=data), self.timeout_s)
 
-    def ask(self, job: Job[Answer], timeout_s: float, data: Data = "full size") -> Answer | Failure:
+    def ask(self, job: Job[Answer], data: Data = "full size") -> Answer | Failure:
         """The answer to a job, in such a subprocess of its own."""
-        with self.session(timeout_s, data) as session:
+        with self.session(data) as session:
             return session.ask(job)
 
     def at(self, batch: int) -> Prepared:
@@ -72,30 +77,15 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class Opening(StepRequest):
     """How a model is to be found, and what is to be known of it."""
 
-    source: ModelSource
-    spec: InputSpec | None
     settings: StepSettings
-    timeout_s: float
-    """Of loading it."""
     plan: Plan = ORIGINAL
     """One that is to suit the model."""
     replicas: bool = False
     """Copies of it are to be trained as one."""
     data: Data = "full size"
-
-
-class StepRequest(Protocol):
-    """Of any command that runs a step."""
-
-    @property
-    def source(self) -> ModelSource: ...
-    @property
-    def spec(self) -> InputSpec | None: ...
-    @property
-    def timeout_s(self) -> float: ...
 
 
 def opening_of(request: StepRequest, settings: StepSettings) -> Opening:
@@ -152,7 +142,14 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
     for note in notes:
         progress.note(note)
     subject = Subject(source=source, spec=facts.spec, settings=settings)
-    return Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried)
+    return Prepared(
+        subject=subject,
+        facts=facts,
+        notes=notes,
+        carried=facts.carried,
+        timeout_s=opening.timeout_s,
+        progress=progress,
+    )
 
 
 def _refuse_settings(settings: StepSettings, location: str) -> None:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.measure.jobs import ORIGINAL, ChunkingJob
+from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.scaled_models import ScaledModels, seconds_at
-from memopt_cli.pipeline.search_probes import SearchProbes, rule_in
+from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.progress import Progress
-from memopt_cli.records import (
-    BatchProbe,
-    ChunkRule,
-    Counted,
-    Failure,
-    Plan,
-    Refused,
-    SearchOptions,
-    StepTrace,
-    break_down,
-)
+from memopt_cli.records import BatchProbe, Counted, Failure, Plan, SearchOptions, StepTrace, break_down
 from memopt_cli.units import counted, format_bytes, format_seconds
 
 
@@ -88,7 +79,7 @@ class Pricing:
             assert isinstance(first, Counted), "its step is recorded"
             probes = Probes(
                 count=lambda plan: self._counted(plan, batch),
-                chunking=self._chunking,
+                chunking=functools.partial(self.probes.chunking, allow_inexact=self.options.allow_inexact),
                 report=lambda text: None,  # its sums are quick, and what it asks it asks once for all batches
                 trace=lambda plan: self._trace(plan, batch),
                 late=self.probes.late,
@@ -96,9 +87,6 @@ class Pricing:
             trace = self.models.known(ORIGINAL, batch).trace
             self._planners[batch] = Planner(trace, CountedPlan(plan=ORIGINAL, counted=first), probes, self.options)
         return self._planners[batch]
-
-    def _chunking(self, path: str) -> ChunkRule | Refused:
-        return rule_in(self.probes.ask(ChunkingJob(path=path, allow_inexact=self.options.allow_inexact)))
 
     def _trace(self, plan: Plan, batch: int) -> StepTrace | Failure | NotTried:
         model = self.models.of(plan, batch)

@@ -60,15 +60,7 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     settings = recorded_here(request.settings, request.card)
     opening = replace(opening_of(request, settings), data=data)
     prepared = prepare(opening, progress=progress, ask=ask)
-    return profile_prepared(
-        prepared,
-        plan,
-        data=data,
-        timeout_s=request.timeout_s,
-        progress=progress,
-        card=request.card,
-        backend=request.backend,
-    )
+    return profile_prepared(prepared, plan, data=data, card=request.card, backend=request.backend)
 
 
 def check_compiled(backend: str | None, *, is_run: bool) -> None:
@@ -83,23 +75,16 @@ def _profile_ranks(
     """The same of one rank of many: of those that are asked for, the first that is largest."""
     opening = without_data(opening_of(request, request.settings), layout)
     prepared = prepare(opening, progress=progress, ask=ask)
-    notes, timeout_s = list(prepared.notes), request.timeout_s
-    predicted = predicted_ranks(prepared, layout, plan, timeout_s, progress, rank=request.rank, card=request.card)
+    notes = list(prepared.notes)
+    predicted = predicted_ranks(prepared, layout, plan, rank=request.rank, card=request.card)
     with predicted as (session, ranks):
-        progress.stage("recording a step")
+        prepared.progress.stage("recording a step")
         traced = record_step(session, plan, None, notes)
     return replace(_profile(prepared, plan, None, traced, notes, request.card), ranks=ranks)
 
 
 def profile_prepared(
-    prepared: Prepared,
-    plan: Plan,
-    *,
-    data: Data,
-    timeout_s: float,
-    progress: Progress,
-    card: DeviceProfile | None = None,
-    backend: str | None = None,
+    prepared: Prepared, plan: Plan, *, data: Data, card: DeviceProfile | None = None, backend: str | None = None
 ) -> StepProfile:
     """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured.
 
@@ -109,17 +94,17 @@ def profile_prepared(
     if backend is not None and prepared.facts.format == STEP:
         raise StepError("a step of one's own calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
-    with Sessions(prepared, timeout_s, data, notes) as sessions:
-        measured = _measure(sessions(), plan, progress) if data == "full size" else None
+    with Sessions(prepared, data, notes) as sessions:
+        measured = _measure(sessions(), plan, prepared.progress) if data == "full size" else None
         if isinstance(measured, OutOfMemory):
             notes.append("The step does not fit here: its peak is predicted on tensors without data.")
             sessions.smaller()
-        progress.stage("recording a step")
+        prepared.progress.stage("recording a step")
         smaller = sessions.smaller if isinstance(measured, Measurement) else None
         traced = record_step(sessions(), plan, measured, notes, smaller=smaller)
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))
-    compiled = None if backend is None else _compiled(prepared, plan, backend, timeout_s, progress)
+    compiled = None if backend is None else _compiled(prepared, plan, backend)
     if isinstance(compiled, OutOfMemory):
         notes.append("The compiled step does not fit here.")
     elif compiled is not None and compiled.broken:
@@ -130,11 +115,9 @@ def profile_prepared(
     return replace(found, compiled=compiled if isinstance(compiled, CompiledStep) else None)
 
 
-def _compiled(
-    prepared: Prepared, plan: Plan, backend: str, timeout_s: float, progress: Progress
-) -> CompiledStep | OutOfMemory:
-    progress.stage("measuring a compiled step")
-    found = prepared.ask(CompiledJob(plan=plan, backend=backend), timeout_s)
+def _compiled(prepared: Prepared, plan: Plan, backend: str) -> CompiledStep | OutOfMemory:
+    prepared.progress.stage("measuring a compiled step")
+    found = prepared.ask(CompiledJob(plan=plan, backend=backend))
     return found if isinstance(found, OutOfMemory) else required(found, f"compiled by {backend}: ")
 
 

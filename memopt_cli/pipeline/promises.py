@@ -217,7 +217,7 @@ def _compared(case: _Case, promise: str, predicted: int | str, measured: int | s
 
 def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
     """Of a step with an optimizer: measured, and predicted on tensors without data."""
-    with _prepared(case, device).session(_TIMEOUT_S) as session:
+    with _prepared(case, device).session() as session:
         outcome = measurement_in(session.ask(MeasureJob(plan=ORIGINAL)))
         counted = required(session.ask(CountJob(plan=ORIGINAL, fake=True)), "without data it could not be run: ")
     predicted = {peak.phase: peak.allocated_peak_bytes for peak in counted.phases}
@@ -244,7 +244,7 @@ def _repeated(case: _Case, device: str) -> Iterator[SelftestRow]:
 
 def _measured(prepared: Prepared) -> Measurement | Failure:
     """A step in a subprocess of its own."""
-    return measurement_in(prepared.ask(MeasureJob(plan=ORIGINAL), _TIMEOUT_S))
+    return measurement_in(prepared.ask(MeasureJob(plan=ORIGINAL)))
 
 
 def _recommended(case: _Case, device: str) -> Iterator[SelftestRow]:

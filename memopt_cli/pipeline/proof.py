@@ -8,12 +8,10 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.errors import MeasurementError
 from memopt_cli.measure.jobs import VerifyJob
 from memopt_cli.pipeline.failures import raise_failure, required
-from memopt_cli.pipeline.in_backward import does_not_run
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import verified, verified_by_fingerprints
-from memopt_cli.progress import Progress
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan, StepFailed, Verification, describe
 
 
@@ -40,7 +38,6 @@ class Prover:
     """Verifies one of the rows, and puts another in its place where that fails."""
 
     measurements: PlanMeasurements
-    progress: Progress
     rows: list[LevelRow]
     """The first is the original.  Changed where a plan is."""
     is_asked_for: bool
@@ -61,10 +58,6 @@ class Prover:
             assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
         found = self._verify(best.plan)
-        fails = not (isinstance(found, Verification) and found.passed)
-        if best.plan.in_backward and fails and not self.is_asked_for:
-            best = self._without_in_backward(best, found)
-            found = self._verify(best.plan)
         if isinstance(found, StepFailed) and best.plan.has_chunks and not self.is_asked_for:
             self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
             best = self._without_chunks()
@@ -75,25 +68,9 @@ class Prover:
     def fault(self, plan: Plan) -> str:
         """What a plan's verification finds, which is known from then on; empty if it passes."""
         found = self.known[plan] = self._verify(plan)
-        return "" if isinstance(found, Verification) and found.passed else _fault(found)
-
-    def _without_in_backward(self, best: LevelRow, found: Verification | Failure) -> LevelRow:
-        """The row of the same plan with the optimizer's step after backward, in place of it."""
-        self.notes.append(does_not_run(_fault(found)))
-        return self._put(best, best.plan.of_model, best.predicted_slowdown)
-
-    def _put(self, best: LevelRow, plan: Plan, predicted_slowdown: float | None) -> LevelRow:
-        """Another plan, measured, in place of a row's; the row to apply then."""
-        row = replace(
-            best,
-            plan=plan,
-            outcome=self.measurements.measure(plan),
-            predicted_tensor_peak_bytes=None,
-            predicted_allocated_peak_bytes=None,
-            predicted_slowdown=predicted_slowdown,
-        )
-        self.rows[self.rows.index(best)] = row
-        return applied_row(self.rows, row)
+        if isinstance(found, Verification):
+            return "" if found.passed else found.difference
+        return describe(found)
 
     def _without_chunks(self) -> LevelRow:
         """The best row whose plan runs nothing in chunks."""
@@ -106,11 +83,20 @@ class Prover:
 
     def _narrowed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
         """The row without the segments that differ, in place of it, verified; the failure where that does not help."""
-        self.progress.stage("finding what differs")
+        self.measurements.prepared.progress.stage("finding what differs")
         plan, left_out = self._agreeing(best.plan, failed)
         row = self.rows[0]
         if plan.segments or plan.packed:
-            row = self._put(best, plan, predicted_slowdown=None)
+            narrowed = replace(
+                best,
+                plan=plan,
+                outcome=self.measurements.measure(plan),
+                predicted_tensor_peak_bytes=None,
+                predicted_allocated_peak_bytes=None,
+                predicted_slowdown=None,
+            )
+            self.rows[self.rows.index(best)] = narrowed
+            row = applied_row(self.rows, narrowed)
             self.replaced = True
         found = self._verify(row.plan)
         if not isinstance(found, Verification) or not found.passed:
@@ -122,7 +108,7 @@ class Prover:
 
     def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, dict[str, str]]:
         """What of a plan does as the original does, at the sizes at which it failed; see :func:`agreeing`."""
-        with Sessions(self.measurements.prepared, self.measurements.timeout_s, "full size", notes=[]) as session:
+        with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 
             def verify(plan: Plan) -> Verification | None:
                 found = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
@@ -133,13 +119,9 @@ class Prover:
     def _verify(self, plan: Plan) -> Verification | Failure:
         if plan in self.known:
             return self.known[plan]
-        prepared, timeout_s = self.measurements.prepared, self.measurements.timeout_s
+        prepared = self.measurements.prepared
         steps = self.measurements.steps_of(plan)
         if steps is not None:
-            return verified_by_fingerprints(prepared, plan, steps, timeout_s, self.progress)
+            return verified_by_fingerprints(prepared, plan, steps)
         fits = isinstance(self.rows[0].outcome, Measurement)
-        return verified(prepared, plan, timeout_s, self.progress, fits=fits)
-
-
-def _fault(found: Verification | Failure) -> str:
-    return found.difference if isinstance(found, Verification) else describe(found)
+        return verified(prepared, plan, fits=fits)

@@ -44,12 +44,10 @@ def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
     opening = without_data(opening_of(request, request.settings), request.layouts[-1])
     prepared = prepare(replace(opening, plan=plan or ORIGINAL), progress=progress, ask=ask)
-    return recommend_ranks_prepared(request, prepared, plan, progress)
+    return recommend_ranks_prepared(request, prepared, plan)
 
 
-def recommend_ranks_prepared(
-    request: BatchRequest, prepared: Prepared, plan: Plan | None, progress: Progress
-) -> RanksRecommendation:
+def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Plan | None) -> RanksRecommendation:
     """The same of a model that is ready, under a plan beside the original."""
     started = time.monotonic()
     check_varied(prepared)
@@ -57,7 +55,6 @@ def recommend_ranks_prepared(
     job = _Job(
         request=request,
         prepared=replace(prepared, subject=replace(prepared.subject, card=request.card)),
-        progress=progress,
         limits=limits,
         notes=[*prepared.notes, *memory_left_out(prepared, "twice the bytes of a rank's parameters")],
     )
@@ -90,7 +87,6 @@ class _Job:
 
     request: BatchRequest
     prepared: Prepared
-    progress: Progress
     limits: Limits
     notes: list[str]
     rows: list[RanksRow] = field(default_factory=list)
@@ -106,7 +102,7 @@ class _Job:
         """A row without the plan, and one under it."""
         for each in [ORIGINAL] if plan is None else [ORIGINAL, plan]:
             under = " under the plan" if each is plan else ""
-            self.progress.stage(f"finding the batch that fits on {counted(layout.ranks, 'rank')}{under}")
+            self.prepared.progress.stage(f"finding the batch that fits on {counted(layout.ranks, 'rank')}{under}")
             found = self._largest(layout, each, self._start(planned=each is plan))
             outcome = found if isinstance(found, RankBatch | NoBatchFits) else self._failed(found)
             yield RanksRow(layout=layout, planned=each is plan, outcome=outcome)
@@ -172,9 +168,9 @@ class _Job:
         """The largest batch within the limits, and a dry run of it."""
         subject = replace(self.prepared.subject, layout=layout, rank=rank)
         of_rank = replace(self.prepared, subject=subject)
-        with Sessions(of_rank, self.request.timeout_s, "none", self.notes) as session:
+        with Sessions(of_rank, "none", self.notes) as session:
             place = f"rank {rank} of {layout.ranks}"
-            probes = BatchProbes(session=session, plan=plan, progress=self.progress, place=place)
+            probes = BatchProbes(session=session, plan=plan, progress=self.prepared.progress, place=place)
             first = probes.count(start)
             if not isinstance(first, Counted):
                 return first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,11 @@ from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, Data, ProbeJob
-from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out, why_fixed
+from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
-from memopt_cli.pipeline.replicas import check_replicas
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -58,12 +56,21 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force, model=request.source.location)
-    check_replicas(request)
+    _check_replicas(request)
     settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
     opening = opening_of(request, settings)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
-    return recommend_prepared(request, prepared, plan, lengths, progress)
+    return recommend_prepared(request, prepared, plan, lengths)
+
+
+def _check_replicas(request: BatchRequest) -> None:
+    """Raises :class:`UsageError` for a second thing to vary."""
+    other = "a range of --dim" if request.dim_range else "--lengths" if request.lengths_path is not None else ""
+    if request.replicas is not None and other:
+        raise UsageError(
+            f"--replicas and {other} cannot be given together", hint="Ask for one first, then for the other."
+        )
 
 
 def data_of(request: BatchRequest) -> Data:
@@ -87,7 +94,7 @@ def accumulating(settings: StepSettings, global_batch: int | None) -> StepSettin
 
 
 def recommend_prepared(
-    request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int], progress: Progress
+    request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int]
 ) -> BatchRecommendation:
     """The same of a model that is ready, under a plan beside the original, and of sequences of these lengths."""
     started = time.monotonic()
@@ -106,18 +113,16 @@ def recommend_prepared(
     else:
         limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
     search = CaseSearch(
-        batch=prepared.batch,
-        replicas=request.replicas.sizes() if request.replicas is not None else (),
-        progress=progress,
+        prepared=prepared,
         notes=notes,
         limits=limits,
-        why_fixed=functools.partial(why_fixed, prepared=prepared),
         most_runs=limits.probes - RUNS * bool(lengths),
+        replicas=request.replicas.sizes() if request.replicas is not None else (),
     )
     job = _Job(request=request, prepared=prepared, longest=longest, search=search)
     try:
         data: Data = "small batch" if request.runs else data_of(request)
-        with Sessions(prepared, request.timeout_s, data, notes) as session:
+        with Sessions(prepared, data, notes) as session:
             found = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # on its way here it has ended the subprocess
         if not job.proven:
@@ -141,9 +146,7 @@ class _Job:
     length_runs: int = 0
     """To compare lengths, beside those that find what fits."""
 
-    def recommend(
-        self, session: Callable[[], Session], plan: Plan | None, lengths: Sequence[int]
-    ) -> BatchRecommendation:
+    def recommend(self, session: Sessions, plan: Plan | None, lengths: Sequence[int]) -> BatchRecommendation:
         """Search each case, run what else the answer needs, and put it together."""
         sizes: Sequence[dict[str, int]] = [{}]
         if self.request.dim_range is not None:
@@ -238,7 +241,7 @@ class _Job:
         found = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
         unit = self.request.multiple_of
         for left, case in zip(range(len(found), 0, -1), found, strict=True):
-            self.search.progress.stage(f"finding the fastest batch{case.text}")
+            self.prepared.progress.stage(f"finding the fastest batch{case.text}")
             runs = self.search.left - (self.request.global_batch is not None)
             best = case.search.runs.fitting[-1].batch // unit if case.search.runs.fitting else 0
             faster = [best // 2 * unit, best // 4 * unit] if best else []
@@ -257,18 +260,16 @@ class _Job:
         wanted = self.request.global_batch
         return None if wanted is None else accumulate(wanted, self._chosen(main), self.request.multiple_of)
 
-    def _compare(
-        self, lengths: Sequence[int], main: Case, session: Callable[[], Session]
-    ) -> tuple[LengthBatching, ...]:
+    def _compare(self, lengths: Sequence[int], main: Case, session: Sessions) -> tuple[LengthBatching, ...]:
         """Ways to batch the user's sequences, by runs of shorter ones."""
-        self.search.progress.stage("comparing ways to batch sequences")
+        self.prepared.progress.stage("comparing ways to batch sequences")
         ((symbol, longest),) = self.longest.items()
 
         def probe(size: int, steps: int) -> BatchProbe | Failure:
             if steps == longest and size in main.search.runs:
                 return main.search.runs[size]
             self.length_runs += 1
-            self.search.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
+            self.prepared.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
             return session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
 
         batch, runnable = self._chosen(main), main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1

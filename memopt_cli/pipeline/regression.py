@@ -18,7 +18,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prediction import predicted_ranks, without_data
-from memopt_cli.pipeline.prepare import Opening, Prepared, StepRequest, file_header, opening_of, prepare_with_plan
+from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.profiling import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -37,6 +37,7 @@ from memopt_cli.records import (
     RankPrediction,
     ShorterStep,
     StepMemory,
+    StepRequest,
     StepSettings,
     StepTrace,
 )
@@ -50,7 +51,7 @@ def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -
     check_targets([Path(request.output)], force=request.force, model=request.source.location)
     opening = _opening(request, request.settings, request.layout)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
-    return record_prepared(request, prepared, progress)
+    return record_prepared(request, prepared)
 
 
 def _opening(request: StepRequest, settings: StepSettings, layout: Layout | None) -> Opening:
@@ -58,9 +59,9 @@ def _opening(request: StepRequest, settings: StepSettings, layout: Layout | None
     return opening if layout is None else without_data(opening, layout)
 
 
-def record_prepared(request: BaselineRequest, prepared: Prepared, progress: Progress) -> BaselineResult:
+def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineResult:
     """The same of a model that is ready, and a target that was looked at."""
-    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout, request.timeout_s, progress)
+    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout)
     with step.session() as (session, rank):
         measured = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
@@ -83,7 +84,7 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
     layout = _layout(request, before)
     opening = replace(_opening(request, settings, layout), spec=_spec(request.spec, before.header.spec))
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
-    return check_prepared(request, before, prepared, progress)
+    return check_prepared(request, before, prepared)
 
 
 def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
@@ -97,15 +98,15 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
     return before, _settings(request, before.conditions.settings)
 
 
-def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared, progress: Progress) -> Comparison:
+def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) -> Comparison:
     """The same as :func:`check`, of a model that is ready."""
     _require_same_model(request, before, prepared)
     layout = _layout(request, before)
     now = replace(before, header=replace(file_header(prepared), model=request.source.location))
-    with prepared.session(request.timeout_s, _DATA if layout is None else "none") as session:
+    with prepared.session(_DATA if layout is None else "none") as session:
         now = replace(now, conditions=replace(required(session.ask(ConditionsJob())), layout=layout))
     _require_alike(request, before, now)
-    step = _Step(prepared, _plan(request.plan_path, prepared), layout, request.timeout_s, progress)
+    step = _Step(prepared, _plan(request.plan_path, prepared), layout)
     with step.session() as (session, rank):
         memory = step.memory(session, rank)
     shorter = step.shorter((old.dim, old.size) for old in before.shorter)
@@ -275,17 +276,15 @@ class _Step:
     prepared: Prepared
     plan: Plan
     layout: Layout | None
-    timeout_s: float
-    progress: Progress
 
     @contextlib.contextmanager
     def session(self) -> Iterator[tuple[Session, RankPrediction | None]]:
         """One in which the step is measured; or that of the rank which needs most, and what that needs."""
         if self.layout is None:
-            with self.prepared.session(self.timeout_s, _DATA) as session:
+            with self.prepared.session(_DATA) as session:
                 yield session, None
             return
-        predicted = predicted_ranks(self.prepared, self.layout, self.plan, self.timeout_s, self.progress)
+        predicted = predicted_ranks(self.prepared, self.layout, self.plan)
         with predicted as (session, ranks):
             yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
 
@@ -294,7 +293,7 @@ class _Step:
         found = []
         for dim, size in lengths:
             sized = replace(self, prepared=self.prepared.sized(dim, size))
-            self.progress.stage(f"{dim}={size}")
+            self.prepared.progress.stage(f"{dim}={size}")
             with sized.session() as (session, rank):
                 memory = sized.memory(session, rank)
             found.append(ShorterStep(dim=dim, size=size, memory=replace(memory, plan=self.plan.at({dim: size}))))
@@ -304,13 +303,13 @@ class _Step:
         """What it takes, in a session of its own."""
         peaks: Measurement | StepTrace
         if rank is None:
-            self.progress.stage("measuring a step")
+            self.prepared.progress.stage("measuring a step")
             peaks = measured = required(session.ask(MeasureJob(plan=self.plan))).measurement
             breakdown, step_s = measured.breakdown, measured.step_s
-            self.progress.stage("recording a step")
+            self.prepared.progress.stage("recording a step")
             trace = required(session.ask(RecordJob(plan=self.plan)), "a step of the model could not be recorded: ")
         else:
-            self.progress.stage("recording a step")
+            self.prepared.progress.stage("recording a step")
             answer = session.ask(TraceJob(plan=self.plan, fake=True))
             peaks = trace = required(answer, "a step of the rank could not be recorded: ").trace
             breakdown, step_s = rank.breakdown, 0.0

@@ -7,18 +7,8 @@ from dataclasses import dataclass, field
 
 from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.batch_size.runs import Limits
-from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.records import (
-    BatchProbe,
-    BatchRequest,
-    Failure,
-    NoBatchFits,
-    OutOfMemory,
-    ReplicaAdvice,
-    StepFailed,
-    describe,
-)
+from memopt_cli.records import BatchProbe, Failure, NoBatchFits, OutOfMemory, ReplicaAdvice, StepFailed, describe
 from memopt_cli.units import format_bytes, format_copies
 
 CHOOSING = 4
@@ -27,17 +17,6 @@ _PATIENCE = 2
 """Numbers in a row that train no faster than a smaller one before the search ends."""
 _WORTH_A_RUN = 1.25
 """The most copies that fit are run if they are so many times as many as the last that were."""
-
-
-def check_replicas(request: BatchRequest) -> None:
-    """Raises :class:`UsageError` for a second thing to vary."""
-    if request.replicas is None:
-        return
-    other = "a range of --dim" if request.dim_range else "--lengths" if request.lengths_path is not None else ""
-    if other:
-        raise UsageError(
-            f"--replicas and {other} cannot be given together", hint="Ask for one first, then for the other."
-        )
 
 
 @dataclass(slots=True, kw_only=True)

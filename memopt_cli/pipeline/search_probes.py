@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -57,6 +58,10 @@ class SearchProbes:
         answer: Answer | Failure = self._answers[job]  # type: ignore[assignment]
         return answer
 
+    def chunking(self, path: str, *, allow_inexact: bool) -> ChunkRule | Refused:
+        """How the module at a path may run in chunks, if it may."""
+        return _rule_in(self.ask(ChunkingJob(path=path, allow_inexact=allow_inexact)))
+
     def improved(self, original: CountedPlan) -> bool:
         """Whether a plan was tried that lowers the peak."""
         counted = (found for found in self._answers.values() if isinstance(found, Counted))
@@ -65,11 +70,11 @@ class SearchProbes:
     @property
     def refusals(self) -> dict[str, str]:
         """Paths of the modules that may not run in chunks, and why."""
-        asked = ((job.path, rule_in(found)) for job, found in self._answers.items() if isinstance(job, ChunkingJob))
+        asked = ((job.path, _rule_in(found)) for job, found in self._answers.items() if isinstance(job, ChunkingJob))
         return {path: rule.reason for path, rule in asked if isinstance(rule, Refused)}
 
 
-def rule_in(answer: object) -> ChunkRule | Refused:
+def _rule_in(answer: object) -> ChunkRule | Refused:
     """How a module may run in chunks, by the answer to a :class:`ChunkingJob`: a failure is a refusal."""
     match answer:
         case ChunkingFound(rule=rule):
@@ -98,7 +103,7 @@ def planner_probes(
 
     return Probes(
         count=count,
-        chunking=lambda path: rule_in(probes.ask(ChunkingJob(path=path, allow_inexact=allow_inexact))),
+        chunking=functools.partial(probes.chunking, allow_inexact=allow_inexact),
         report=reporter.report,
         trace=trace,
         late=probes.late,

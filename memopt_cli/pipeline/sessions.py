@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import Self
 
 from memopt_cli.measure.jobs import Data
@@ -13,26 +12,20 @@ from memopt_cli.pipeline.prepare import Prepared
 _RESTARTED = "A profiling subprocess died; restarted."
 
 
-class Sessions:
-    """Called, it gives the session that answers; a context manager, at whose end all of them are closed."""
+class Sessions(contextlib.ExitStack):
+    """Called, it gives the session that answers; all of them are closed at the end."""
 
-    def __init__(self, prepared: Prepared, timeout_s: float, data: Data, notes: list[str]) -> None:
+    def __init__(self, prepared: Prepared, data: Data, notes: list[str]) -> None:
         """``data``: what steps may be run on; ``notes`` are told where a job has ended a subprocess."""
-        self._prepared = prepared
-        self._timeout_s = timeout_s
+        super().__init__()
+        self.prepared = prepared
         self._data = data
         self._notes = notes
-        self._stack = contextlib.ExitStack()
         self._current: Session | None = None
 
     def __enter__(self) -> Self:
         self._next()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
 
     def __call__(self) -> Session:
         """One that lives."""
@@ -46,9 +39,9 @@ class Sessions:
     def smaller(self) -> Session:
         """The next one, which runs steps of a few samples alone, as all that follow do."""
         self._data = "small batch"
-        self._stack.close()
+        self.close()
         return self._next()
 
     def _next(self) -> Session:
-        self._current = self._stack.enter_context(self._prepared.session(self._timeout_s, self._data))
+        self._current = self.enter_context(self.prepared.session(self._data))
         return self._current

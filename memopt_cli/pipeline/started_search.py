@@ -10,9 +10,9 @@ from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.interface import CountedPlan, NotTried
 from memopt_cli.plan.planner import Planner
-from memopt_cli.progress import Progress
 from memopt_cli.records import Counted, Failure, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
 from memopt_cli.units import format_bytes
 
@@ -46,17 +46,13 @@ class StartedSearch:
 
 
 def start_search(
-    request: OptimizeRequest,
-    options: SearchOptions,
-    sessions: Sessions,
-    original: Measurement | Failure,
-    progress: Progress,
-    notes: list[str],
+    request: OptimizeRequest, found: Findings, sessions: Sessions, original: Measurement | Failure
 ) -> StartedSearch:
     """Record and count a step of the original, whose measurement is known.
 
     Raises :class:`MemoptError` where that does not run.
     """
+    options, notes, progress = found.resolved.options, found.notes, sessions.prepared.progress
     traced = record_step(
         sessions(),
         Plan(),

@@ -12,7 +12,6 @@ from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import read_plan
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, VerifyJob
-from memopt_cli.measure.runner import Session
 from memopt_cli.online.jobs import AgreementJob, OnlineJob
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
@@ -61,17 +60,10 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
     steps = _steps(request, prepared)
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)
-    job = _Job(
-        request=request,
-        steps=steps,
-        prepared=prepared,
-        progress=progress,
-        limits=limits,
-        notes=list(prepared.notes),
-    )
+    job = _Job(request=request, steps=steps, prepared=prepared, limits=limits, notes=list(prepared.notes))
     if "plan" in request.strategies and plan is None:
         plan = job.searched_plan()
-    with Sessions(prepared, request.timeout_s, "small batch", job.notes) as session:
+    with Sessions(prepared, "small batch", job.notes) as session:
         curves = tuple(curve for name in request.strategies for curve in job.curves(name, plan, session))
     return StrategyComparison(
         header=file_header(prepared),
@@ -103,7 +95,6 @@ class _Job:
     request: BatchRequest
     steps: DimRange
     prepared: Prepared
-    progress: Progress
     limits: Limits
     notes: list[str]
 
@@ -115,19 +106,16 @@ class _Job:
             spec=self.prepared.subject.spec,
             settings=self.request.settings,
             search=search,
-            timeout_s=self.request.timeout_s,
             recommend_batch=False,
         )
         try:
-            found = find_plan(request, resolve(search), self.prepared, self.progress)
+            found = find_plan(request, resolve(search), self.prepared)
         except MemoptError as error:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
         self.notes.append(f"The plan is that of level {found.applied_level} at {self._where(self.steps.low)}.")
         return found.plan
 
-    def curves(
-        self, name: StrategyName, plan: Plan | StepFailed | None, session: Callable[[], Session]
-    ) -> Iterator[StrategyCurve]:
+    def curves(self, name: StrategyName, plan: Plan | StepFailed | None, session: Sessions) -> Iterator[StrategyCurve]:
         """What the table shows of one strategy."""
         symbol, batch = self.steps.symbol, self.prepared.batch
         if name == "online":
@@ -152,7 +140,7 @@ class _Job:
     def _curve(
         self, name: StrategyName, label: str, probe: Probe, exactness: Callable[[], tuple[bool | None, str]]
     ) -> StrategyCurve:
-        self.progress.stage(f"measuring {label}")
+        self.prepared.progress.stage(f"measuring {label}")
         runs = self._run(probe)
         first = next(iter(runs.values()))
         if not isinstance(first, BatchProbe):
@@ -181,7 +169,7 @@ class _Job:
             steps = next((s for s in candidates if not runs or self._can_run(s, _measured(runs))), None)
             if steps is None:
                 return runs
-            self.progress.update(0, None, f"running {self._where(steps)}")
+            self.prepared.progress.update(0, None, f"running {self._where(steps)}")
             runs[steps] = found = probe(steps)
             if not isinstance(found, BatchProbe):
                 return runs
@@ -227,11 +215,11 @@ def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None)
     return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=False, step_s=None)
 
 
-def _probe_online(session: Callable[[], Session], rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
+def _probe_online(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
     return session().ask(OnlineJob(rule=rule, symbol=symbol, steps=steps))
 
 
-def _agreement(session: Callable[[], Session], rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
+def _agreement(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
     found = session().ask(AgreementJob(rule=rule, symbol=symbol, steps=steps))
     if not isinstance(found, GradientAgreement):
         return None, f"its gradient could not be compared: {describe(found)}"
@@ -241,7 +229,7 @@ def _agreement(session: Callable[[], Session], rule: OnlineRule, symbol: str, st
     return False, f"{apart} to the gradient of bptt at {found.steps} steps"
 
 
-def _verified(session: Callable[[], Session], plan: Plan, batch: int) -> tuple[bool | None, str]:
+def _verified(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, str]:
     found = session().ask(VerifyJob(plan=plan, batch=batch))
     if not isinstance(found, Verification):
         return None, f"it could not be verified: {describe(found)}"

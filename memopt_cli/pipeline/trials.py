@@ -11,7 +11,6 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.plan.scaled import ScaledStep, scaled
-from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, Failure, Measurement, Plan, describe
 from memopt_cli.units import format_bytes, format_seconds
 
@@ -24,10 +23,8 @@ class Trials:
     """Asked for by their pairs."""
 
     prepared: Prepared
-    timeout_s: float
     limit_bytes: int
     """The memory of the device to emulate."""
-    progress: Progress
     found: dict[Pair, BatchProbe | Failure] = field(default_factory=dict)
     """In the order in which they were run."""
     records: dict[int, Traced] = field(default_factory=dict)
@@ -60,14 +57,14 @@ class Trials:
 
     def _run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         text = f"batch {batch}{'' if plan.is_empty else ' under a plan'}"
-        self.progress.update(self.count, None, f"running {text}")
+        self.prepared.progress.update(self.count, None, f"running {text}")
         found = self._measured(plan, batch)
         self.count += 1
-        self.progress.update(self.count, None, f"{text} · {_seen(found)}")
+        self.prepared.progress.update(self.count, None, f"{text} · {_seen(found)}")
         return found
 
     def _measured(self, plan: Plan, batch: int) -> BatchProbe | Failure:
-        with self.prepared.at(batch).session(self.timeout_s) as session:
+        with self.prepared.at(batch).session() as session:
             answer = session.ask(MeasureJob(plan=plan, limit_bytes=self.limit_bytes))
             if not isinstance(answer, Measured):
                 return answer
@@ -96,7 +93,7 @@ class Trials:
     def record_without_data(self, batch: int) -> None:
         """The same of a batch that was not run, or cannot be."""
         if batch not in self.records:
-            with self.prepared.at(batch).session(self.timeout_s, "small batch") as session:
+            with self.prepared.at(batch).session("small batch") as session:
                 self.record(batch, session, None)
 
     def step(self, first: int) -> ScaledStep | str:
@@ -112,7 +109,7 @@ class Trials:
     def _step_of(self, batches: list[int], first: int) -> ScaledStep | None:
         """By the records of these batches, or of two others where there are fewer."""
         if len(batches) < 2:
-            self.progress.stage("recording a step")
+            self.prepared.progress.stage("recording a step")
             first = max(batches, default=first)
             for batch in (first, 2 * first):
                 self.record_without_data(batch)

@@ -8,16 +8,7 @@ from memopt_cli.batch_axis import BATCH
 from memopt_cli.fingerprints import EPSILONS, compared
 from memopt_cli.measure.jobs import RoundedJob, Sizes, SizesJob, VerifyJob
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.progress import Progress
-from memopt_cli.records import (
-    Failure,
-    Fingerprint,
-    FingerprintCheck,
-    OutOfMemory,
-    Plan,
-    StepFailed,
-    Verification,
-)
+from memopt_cli.records import Failure, Fingerprint, FingerprintCheck, OutOfMemory, Plan, StepFailed, Verification
 
 _STEPS = 3
 """Of the plain model and with the plan together, to compare the recorded step of an exact plan ..."""
@@ -27,29 +18,27 @@ _FEW = 2
 """Samples of a step that is compared where a full one is not to be run."""
 
 
-def verified(
-    prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress, *, fits: bool = True
-) -> Verification | Failure:
+def verified(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verification | Failure:
     """At full size where the original fits, else at the largest half, quarter … that does.
 
     The steps that follow are left out where they, and not the recorded one, end the subprocess.
     """
     size = prepared.batch if fits else max(1, prepared.batch // 2)
     while True:
-        progress.stage(f"verifying at batch {size}")
-        found = _verified_at(prepared, plan, Sizes(batch=size), timeout_s)
+        prepared.progress.stage(f"verifying at batch {size}")
+        found = _verified_at(prepared, plan, Sizes(batch=size))
         if size == 1 or not isinstance(found, OutOfMemory):
             return found
         size = max(1, size // 2)
 
 
-def verified_small(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> Verification | Failure:
+def verified_small(prepared: Prepared, plan: Plan) -> Verification | Failure:
     """At two samples, or the least sizes at which all chunks run, where a full step is not to be run here."""
-    progress.stage("verifying a few samples")
-    sizes = _small(prepared, plan, min(_FEW, prepared.batch), timeout_s)
-    found = _verified_at(prepared, plan, sizes, timeout_s) if isinstance(sizes, Sizes) else None
+    prepared.progress.stage("verifying a few samples")
+    sizes = _small(prepared, plan, min(_FEW, prepared.batch))
+    found = _verified_at(prepared, plan, sizes) if isinstance(sizes, Sizes) else None
     if found is None or isinstance(found, OutOfMemory):
-        return verified(prepared, plan, timeout_s, progress, fits=False)
+        return verified(prepared, plan, fits=False)
     return found
 
 
@@ -63,9 +52,7 @@ class MeasuredSteps:
     """Time of a step."""
 
 
-def verified_by_fingerprints(
-    prepared: Prepared, plan: Plan, measured: MeasuredSteps, timeout_s: float, progress: Progress
-) -> Verification | Failure:
+def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSteps) -> Verification | Failure:
     """By what the measured steps left, at full size, and by a comparison in full of a step that is quick.
 
     That is one of fewer samples, or of a plan in chunks the least at which all of these run.  Where fingerprints of
@@ -78,14 +65,14 @@ def verified_by_fingerprints(
         rounded = prepared.ask(RoundedJob(), timeout_s)
         check = agreement(measured, plan, prepared, rounded) if isinstance(rounded, Fingerprint) else None
     if check is None:
-        return verified(prepared, plan, timeout_s, progress)
-    progress.stage("verifying")
+        return verified(prepared, plan)
+    prepared.progress.stage("verifying")
     share = _QUICK_S / (_STEPS * measured.original_s)
-    sizes = _small(prepared, plan, max(1, min(prepared.batch, int(prepared.batch * share))), timeout_s)
+    sizes = _small(prepared, plan, max(1, min(prepared.batch, int(prepared.batch * share))))
     sizes = sizes if isinstance(sizes, Sizes) else Sizes(batch=prepared.batch)
-    found = _verified_at(prepared, plan, sizes, timeout_s, measured.original_s)
+    found = _verified_at(prepared, plan, sizes, measured.original_s)
     if not isinstance(found, Verification):
-        return verified(prepared, plan, timeout_s, progress)
+        return verified(prepared, plan)
     return replace(found, measured=check)
 
 
@@ -110,15 +97,13 @@ def agreement(
     return check if agrees else None
 
 
-def _small(prepared: Prepared, plan: Plan, batch: int, timeout_s: float) -> Sizes | Failure:
+def _small(prepared: Prepared, plan: Plan, batch: int) -> Sizes | Failure:
     """So many samples; of a plan in chunks the least sizes at which all of these run."""
-    return prepared.ask(SizesJob(plan=plan), timeout_s) if plan.has_chunks else Sizes(batch=batch)
+    return prepared.ask(SizesJob(plan=plan)) if plan.has_chunks else Sizes(batch=batch)
 
 
-def _verified_at(
-    prepared: Prepared, plan: Plan, sizes: Sizes, timeout_s: float, asked_s: float = 0.0
-) -> Verification | Failure:
+def _verified_at(prepared: Prepared, plan: Plan, sizes: Sizes, asked_s: float = 0.0) -> Verification | Failure:
     job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
-    found = prepared.ask(job, timeout_s)
+    found = prepared.ask(job)
     is_told = isinstance(found, Verification | StepFailed)
-    return found if is_told else prepared.ask(replace(job, further=False), timeout_s)
+    return found if is_told else prepared.ask(replace(job, further=False))

@@ -91,8 +91,13 @@ def block_tree(model: CostModel) -> Block:
 
 @dataclass(slots=True)
 class _Node:
+    """A call of a module; or a round: calls in turn, in no module, and their backward, as a step of one's own has."""
+
     call: ModuleCall
+    """Of a round as those around see it: over when what follows begins."""
     children: list[_Node] = field(default_factory=list)
+    around: ModuleCall | None = None
+    """Of a round: from its first operator to that at which the first backward begins, and all of backward."""
 
 
 def _nest(calls: Sequence[ModuleCall]) -> _Node:
@@ -108,27 +113,12 @@ def _nest(calls: Sequence[ModuleCall]) -> _Node:
     return root
 
 
-@dataclass(slots=True)
-class _Round:
-    """Calls in turn, in no module, and their backward: a step of one's own has several."""
-
-    around: ModuleCall
-    """From its first operator to that at which the first backward begins, and all of backward."""
-    parts: list[_Node | _Round]
-
-    @property
-    def call(self) -> ModuleCall:
-        """As the rounds around see it: over when what follows begins."""
-        end = max(self.around.end, self.around.backward_end)
-        return replace(self.around, end=end, backward_start=end, backward_end=end)
-
-
-def _rounds(nodes: Sequence[_Node], ops: int) -> _Round:
+def _rounds(nodes: Sequence[_Node], ops: int) -> _Node:
     """The calls that no other made, those whose backward is over before the next call together in a round within."""
-    turn: list[_Node | _Round] = []
+    turn: list[_Node] = []
     for node in nodes:
         first = len(turn)
-        while first and isinstance(turn[first - 1], _Node) and turn[first - 1].call.backward_end <= node.call.start:
+        while first and not turn[first - 1].around and turn[first - 1].call.backward_end <= node.call.start:
             first -= 1
         if len(turn) > first:
             turn[first:] = [_round(turn[first:], node.call.start)]
@@ -136,7 +126,7 @@ def _rounds(nodes: Sequence[_Node], ops: int) -> _Round:
     return _round(turn, ops)
 
 
-def _round(parts: list[_Node | _Round], stop: int) -> _Round:
+def _round(parts: list[_Node], stop: int) -> _Node:
     """``stop``: the operator at which what follows begins."""
     backward = [c for c in (part.call for part in parts) if c.backward_end > c.backward_start]
     start, end = parts[0].call.start, parts[-1].call.end
@@ -150,7 +140,8 @@ def _round(parts: list[_Node | _Round], stop: int) -> _Round:
         inputs=(),
         outputs=(),
     )
-    return _Round(around, parts)
+    over = max(around.end, around.backward_end)
+    return _Node(replace(around, end=over, backward_start=over, backward_end=over), parts, around)
 
 
 def _backward_edges(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range]:
@@ -179,22 +170,20 @@ class _Builder:
         # A step of one's own runs its models in no module.
         whole = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
         nodes = _nest([whole, *self._trace.calls]).children
-        return self._round(_rounds(nodes, len(self._trace.ops)))
+        return self._block(_rounds(nodes, len(self._trace.ops)))
 
-    def _round(self, found: _Round) -> Block:
-        around = found.around
+    def _round(self, around: ModuleCall, parts: Sequence[_Node]) -> Block:
         forward, backward = range(around.start, around.end), range(around.backward_start, around.backward_end)
         block = self._span("", forward, backward, around.end)
-        block.children = tuple(self._children(around, found.parts))
+        block.children = tuple(self._children(around, parts))
         block.refusal = "the step runs its models one by one"
         block.is_round = True
         block.signature = hash(("round", block.signature, tuple(child.signature for child in block.children)))
         return block
 
-    def _part(self, part: _Node | _Round) -> Block:
-        return self._block(part) if isinstance(part, _Node) else self._round(part)
-
     def _block(self, node: _Node) -> Block:
+        if node.around is not None:
+            return self._round(node.around, node.children)
         call = node.call
         children = tuple(self._children(call, node.children))
         module = self._model.modules[call.path]
@@ -231,7 +220,7 @@ class _Builder:
         )
         return own
 
-    def _children(self, call: ModuleCall, parts: Sequence[_Node | _Round]) -> Iterator[Block]:
+    def _children(self, call: ModuleCall, parts: Sequence[_Node]) -> Iterator[Block]:
         """The calls right below, and the operators between them."""
         if not parts:
             return
@@ -244,7 +233,7 @@ class _Builder:
             if span.kept_bytes or span.work.ops:
                 yield span
             if index < len(parts):
-                yield self._part(parts[index])
+                yield self._block(parts[index])
 
     def _span(self, path: str, forward: range, backward: range, stop: int) -> Block:
         """``stop``: the operator before which running it again ends."""

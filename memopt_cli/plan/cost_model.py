@@ -15,7 +15,7 @@ import bisect
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -79,17 +79,6 @@ class Work:
     """Of these, convolutions and products of matrices."""
     modules: int = 0
     """In it, itself among them."""
-
-
-def work_in(trace: StepTrace) -> Callable[[ModuleCall], Work]:
-    """What gives the work of a call in the recorded step."""
-    products = [0, *accumulate(op.flops > 0 for op in trace.ops)]
-    modules = Counter(path for module in trace.modules for path in ancestry(module.path))
-
-    def of_call(call: ModuleCall) -> Work:
-        return Work(call.end - call.start, products[call.end] - products[call.start], modules[call.path])
-
-    return of_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +227,9 @@ class CostModel:
         self.elapsed = [0.0, *accumulate(self.recompute_s)]
         """Seconds before every operator, and of all."""
         self.norms = batch_norms(trace)
-        self.work = work_in(trace)
-        """Of a call."""
+        self._products = [0, *accumulate(op.flops > 0 for op in trace.ops)]
+        """Before every operator, and of all."""
+        self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
         self._original = Original(trace)
         self._ends = ends_of_recomputation(trace)
         left = [s for s in trace.storages if s.kind == "activations" and s.died is None]
@@ -274,6 +264,11 @@ class CostModel:
         passes = self.passes(block.call, block.stop) if block.segment.gathers else Passes()
         overhead = overhead_s(block.segment, forward_s=forward_s, work=work, passes=passes, scale=scale)
         return forward_s - saved_s + overhead + packing
+
+    def work(self, call: ModuleCall) -> Work:
+        """That of its forward."""
+        products = self._products[call.end] - self._products[call.start]
+        return Work(call.end - call.start, products, self._modules_in[call.path])
 
     def passes(self, call: ModuleCall, stop: int) -> Passes:
         """Over the chunks of a call whose recomputation ends at an operator, if they gather batch statistics."""
@@ -413,17 +408,15 @@ def _timed_alike(trace: StepTrace) -> list[tuple[float, float]]:
     return [medians[key] for key in kinds]
 
 
-def packed_inputs(
-    trace: StepTrace, module: ModuleTrace, call: ModuleCall, compressor: CompressorName
-) -> dict[int, int]:
+def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec: CompressorName) -> dict[int, int]:
     """Those inputs of a call that a codec stores in less -> bytes.
 
     Of a storage that autograd saves it is known whether bits or bytes hold it.  Of others, and of codecs that look at
     more, only the share is known that the module's inputs take in its codec: every input is taken to have that.
     """
     inputs = {index: trace.storages[index] for index in call.inputs}
-    packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == compressor}
-    if not packed and module.compressor == compressor:
+    packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == codec}
+    if not packed and module.compressor == codec:
         share = module.packed_input_bytes / max(1, module.input_bytes)
         packed = {index: int(s.nbytes * share) for index, s in inputs.items()}
     return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 
 from memopt_cli.plan.block_tree import block_tree
@@ -12,7 +12,7 @@ from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.search import SolvedBlocks, Solver
 from memopt_cli.plan.segment_ways import Allowed
 from memopt_cli.plan.ways import Way
-from memopt_cli.records import ChunkRule, Plan, Prediction, SegmentPlan, StepTrace
+from memopt_cli.records import ChunkRule, Plan, Prediction, SegmentPlan, StepTrace, ancestry
 
 _OVERSHOOT = 1.1
 """By how much more than it is too slow: else the last correction may be too small by a hair."""
@@ -93,7 +93,8 @@ class Proposals:
         self.modules = self.model.modules
         self.root = block_tree(self.model)
         self.heads = heads
-        self.norms = _norms_within(self.model)
+        normed = {trace.ops[norm.op].module for norm in self.model.norms}
+        self.norms = Counter(path for module in normed for path in ancestry(module))
         """Of every module, how many in it normalize by the statistics of a batch."""
         self.allowed = Allowed()
         self._ground_slowdown = slowdown
@@ -147,13 +148,3 @@ class Proposals:
             return self._known[key, packed]
 
         return Solvers(self.model, {p: solver(p) for p in packings}, self.heads, self._ground_slowdown)
-
-
-def _norms_within(model: CostModel) -> Counter[str]:
-    norms = {model.trace.ops[norm.op].module for norm in model.norms}
-    return Counter(path for norm in norms for path in _around(norm.split(".")))
-
-
-def _around(names: Sequence[str]) -> Iterator[str]:
-    """The paths of a module and of what it lies in."""
-    return (".".join(names[:count]) for count in range(len(names) + 1))

@@ -10,17 +10,7 @@ from memopt_cli.plan.block_tree import Block
 from memopt_cli.plan.interface import CountedPlan, NotTried, Probes, is_within
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.proposals import Proposals
-from memopt_cli.records import (
-    MOST_NORMS,
-    ChunkRule,
-    Counted,
-    Failure,
-    ModuleTrace,
-    Plan,
-    Refused,
-    SearchOptions,
-    SegmentPlan,
-)
+from memopt_cli.records import MOST_NORMS, ChunkRule, Counted, Failure, ModuleTrace, Plan, SearchOptions, SegmentPlan
 
 _MOST_CLASSES = 12
 """Of which a module is asked for chunks, which takes a real step of it: no more are looked for beyond."""
@@ -194,7 +184,7 @@ class ChunkQuestions:
         self._probes.report(f"asking whether {path or '(root)'} can run in chunks")
         self.questions += 1
         rule = self._probes.chunking(path)
-        return None if isinstance(rule, Refused) else rule
+        return rule if isinstance(rule, ChunkRule) else None
 
     def _like(self, path: str) -> list[str]:
         """The module and those of its class: where one stands at the peak, the next is not far below."""

@@ -6,13 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.records import (
-    ModuleCall,
-    OpTrace,
-    SegmentPlan,
-    StepTrace,
-    StorageTrace,
-)
+from memopt_cli.records import ModuleCall, OpTrace, SegmentPlan, StepTrace, StorageTrace
 
 
 def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
@@ -109,23 +103,19 @@ class _Order:
     """The instants of a step under a plan."""
 
     def __init__(self, trace: StepTrace, blocks: Sequence[ReplayedSegment]) -> None:
-        self.length = 0
-        """Instants in all."""
-        self.place = self._lay_out(len(trace.ops), blocks)
-        """Instant of every original operator."""
-
-    def _lay_out(self, ops: int, blocks: Sequence[ReplayedSegment]) -> list[int]:
-        """Instant of every original operator; recomputations stand right before the backward they serve.
+        """Recomputations stand right before the backward they serve.
 
         Chunks join the pieces of their input's gradient at an instant behind it.
         """
+        self.place: list[int] = []
+        """Instant of every original operator."""
         starting: dict[int, list[ReplayedSegment]] = defaultdict(list)
         joining: dict[int, list[ReplayedSegment]] = defaultdict(list)
         for block in blocks:
             starting[block.call.backward_start].append(block)
             if block.segment.chunks > 1:
                 joining[block.call.backward_end].insert(0, block)
-        place, now = [], 0
+        now, ops = 0, len(trace.ops)
         for index in range(ops + 1):
             for block in joining.get(index, ()):
                 block.joined = now
@@ -135,10 +125,10 @@ class _Order:
             for block in starting.get(index, ()):
                 block.offset = now
                 now += block.stop - block.call.start
-            place.append(now)
+            self.place.append(now)
             now += 1
         self.length = now
-        return place
+        """Instants in all."""
 
     def at(self, block: ReplayedSegment | None, op: int) -> int:
         """The instant at which an operator runs, in the first forward or in a recomputation."""

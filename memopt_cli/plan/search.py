@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from memopt_cli.plan.block_tree import Block, repeated
 from memopt_cli.plan.segment_ways import Allowed, Around, Means, Segments
-from memopt_cli.plan.ways import MOST_INNER_WAYS, MOST_WAYS, Bounds, Spent, Way, followed, thinned
+from memopt_cli.plan.ways import MOST_INNER_WAYS, MOST_WAYS, Bounds, Way, followed, thinned
 
 _PRECISION = 1000
 """A least peak is found to this part of itself."""
@@ -71,14 +71,14 @@ class _Candidates:
         self._repeated = set() if root.is_round else repeated(root)
 
     def choices(self) -> list[_Choice]:
-        """What may be decided before the blocks are gone through."""
-        return [self._choice(segmented) for segmented in self._choices_of_repeated()]
+        """What may be decided before the blocks are gone through.
 
-    def _choices_of_repeated(self) -> Iterable[frozenset[str]]:
-        """None of them; one of the outermost; all of the outermost."""
+        Of the modules that are called several times none are segments; or one of the outermost is; or all of these are.
+        """
         usable = {b.path for b in self._root if b.path in self._repeated and self._is_target(b)}
         outermost = sorted(p for p in usable if not any(p.startswith(f"{other}.") for other in usable))
-        return dict.fromkeys([frozenset[str](), *(frozenset({path}) for path in outermost[:8]), frozenset(outermost)])
+        segmented = [frozenset[str](), *(frozenset({path}) for path in outermost[:8]), frozenset(outermost)]
+        return [self._choice(paths) for paths in dict.fromkeys(segmented)]
 
     def _choice(self, segmented: frozenset[str]) -> _Choice:
         kinds: dict[Block, int] = {}
@@ -173,15 +173,13 @@ class Solver:
         if way is None and choice.least_added_s(budget_bytes) <= min(most_added_s, sys.float_info.max):
             self._chosen = choice
             bounds = Bounds(budget_bytes, most_added_s, self._allowed.limits)
-            found = self._through([Way(spent=self._spent_before(choice))], self._root, bounds)
+            # Segments that are called several times count once each.
+            spent = (len(choice.segmented), 0, 0) if bounds.limits.hold and choice.segmented else ()
+            found = self._through([Way(spent=spent)], self._root, bounds)
             way = min(found, key=lambda way: way.added_s, default=None)
             least_s = math.nextafter(most_added_s, math.inf) if way is None else way.added_s
             choice.answers[budget_bytes] = way, least_s
         return way if way is not None and way.added_s <= most_added_s else None
-
-    def _spent_before(self, choice: _Choice) -> Spent:
-        """By the segments that are called several times, each of which counts once."""
-        return (len(choice.segmented), 0, 0) if self._allowed.limits.hold and choice.segmented else ()
 
     def _through(self, before: list[Way], block: Block, bounds: Bounds) -> list[Way]:
         """Ways up to and through a block: here every peak within the budget is as good as another."""

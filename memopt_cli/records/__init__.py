@@ -128,6 +128,7 @@ from memopt_cli.records.rank import (
     RanksRow,
     predicted,
 )
+from memopt_cli.records.request import StepRequest
 from memopt_cli.records.search import (
     Budget,
     Preference,
@@ -299,6 +300,7 @@ __all__ = [
     "StepMemory",
     "StepPrint",
     "StepProfile",
+    "StepRequest",
     "StepSettings",
     "StepTrace",
     "StorageTrace",

@@ -10,9 +10,9 @@ from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import Layout
 from memopt_cli.records.measurement import Breakdown
-from memopt_cli.records.model import ModelSource
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.profile import SavedTensor
+from memopt_cli.records.request import StepRequest
 from memopt_cli.records.settings import Precision, StepSettings
 from memopt_cli.records.trace import Phase
 
@@ -248,12 +248,9 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineRequest:
+class BaselineRequest(StepRequest):
     """Everything ``memopt baseline`` was asked for."""
 
-    source: ModelSource
-    spec: InputSpec | None
-    """``None``: look for it beside the model, then guess."""
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
     """A plan to run the step under; ``None``: the one that the file carries, if it does."""
@@ -262,15 +259,12 @@ class BaselineRequest:
     output: str = "memopt-baseline.json"
     force: bool = False
     """An existing file may be replaced."""
-    timeout_s: float = 600.0
-    """Time limit of one profiling subprocess answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRequest:
+class CheckRequest(StepRequest):
     """Everything ``memopt check`` was asked for; ``None``: as in the baseline."""
 
-    source: ModelSource
     baseline_path: str
     limits: tuple[Limit, ...]
     spec: InputSpec | None = None
@@ -282,5 +276,3 @@ class CheckRequest:
     plan_path: str | None = None
     """A plan to run the step under; ``None``: the one that the file carries, if it does."""
     layout: Layout | None = None
-    timeout_s: float = 600.0
-    """Time limit of one profiling subprocess answer."""

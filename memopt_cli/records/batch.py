@@ -7,10 +7,9 @@ from typing import Final, Literal
 
 from memopt_cli.records.device import DeviceProfile
 from memopt_cli.records.header import FileHeader
-from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import Layout
 from memopt_cli.records.learning import StrategyName
-from memopt_cli.records.model import ModelSource
+from memopt_cli.records.request import StepRequest
 from memopt_cli.records.search import SearchOverrides
 from memopt_cli.records.settings import StepSettings
 
@@ -164,12 +163,9 @@ class LengthBatching:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRequest:
+class BatchRequest(StepRequest):
     """Everything ``memopt recommend-batch`` was asked for."""
 
-    source: ModelSource
-    spec: InputSpec | None
-    """``None``: look for it beside the model, then guess."""
     settings: StepSettings = StepSettings()
     memory: int | float = 0.9
     """Bytes, or a share of the memory that the device has free."""
@@ -199,8 +195,6 @@ class BatchRequest:
     output: str | None = None
     """Path of the batch configuration; ``None``: none is written, or with a ``search`` one beside the model."""
     force: bool = False
-    timeout_s: float = 600.0
-    """Time limit of one profiling subprocess answer."""
     longest_step_s: float = LONGEST_STEP_S
     """No step that is run is to take longer."""
 

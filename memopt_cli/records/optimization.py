@@ -11,7 +11,7 @@ from memopt_cli.records.device import Confirmation, DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import Layout
-from memopt_cli.records.model import ModelSource
+from memopt_cli.records.request import StepRequest
 from memopt_cli.records.search import SearchGoal, SearchOverrides
 from memopt_cli.records.settings import StepSettings
 from memopt_cli.records.summary import MemOptSummary
@@ -20,12 +20,9 @@ from memopt_cli.records.verification import Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizeRequest:
+class OptimizeRequest(StepRequest):
     """Everything ``memopt optimize`` was asked for."""
 
-    source: ModelSource
-    spec: InputSpec | None
-    """``None``: look for it beside the model, then guess."""
     settings: StepSettings = StepSettings()
     search: SearchOverrides = field(default_factory=SearchOverrides)
     goal: SearchGoal = SearchGoal()
@@ -48,8 +45,6 @@ class OptimizeRequest:
     """A plan for a step elsewhere is not compared with the original: this machine may not hold the model."""
     force: bool = False
     """Existing files may be replaced."""
-    timeout_s: float = 600.0
-    """Time limit of one profiling subprocess answer."""
     longest_step_s: float | None = None
     """The step that verifies the recommended batch is to take no longer; ``None``: see ``pipeline.batch_advice``."""
     recommend_batch: bool = True
@@ -65,10 +60,9 @@ class OptimizeRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyRequest:
+class ApplyRequest(StepRequest):
     """Everything ``memopt apply`` was asked for."""
 
-    source: ModelSource
     plan_path: str
     spec: InputSpec | None = None
     """As in :class:`OptimizeRequest`; only needed to verify."""

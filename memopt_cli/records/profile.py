@@ -6,23 +6,19 @@ from dataclasses import dataclass
 
 from memopt_cli.records.device import DeviceEstimate, DeviceProfile
 from memopt_cli.records.header import FileHeader
-from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import Layout
 from memopt_cli.records.measurement import Breakdown, Measurement, OutOfMemory, PhasePeak
-from memopt_cli.records.model import ModelSource
 from memopt_cli.records.plan import CompressorName, Plan
 from memopt_cli.records.rank import RankPrediction
+from memopt_cli.records.request import StepRequest
 from memopt_cli.records.settings import StepSettings
 from memopt_cli.records.trace import Phase, StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileRequest:
+class ProfileRequest(StepRequest):
     """Everything ``memopt profile`` was asked for."""
 
-    source: ModelSource
-    spec: InputSpec | None
-    """``None``: look for it beside the model, then guess."""
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
     """A plan to run the step under; ``None``: the model as it is."""
@@ -36,8 +32,6 @@ class ProfileRequest:
     """Which one; ``None``: the first and the last, and the larger of them in full."""
     backend: str | None = None
     """Measure the step compiled by this backend of ``torch.compile``, too."""
-    timeout_s: float = 600.0
-    """Time limit of one profiling subprocess answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import Collective, Layout
 from memopt_cli.records.measurement import Breakdown, Counted, PhasePeak
-from memopt_cli.records.model import ModelSource
 from memopt_cli.records.plan import Plan
+from memopt_cli.records.request import StepRequest
 from memopt_cli.records.settings import StepSettings
 
 
@@ -124,10 +124,9 @@ class RanksRecommendation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureRequest:
+class MeasureRequest(StepRequest):
     """Everything ``memopt measure`` was asked for, on one rank."""
 
-    source: ModelSource
     spec: InputSpec | None
     """Of one rank's step; ``None``: look for it beside the model, then guess."""
     settings: StepSettings = StepSettings()

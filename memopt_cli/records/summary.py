@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memopt_cli.records.batch import BatchAdvice
 from memopt_cli.records.device import PlanEstimates
-from memopt_cli.records.measurement import Failure, Measurement
+from memopt_cli.records.measurement import Counted, Failure, Measurement
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.rank import PlannedRanks
 from memopt_cli.records.verification import Verification
@@ -21,9 +21,9 @@ class LevelRow:
     plan: Plan
     outcome: Measurement | Failure | None
     """``None``: it was not measured; what is predicted has to do."""
-    predicted_tensor_peak_bytes: int | None
+    predicted_tensor_peak_bytes: int | None = None
     """From the dry run on fake tensors; ``None`` if the model cannot be traced without data."""
-    predicted_allocated_peak_bytes: int | None
+    predicted_allocated_peak_bytes: int | None = None
     """The same with the workspaces of kernels recorded from the original."""
     dry_runs: int
     """Plans that were dry-run for this level, beside those for the levels below."""
@@ -32,6 +32,14 @@ class LevelRow:
     """The level whose plan it is, where it found no other; ``None``: its plan is its own."""
     predicted_slowdown: float | None = None
     """Step time over that of the original, by the cost model."""
+
+    def predicted(self, counted: Counted) -> LevelRow:
+        """With the peaks of the dry run of its plan."""
+        return replace(
+            self,
+            predicted_tensor_peak_bytes=counted.tensor_peak_bytes,
+            predicted_allocated_peak_bytes=counted.allocated_peak_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

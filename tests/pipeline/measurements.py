@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from memopt_cli.records import Breakdown, Measurement
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from memopt_cli.progress import Progress
+from memopt_cli.records import Breakdown, LevelRow, Measurement, Plan
 
 NOTHING = Breakdown(
     parameters_bytes=0,
@@ -30,3 +35,10 @@ def measured(peak: int, *step_times_s: float) -> Measurement:
         batch=1,
         spent_s=0.0,
     )
+
+
+def measurements_by(
+    measure: Callable[[Plan], Any], confirm: Callable[[LevelRow, float], LevelRow] = lambda row, most_slowdown: row
+) -> Any:
+    """Stands in for measurements of plans."""
+    return SimpleNamespace(measure=measure, confirm=confirm, prepared=SimpleNamespace(progress=Progress()))

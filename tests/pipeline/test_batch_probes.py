@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,9 +98,8 @@ def test_runs_of_a_step_that_loops_over_its_batch_are_short(operators: int, most
     limits = Limits(
         budget_bytes=1_000_000, device_bytes=1 << 30, runnable_bytes=1 << 30, name="all", longest_step_s=30.0
     )
-    search = CaseSearch(
-        batch=16, replicas=(), progress=Progress(), notes=[], limits=limits, why_fixed=lambda search: "", most_runs=6
-    )
+    prepared: Any = SimpleNamespace(batch=16, progress=Progress(), facts=SimpleNamespace(indices={}))
+    search = CaseSearch(prepared=prepared, notes=[], limits=limits, most_runs=6)
     session = Session(operators_per_sample=operators)
     search.find([case := Case(planned=False, plan=ORIGINAL, dims={})], lambda: session)
     assert case.search.runs.best == max(session.ran) == most

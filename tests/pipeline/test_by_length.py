@@ -20,7 +20,6 @@ from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import by_length
 from memopt_cli.plan.bounds import Work, inner_bounds
-from memopt_cli.progress import Progress
 from memopt_cli.records import DimRange, LevelRow, Measurement, MemOptSummary, Plan, SegmentPlan, from_data
 from memopt_cli.runtime.lengths import ConfigsByLength
 from memopt_cli.trace import count
@@ -268,7 +267,7 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
     varied = DimRange(symbol="S", low=10, high=100)
     request: Any = SimpleNamespace(interruptible=True)
     given: Any = None
-    search = by_length._ByLength(request, given, given, Progress(), varied, counts, given, Work.of(counts))
+    search = by_length._ByLength(request, given, given, varied, counts, given, Work.of(counts))
     monkeypatch.setattr(by_length._ByLength, "find", found)
     monkeypatch.setattr(by_length._ByLength, "_plain", lambda *given: iter(()))
     parts = search.all_ranges(by_length._part(100, found(search, 100)), 100)

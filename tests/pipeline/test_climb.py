@@ -11,7 +11,6 @@ import pytest
 
 from memopt_cli.pipeline.climb import Climb, found_row
 from memopt_cli.plan.questions import Priced
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Counted,
     Failure,
@@ -22,7 +21,7 @@ from memopt_cli.records import (
     SearchOptions,
     SegmentPlan,
 )
-from tests.pipeline.measurements import NOTHING, measured
+from tests.pipeline.measurements import NOTHING, measured, measurements_by
 
 ORIGINAL = 1000
 
@@ -103,9 +102,7 @@ def climb(
         original=original,
         original_bytes=ORIGINAL,
         options=SearchOptions(level=max(plans), max_slowdown=max_slowdown),
-        measure=measure,
-        confirm=confirm,
-        progress=Progress(),
+        measurements=measurements_by(measure, confirm),
         dry_run=True,
         measure_all=measure_all,
     )

@@ -212,20 +212,20 @@ def test_a_plan_that_names_no_optimizer_is_confirmed_without_one_and_says_so(
 def test_what_a_gpu_measures_of_that_step_confirms_the_estimate() -> None:
     subject = Subject(source=ModelSource(location="net.pt"), spec=HEADER.spec, settings=STEP.settings)
     asked: Any = Asked(replace(subject, settings=replace(STEP.settings, device="cuda:0")))
-    assert confirmed(asked, PLAN, STEP, (), 60.0, Progress()).confirms
-    assert not confirmed(asked, PLAN, STEP, ("inputs",), 60.0, Progress()).confirms
-    assert not confirmed(asked, PLAN, None, (), 60.0, Progress()).confirms
+    assert confirmed(asked, PLAN, STEP, ()).confirms
+    assert not confirmed(asked, PLAN, STEP, ("inputs",)).confirms
+    assert not confirmed(asked, PLAN, None, ()).confirms
     on_cpu: Any = Asked(subject)
-    assert not confirmed(on_cpu, PLAN, STEP, (), 60.0, Progress()).confirms
+    assert not confirmed(on_cpu, PLAN, STEP, ()).confirms
 
 
 class Asked:
     """A prepared model whose step takes what it is told to."""
 
     def __init__(self, subject: Subject) -> None:
-        self.subject, self.facts = subject, SimpleNamespace(trainable_bytes=0)
+        self.subject, self.facts, self.progress = subject, SimpleNamespace(trainable_bytes=0), Progress()
 
-    def ask(self, job: object, timeout_s: float) -> Measured:
+    def ask(self, job: object) -> Measured:
         return Measured(measurement=measured(), left=Fingerprint(tensors=(), put_off=(), repeats=True))
 
 

@@ -26,7 +26,6 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import causes
 from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Equivalence,
     Followed,
@@ -124,8 +123,8 @@ def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings
 def verified(
     reference: Callable[[], nn.Module], candidate: Callable[[], nn.Module], *, steps: int = 3, **settings: Any
 ) -> Equivalence:
-    sides = (prepared(make, **settings) for make in (reference, candidate))
-    return compare_prepared(*sides, steps, 60.0, Progress())
+    one, other = (prepared(make, **settings) for make in (reference, candidate))
+    return compare_prepared(one, other, steps)
 
 
 # ---------------------------------------------------------------------------------------------- the same
@@ -164,10 +163,10 @@ def test_a_plan_that_a_file_carries_stays_on() -> None:
     plan = Plan(segments=(SegmentPlan(path="blocks.0"), SegmentPlan(path="blocks.1", chunks=2)))
     reference, _ = pair(lambda: Block(nn.Dropout(0.4)))
     other = prepared(reference, plan)
-    found = compare_prepared(prepared(reference), other, 2, 60.0, Progress())
+    found = compare_prepared(prepared(reference), other, 2)
     assert found.alike != "to the bit"  # chunks draw their masks one after the other
     plan = Plan(segments=plan.segments[:1])
-    assert compare_prepared(prepared(reference), prepared(reference, plan), 2, 60.0, Progress()).alike == "to the bit"
+    assert compare_prepared(prepared(reference), prepared(reference, plan), 2).alike == "to the bit"
 
 
 class InOtherOrder(nn.Module):

@@ -15,7 +15,6 @@ from memopt_cli.pipeline.climb import found_row
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.in_backward import InBackwardPlans
 from memopt_cli.plan.questions import Priced
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Budget,
     Counted,
@@ -28,7 +27,7 @@ from memopt_cli.records import (
     StepFailed,
     TimedOut,
 )
-from tests.pipeline.measurements import NOTHING, measured
+from tests.pipeline.measurements import NOTHING, measured, measurements_by
 
 
 def priced(peak: int) -> Priced:
@@ -83,26 +82,35 @@ def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, l
     planner: Any = FakePlanner()
     search = GoalSearch(
         planner=planner,
-        measure=measure,
-        progress=Progress(),
+        measurements=measurements_by(measure),
         level=3,
         dry_run=True,
         in_backward=not_in_backward(),
-        confirm=lambda row, most: row,
         notes=[],
     )
     return search, asked
 
 
 def not_in_backward() -> InBackwardPlans:
-    return InBackwardPlans(count=lambda plan: counted(0), prove=lambda row: row, notes=[], is_allowed=False)
+    return plans_in_backward(lambda plan: counted(0), "", is_allowed=False)
+
+
+def plans_in_backward(count: Callable[[Plan], Counted], fault: str, *, is_allowed: bool) -> InBackwardPlans:
+    return InBackwardPlans(
+        count=count,
+        measurements=measurements_by(lambda plan: measured(1000)),
+        fault=lambda plan: fault,
+        most_slowdown=math.inf,
+        notes=[],
+        is_allowed=is_allowed,
+    )
 
 
 HELD = 150
 """Bytes of gradients that stand at the peak of every plan but the original."""
 
 
-def in_backward(search: GoalSearch, prove: Callable[[LevelRow], LevelRow | str] = lambda row: row) -> GoalSearch:
+def in_backward(search: GoalSearch, fault: str = "") -> GoalSearch:
     """The same, whose plans hold gradients at their peaks, and the optimizer may run in backward."""
     planner: Any = search.planner
     planner.plans = tuple(holding(found) for found in FakePlanner.plans)
@@ -115,8 +123,7 @@ def in_backward(search: GoalSearch, prove: Callable[[LevelRow], LevelRow | str] 
     def count(plan: Plan) -> Counted:
         return counted(peaks[plan.of_model] - (HELD if plan.segments else 0))
 
-    plans = InBackwardPlans(count=count, prove=prove, notes=[], is_allowed=True)
-    return replace(search, in_backward=plans)
+    return replace(search, in_backward=plans_in_backward(count, fault, is_allowed=True))
 
 
 def counted(peak: int, gradients: int = 0) -> Counted:
@@ -150,8 +157,8 @@ def test_a_budget_below_the_least_plan_is_met_in_backward() -> None:
 
 
 def test_a_plan_in_backward_that_fails_gives_way_to_the_next_best() -> None:
-    search = in_backward(goal(measured)[0], lambda row: "output[0] differs")
-    row = replace(search, measure=lambda plan: measured(550)).within(560)
+    search = in_backward(goal(measured)[0], "output[0] differs")
+    row = replace(search, measurements=measurements_by(lambda plan: measured(550))).within(560)
     assert row.plan == priced(500).plan
     assert search.in_backward.notes == ["The optimizer does not run in backward: output[0] differs."]
 
@@ -160,7 +167,7 @@ def test_a_plan_in_backward_that_cannot_be_measured_gives_way_to_the_next_best()
     def measure(plan: Plan) -> Measurement | Failure:
         return StepFailed(message="no gradient", hint="") if plan.in_backward else measured(500)
 
-    search = replace(in_backward(goal(measured)[0]), measure=measure)
+    search = replace(in_backward(goal(measured)[0]), measurements=measurements_by(measure))
     assert search.within(560).plan == priced(500).plan
     assert search.in_backward.notes == ["The optimizer does not run in backward: no gradient."]
 
@@ -326,7 +333,9 @@ def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier() -> None:
 
     original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
     search.planner.plans = (priced(1000), priced(700))
-    first, second = replace(search, confirm=in_turns).frontier(search.planner.plans, original)
+    first, second = replace(search, measurements=measurements_by(search.measurements.measure, in_turns)).frontier(
+        search.planner.plans, original
+    )
     assert (first.slowdown, second.slowdown) == (1.0, 2.0)
     assert search.notes == []
 

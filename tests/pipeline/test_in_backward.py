@@ -7,20 +7,24 @@ from dataclasses import replace
 import pytest
 
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.in_backward import InBackwardTrial
+from memopt_cli.pipeline.in_backward import InBackwardPlans
+from memopt_cli.plan.questions import Priced
 from memopt_cli.records import Counted, LevelRow, Measurement, Plan, SegmentPlan
-from tests.pipeline.measurements import NOTHING, measured
+from tests.pipeline.measurements import NOTHING, measured, measurements_by
 
 PLAN = Plan(segments=(SegmentPlan(path="0"),))
 
 
 def counted(plan: Plan) -> Counted:
     peak = 80 if plan.in_backward else 100
-    return Counted(tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=())
+    held = replace(NOTHING, gradients_bytes=20)
+    return Counted(tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=held, holders=())
 
 
-def tried(first_s: float, confirmed_s: float, original_s: tuple[float, float] = (1.0, 1.0)) -> LevelRow | str:
-    """By a measurement and, in turns with the original, another: of both, first and then."""
+def tried(
+    first_s: float, confirmed_s: float, original_s: tuple[float, float] = (1.0, 1.0), fault: str = ""
+) -> LevelRow | str:
+    """By a measurement and, in turns with the original, another: of both, first and then.  Or the note that says no."""
     times = {PLAN: 1.2, ORIGINAL: original_s[0], replace(PLAN, in_backward=True): first_s}
 
     def measure(plan: Plan) -> Measurement:
@@ -39,7 +43,16 @@ def tried(first_s: float, confirmed_s: float, original_s: tuple[float, float] = 
         dry_runs=1,
         search_s=0.0,
     )
-    return InBackwardTrial(count=counted, measure=measure, confirm=confirm, most_slowdown=1.33, dry_run=True).of(row)
+    plans = InBackwardPlans(
+        count=counted,
+        measurements=measurements_by(measure, confirm),
+        fault=lambda plan: fault,
+        most_slowdown=1.33,
+        notes=[],
+        is_allowed=True,
+    )
+    found = plans.of_level(row, Priced(plan=PLAN, counted=counted(PLAN), level=1, slowdown=1.2))
+    return plans.notes[0] if found is None else found
 
 
 @pytest.mark.parametrize(("first_s", "confirmed_s", "original_s"), [(9.0, 1.3, (1.0, 1.0)), (1.3, 2.6, (1.0, 2.0))])
@@ -48,6 +61,10 @@ def test_what_is_confirmed_counts(first_s: float, confirmed_s: float, original_s
     assert isinstance(found, LevelRow)
     assert found.plan.in_backward
     assert found.outcome == measured(80, confirmed_s)
+
+
+def test_what_computes_something_else_is_refused() -> None:
+    assert tried(1.0, 1.0, fault="output[0] differs") == "The optimizer does not run in backward: output[0] differs."
 
 
 def test_what_is_too_slow_when_confirmed_is_refused() -> None:

@@ -26,11 +26,12 @@ class FakePrepared:
     planned_s: float
     in_turns: TimedInTurns | Failure
     asked: list[type[Job[Any]]] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
 
-    def session(self, timeout_s: float) -> Any:
+    def session(self) -> Any:
         return contextlib.nullcontext(self)
 
-    def ask(self, job: Job[Any], timeout_s: float = 1.0) -> Any:
+    def ask(self, job: Job[Any]) -> Any:
         self.asked.append(type(job))
         if isinstance(job, TimeInTurnsJob):
             return self.in_turns
@@ -42,7 +43,7 @@ class FakePrepared:
 def measurements_of(prepared: FakePrepared) -> PlanMeasurements:
     """The original is measured."""
     asked: Any = prepared
-    measurements = PlanMeasurements(prepared=asked, timeout_s=1.0, progress=Progress(), warm_up=True)
+    measurements = PlanMeasurements(prepared=asked, warm_up=True)
     measurements.measure(ORIGINAL)
     return measurements
 

@@ -227,7 +227,7 @@ def test_each_row_of_a_phase_can_fail(
         [Measured(measurement=outcome, left=cast(Any, None)) if isinstance(outcome, Measurement) else outcome, counted]
     )
     session = SimpleNamespace(ask=lambda job: next(answers))
-    prepared = SimpleNamespace(session=lambda timeout_s: contextlib.nullcontext(session))
+    prepared = SimpleNamespace(session=lambda: contextlib.nullcontext(session))
     monkeypatch.setattr(promises, "_prepared", lambda case, device: prepared)
     rows = rows_of(monkeypatch, (promises._WITH_OPTIMIZER[0], promises._phases))
     assert [row.promise.split()[4] for row in rows] == ALL

@@ -18,7 +18,6 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import MeasuredSteps, agreement, verified_by_fingerprints
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Failure,
     Fingerprint,
@@ -95,7 +94,7 @@ def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
 
 
 def measured(one: Prepared, plan: Plan) -> tuple[Measurement, Fingerprint]:
-    with one.session(60) as session:
+    with one.session() as session:
         found = session.ask(MeasureJob(plan=plan))
     assert isinstance(found, Measured), found
     return found.measurement, found.left
@@ -106,7 +105,7 @@ def steps_of(one: Prepared, plan: Plan, step_s: float = 1.0) -> MeasuredSteps:
 
 
 def proven(one: Prepared, plan: Plan, steps: MeasuredSteps) -> Verification | Failure:
-    return verified_by_fingerprints(one, plan, steps, 60, Progress())
+    return verified_by_fingerprints(one, plan, steps)
 
 
 @pytest.fixture
@@ -172,7 +171,7 @@ def test_a_measurement_is_no_larger_for_it() -> None:
     """What is held when a step's peak is taken is counted by the dry run, which takes no fingerprint."""
     one = prepared()
     measurement, left = measured(one, EXACT)
-    with one.session(60) as session:
+    with one.session() as session:
         counted = session.ask(CountJob(plan=EXACT, fake=True))
     assert not isinstance(counted, Failure)
     assert measurement.tensor_peak_bytes == counted.tensor_peak_bytes
