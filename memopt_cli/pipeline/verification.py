@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from memopt_cli.batch_axis import BATCH
 from memopt_cli.fingerprints import EPSILONS, compared
 from memopt_cli.measure.jobs import RoundedJob, Sizes, SizesJob, VerifyJob
+from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Failure, Fingerprint, FingerprintCheck, OutOfMemory, Plan, StepFailed, Verification
 
@@ -59,21 +60,21 @@ def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredS
     chunks differ, so may those of the original where its parameters are rounded otherwise.  Where they differ by more,
     or the model takes no such step, all is compared at full size: see :func:`verified`.
     """
-    check = agreement(measured, plan, prepared)
-    if check is None and plan.has_chunks:
-        progress.stage("verifying at full size")
-        rounded = prepared.ask(RoundedJob(), timeout_s)
-        check = agreement(measured, plan, prepared, rounded) if isinstance(rounded, Fingerprint) else None
-    if check is None:
-        return verified(prepared, plan)
-    prepared.progress.stage("verifying")
-    share = _QUICK_S / (_STEPS * measured.original_s)
-    sizes = _small(prepared, plan, max(1, min(prepared.batch, int(prepared.batch * share))))
-    sizes = sizes if isinstance(sizes, Sizes) else Sizes(batch=prepared.batch)
-    found = _verified_at(prepared, plan, sizes, measured.original_s)
-    if not isinstance(found, Verification):
-        return verified(prepared, plan)
-    return replace(found, measured=check)
+    with prepared.session() as session:
+        check = agreement(measured, plan, prepared)
+        if check is None and plan.has_chunks:
+            prepared.progress.stage("verifying at full size")
+            rounded = session.ask(RoundedJob())
+            check = agreement(measured, plan, prepared, rounded) if isinstance(rounded, Fingerprint) else None
+        if check is not None:
+            prepared.progress.stage("verifying")
+            share = _QUICK_S / (_STEPS * measured.original_s)
+            sizes = _small(session, plan, max(1, min(prepared.batch, int(prepared.batch * share))))
+            sizes = sizes if isinstance(sizes, Sizes) else Sizes(batch=prepared.batch)
+            found = _verified_at(prepared, plan, sizes, measured.original_s, session)
+            if isinstance(found, Verification):
+                return replace(found, measured=check)
+    return verified(prepared, plan)
 
 
 def agreement(
@@ -97,13 +98,16 @@ def agreement(
     return check if agrees else None
 
 
-def _small(prepared: Prepared, plan: Plan, batch: int) -> Sizes | Failure:
+def _small(session: Session | Prepared, plan: Plan, batch: int) -> Sizes | Failure:
     """So many samples; of a plan in chunks the least sizes at which all of these run."""
-    return prepared.ask(SizesJob(plan=plan)) if plan.has_chunks else Sizes(batch=batch)
+    return session.ask(SizesJob(plan=plan)) if plan.has_chunks else Sizes(batch=batch)
 
 
-def _verified_at(prepared: Prepared, plan: Plan, sizes: Sizes, asked_s: float = 0.0) -> Verification | Failure:
+def _verified_at(
+    prepared: Prepared, plan: Plan, sizes: Sizes, asked_s: float = 0.0, session: Session | None = None
+) -> Verification | Failure:
+    """``session``: that is to answer; without one, or where it cannot, a fresh one does."""
     job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
-    found = prepared.ask(job)
+    found = (session or prepared).ask(job)
     is_told = isinstance(found, Verification | StepFailed)
     return found if is_told else prepared.ask(replace(job, further=False))

@@ -230,7 +230,7 @@ def test_chunks_may_differ_by_as_much_as_a_rounding_of_the_parameters_changes(ve
 @pytest.mark.slow
 def test_a_step_of_rounded_parameters_leaves_them_as_they_were() -> None:
     one = prepared()
-    with one.session(60) as session:
+    with one.session() as session:
         before, rounded, after = (
             session.ask(job) for job in (MeasureJob(plan=ORIGINAL), RoundedJob(), MeasureJob(plan=ORIGINAL))
         )
