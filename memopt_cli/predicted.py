@@ -156,7 +156,6 @@ def recommend_ranks(
         settings=given.subject.settings,
         memory=amount("memory", memory),
         multiple_of=whole("multiple_of", multiple_of, 1),
-        timeout_s=limit_s,
         card=card,
         layouts=tuple(layout_of(number, way.reference, mesh) for number in _numbers(ranks)),
     )
@@ -210,7 +209,6 @@ def plan_rank(
         search=search_of(level, max_slowdown, target, allow_inexact),
         goal=SearchGoal(budget=budget_of(budget)),
         search_limit_s=None if search_time is None else seconds("search_time", search_time, 0),
-        timeout_s=limit_s,
         card=card_given(for_device, None),
         layout=layout,
         plan_only=True,

@@ -128,7 +128,7 @@ def _rounds(nodes: Sequence[_Node], ops: int) -> _Node:
 
 def _round(parts: list[_Node], stop: int) -> _Node:
     """``stop``: the operator at which what follows begins."""
-    backward = [c for c in (part.call for part in parts) if c.backward_end > c.backward_start]
+    backward = [c for c in (part.call for part in parts) if c.backward]
     start, end = parts[0].call.start, parts[-1].call.end
     first = min((c.backward_start for c in backward), default=stop)
     around = ModuleCall(
@@ -148,8 +148,7 @@ def _backward_edges(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range
     """Backward of the operators between calls: between the backwards of those calls, last first."""
     upper = [call.backward_end]
     for child in calls:
-        empty = child.backward_start == child.backward_end
-        upper.append(upper[-1] if empty else min(upper[-1], child.backward_start))
+        upper.append(min(upper[-1], child.backward_start) if child.backward else upper[-1])
     lower = [call.backward_start]
     for child in reversed(calls):
         lower.append(max(lower[-1], child.backward_end))
@@ -173,8 +172,7 @@ class _Builder:
         return self._block(_rounds(nodes, len(self._trace.ops)))
 
     def _round(self, around: ModuleCall, parts: Sequence[_Node]) -> Block:
-        forward, backward = range(around.start, around.end), range(around.backward_start, around.backward_end)
-        block = self._span("", forward, backward, around.end)
+        block = self._span("", around.forward, around.backward, around.end)
         block.children = tuple(self._children(around, parts))
         block.refusal = "the step runs its models one by one"
         block.is_round = True
@@ -189,8 +187,7 @@ class _Builder:
         module = self._model.modules[call.path]
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
         paid = [self._trace.storages[s] for s in inputs if self._bytes.payer.get(s, call.start) >= call.start]
-        forward, backward = range(call.start, call.end), range(call.backward_start, call.backward_end)
-        own = self._span(call.path, forward, backward, self._model.recomputed_until(call))
+        own = self._span(call.path, call.forward, call.backward, self._model.recomputed_until(call))
         own.forward_bytes = self._bytes.forward_alone(call)
         own.forward_s = self._model.elapsed[own.stop] - self._model.elapsed[call.start]
         own.passes = self._model.passes(call, own.stop)
@@ -203,7 +200,7 @@ class _Builder:
         own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
         own.output_bytes = sum(self._trace.storages[s].nbytes for s in call.outputs)
         own.state_bytes = module.state_bytes
-        own.refusal = module.refusal if backward else "nothing in it is differentiated"
+        own.refusal = module.refusal if call.backward else "nothing in it is differentiated"
         own.children = children
         own.signature = hash(
             (

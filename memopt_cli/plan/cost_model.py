@@ -291,7 +291,7 @@ class CostModel:
         for call, segment in wanted:
             while around and around[-1].call.end <= call.start:
                 around.pop()
-            if call.backward_start == call.backward_end:
+            if not call.backward:
                 continue  # nothing in it is differentiated: it runs as a plain module
             block = ReplayedSegment(call, segment, around[-1] if around else None)
             block.stop = self.recomputed_until(call)
@@ -324,7 +324,7 @@ class CostModel:
 
     def _saved_before(self, block: ReplayedSegment, blocks: Sequence[ReplayedSegment]) -> set[int]:
         """Parts of the block's inputs that autograd has saved outside of segments until then."""
-        segments = [range(other.call.start, other.call.end) for other in blocks]
+        segments = [other.call.forward for other in blocks]
 
         def is_saved(index: int) -> bool:
             savers = [op for op in self._original.savers[index] if op < block.call.start]
@@ -338,7 +338,7 @@ class CostModel:
         return self._left_bytes[last] - self._left_bytes[first]
 
     def _kept(self, block: ReplayedSegment, within: Sequence[ModuleCall]) -> frozenset[int]:
-        others = {op for call in within for op in range(call.start, call.end)}
+        others = {op for call in within for op in call.forward}
         own = [op for op in range(block.call.start, block.stop) if op not in others]  # later ones are not kept
         return frozenset(kept_calls(self.trace, own, block.segment.keep))
 

@@ -108,14 +108,14 @@ class OperatorBytes:
     def forward_alone(self, call: ModuleCall) -> int:
         """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""
         level: dict[int, int] = defaultdict(int)
-        for index in range(*self._born_in(range(call.start, call.end))):
+        for index in range(*self._born_in(call.forward)):
             storage = self._trace.storages[index]
             freed = call.end if storage.freed is None else min(storage.freed, call.end)
             if index in self.payer and freed > storage.born:
                 level[storage.born] += storage.nbytes
                 level[freed] -= storage.nbytes
         alive = highest = 0
-        for op in range(call.start, call.end):
+        for op in call.forward:
             alive += level.get(op, 0)
             highest = max(highest, alive + self.base[op])
         return highest

@@ -321,10 +321,8 @@ class Replay:
         self._inner: list[ReplayedSegment | None] = [None] * len(trace.ops)
         """The innermost block around every operator, of forward and of backward."""
         for block in blocks:
-            call = block.call
-            self._inner[call.start : call.end] = [block] * (call.end - call.start)
-            backward = range(call.backward_start, call.backward_end)
-            self._inner[backward.start : backward.stop] = [block] * len(backward)
+            for ops in (block.call.forward, block.call.backward):
+                self._inner[ops.start : ops.stop] = [block] * len(ops)
         self._order = _Order(trace, blocks)
         self._lives = _Lives(original, blocks, self._inner, self._order)
         self._ledger = _Ledger(self._order.length)
@@ -466,7 +464,7 @@ class Replay:
         for around in _outwards(block.parent):
             if around is None or block.call.end <= around.stop:
                 self._ledger.extra[self._order.at(around, block.call.end - 1)] += outputs // share
-        backward = range(block.call.backward_start, block.call.backward_end)
+        backward = block.call.backward
         gradients = sum(
             s.nbytes
             for s in storages

@@ -133,6 +133,16 @@ class ModuleCall:
     outputs: tuple[int, ...]
     """Storages of what it returned."""
 
+    @property
+    def forward(self) -> range:
+        """The operators of its forward."""
+        return range(self.start, self.end)
+
+    @property
+    def backward(self) -> range:
+        """Those of its backward; empty if it has none."""
+        return range(self.backward_start, self.backward_end)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
