@@ -55,8 +55,10 @@ class Climb:
             if isinstance(rows[at].outcome, Measurement):
                 self.applied = rows[at]
                 break
-        look = self.measured if self.measure_all else self._believed
-        return [row if row.outcome is not None else look(row) for row in rows[1:]]
+        believed = [row if row.outcome is not None else self._believed(row) for row in rows[1:]]
+        if not self.measure_all:
+            return believed
+        return [row if row.outcome is not None else self.measured(row) for row in believed]
 
     def _believed(self, row: LevelRow) -> LevelRow:
         """The row, or that of a faster plan where measurements have shown that its own is too slow.
@@ -65,7 +67,7 @@ class Climb:
         """
         if (row.predicted_slowdown or 1.0) <= self._asked:
             return row
-        found = self.planner.dry_runs.smallest(row.level, self._asked)
+        found = self.planner.best(row.level, self._asked)
         believed = found_row(row.level, found, row.dry_runs, time.monotonic(), dry_run=self.dry_run)
         return replace(believed, search_s=row.search_s)
 
@@ -90,8 +92,7 @@ class Climb:
         for level in range(1, self.options.level + 1):
             self.progress.stage(f"level {level} of {self.options.level}: searching", self.search_left())
             started, tried = time.monotonic(), len(self.planner.dry_runs)
-            ask = self.planner.best if level == self.options.level else self.planner.least
-            found = ask(level, self._limit)
+            found = self.planner.best(level, self._limit)
             row = found_row(level, found, len(self.planner.dry_runs) - tried, started, dry_run=self.dry_run)
             if row.plan == below:
                 row = replace(row, repeats=level - 1)
