@@ -91,6 +91,7 @@ class Prover:
             predicted_tensor_peak_bytes=None,
             predicted_allocated_peak_bytes=None,
             predicted_slowdown=predicted_slowdown,
+            repeats=None,
         )
         self.rows[self.rows.index(best)] = row
         return applied_row(self.rows, row)
