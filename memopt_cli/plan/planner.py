@@ -89,8 +89,9 @@ class Planner:
     def _best(self, level: int, most_slowdown: float, below: Priced) -> Priced:
         least = self.least(level, most_slowdown)
         while True:
-            pays = least.peak_bytes <= (1 - WORTH_LOWERING) * below.peak_bytes
-            found = self.within(level, int((1 + _NEARLY) * least.peak_bytes) if pays else below.peak_bytes) or least
+            nearly, lower = (1 + _NEARLY) * least.peak_bytes, (1 - WORTH_LOWERING) * below.peak_bytes
+            pays = least.peak_bytes <= lower
+            found = self.within(level, int(min(nearly, lower)) if pays else below.peak_bytes) or least
             known, least = least, self.dry_runs.smallest(level, most_slowdown)
             if least.peak_bytes == known.peak_bytes:  # else a plan was found that is smaller still
                 return found
