@@ -45,7 +45,7 @@ class Climb:
     skipped: list[str] = field(default_factory=list)
     """Levels that left the plan as it was, by the names of the summary."""
     _asked: float = math.inf
-    """The slowdown that a plan may be predicted to have, by what was measured."""
+    """The slowdown that a plan may be predicted to have, by what was measured; 1 where none was worth its time."""
 
     def rows(self) -> list[LevelRow]:
         """A row for every level, without the original's; the last is measured, or another that could be run."""
@@ -67,6 +67,8 @@ class Climb:
         """
         if (row.predicted_slowdown or 1.0) <= self._asked:
             return row
+        if self._asked == 1.0:
+            return self._unchanged(row)
         found = self.planner.best(row.level, self._asked)
         believed = found_row(row.level, found, row.dry_runs, time.monotonic(), dry_run=self.dry_run)
         return replace(believed, search_s=row.search_s)
@@ -77,6 +79,7 @@ class Climb:
         if not refusal:
             return self._fast_enough(row)
         self.notes.append(refusal)
+        self._asked = 1.0
         return self._unchanged(row)
 
     def _unchanged(self, row: LevelRow) -> LevelRow:
@@ -139,6 +142,7 @@ class Climb:
             tried = row.dry_runs + len(self.planner.dry_runs) - tried
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
+        self._asked = 1.0
         return self._unchanged(row)
 
     def _expected(self, row: LevelRow) -> Span | None:

@@ -173,6 +173,20 @@ def test_nor_where_every_level_is_measured() -> None:
     assert asked == [590, 900]
 
 
+@pytest.mark.parametrize(
+    "plans",
+    [
+        {1: {900: 1.001}, 2: {600: 1.3, 850: 1.045, 880: 1.007}},  # of which three are measured
+        {1: {990: 1.1}, 2: {985: 1.2}},
+    ],
+)
+def test_where_the_highest_level_leaves_the_model_as_it_is_so_do_those_below(
+    plans: Mapping[int, Mapping[int, float]],
+) -> None:
+    found, _ = climb(plans, lambda peak: measured(peak, 3.0))
+    assert [row.plan for row in found.rows()] == [Plan(), Plan()]
+
+
 @pytest.mark.slow
 def test_no_level_is_shown_above_one_below_that_could_have_been_smaller() -> None:
     """Every level takes the fastest plan that is nearly as small as its smallest: here the fourth has no other."""
