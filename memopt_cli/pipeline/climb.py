@@ -43,7 +43,7 @@ class Climb:
     skipped: list[str] = field(default_factory=list)
     """Levels that left the plan as it was, by the names of the summary."""
     _asked: float = math.inf
-    """The slowdown that a plan may be predicted to have, by what was measured."""
+    """The slowdown that a plan may be predicted to have, by what was measured; 1 where none was worth its time."""
 
     def rows(self) -> list[LevelRow]:
         """A row for every level, without the original's; the last is measured, or another that could be run."""
@@ -53,8 +53,10 @@ class Climb:
             if isinstance(rows[at].outcome, Measurement):
                 self.applied = rows[at]
                 break
-        look = self.measured if self.measure_all else self._believed
-        return [row if row.outcome is not None else look(row) for row in rows[1:]]
+        believed = [row if row.outcome is not None else self._believed(row) for row in rows[1:]]
+        if not self.measure_all:
+            return believed
+        return [row if row.outcome is not None else self.measured(row) for row in believed]
 
     def _believed(self, row: LevelRow) -> LevelRow:
         """The row, or that of a faster plan where measurements have shown that its own is too slow.
@@ -63,7 +65,9 @@ class Climb:
         """
         if (row.predicted_slowdown or 1.0) <= self._asked:
             return row
-        found = self.planner.dry_runs.smallest(row.level, self._asked)
+        if self._asked == 1.0:
+            return self._unchanged(row)
+        found = self.planner.best(row.level, self._asked)
         believed = found_row(row.level, found, row.dry_runs, time.monotonic(), dry_run=self.dry_run)
         return replace(believed, search_s=row.search_s)
 
@@ -73,6 +77,7 @@ class Climb:
         if not refusal:
             return self._fast_enough(row)
         self.notes.append(refusal)
+        self._asked = 1.0
         return self._unchanged(row)
 
     def _unchanged(self, row: LevelRow) -> LevelRow:
@@ -90,8 +95,7 @@ class Climb:
                 f"level {level} of {self.options.level}: searching", self.search_left()
             )
             started, tried = time.monotonic(), len(self.planner.dry_runs)
-            ask = self.planner.best if level == self.options.level else self.planner.least
-            found = ask(level, self._limit)
+            found = self.planner.best(level, self._limit)
             row = found_row(level, found, len(self.planner.dry_runs) - tried, started, dry_run=self.dry_run)
             if row.plan == below:
                 row = replace(row, repeats=level - 1)
@@ -138,6 +142,7 @@ class Climb:
             tried = row.dry_runs + len(self.planner.dry_runs) - tried
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
+        self._asked = 1.0
         return self._unchanged(row)
 
     def _expected(self, row: LevelRow) -> Span | None:

@@ -94,6 +94,7 @@ class Prover:
                 predicted_tensor_peak_bytes=None,
                 predicted_allocated_peak_bytes=None,
                 predicted_slowdown=None,
+                repeats=None,
             )
             self.rows[self.rows.index(best)] = narrowed
             row = applied_row(self.rows, narrowed)

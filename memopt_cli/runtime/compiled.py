@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from memopt_cli.runtime.lengths import config_of
@@ -33,6 +34,8 @@ def run_compiled(
     run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a segment, whose forward is ``run`` otherwise, does where a compiler traces it."""
+    if _is_exported():
+        return forward(*args, **kwargs)
     config = config_of(module)
     if differentiates_ahead() and not WRITES_TWICE and config.chunks < 2:
         return run(module, forward, args, kwargs)
@@ -43,10 +46,17 @@ def run_plainly_or(
     run: Run, path: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a module at that path does where a compiler traces it, if it ``run`` between two graphs."""
+    if _is_exported():
+        return forward(*args, **kwargs)
     if wants_one_graph():
         _tell_that_it_runs_plainly(name_at(module, path))
         return forward(*args, **kwargs)
     return run(module, forward, args, kwargs)
+
+
+def _is_exported() -> bool:
+    """Whether Python itself runs the forward that is traced, as it does for ``torch.export`` unless that is strict."""
+    return not torch.compiler.is_dynamo_compiling()
 
 
 @not_compiled

@@ -22,6 +22,7 @@ from memopt_cli.records import (
     SegmentPlan,
 )
 from tests.pipeline.measurements import NOTHING, measured, measurements_by
+from tests.plan.subjects import drawn, without_norms
 
 ORIGINAL = 1000
 
@@ -38,14 +39,8 @@ def priced(peak: int, slowdown: float) -> Priced:
 class FakeDryRuns:
     """None were needed."""
 
-    def __init__(self, planner: FakePlanner) -> None:
-        self._planner = planner
-
     def __len__(self) -> int:
         return 0
-
-    def smallest(self, level: int, most_slowdown: float) -> Priced:
-        return self._planner.best(level, most_slowdown)
 
     def known(self, plan: Plan) -> Priced | None:
         return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
@@ -57,7 +52,7 @@ class FakePlanner:
     def __init__(self, plans: Mapping[int, Mapping[int, float]]) -> None:
         """``plans``: level -> peak -> slowdown."""
         self._plans = plans
-        self.dry_runs = FakeDryRuns(self)
+        self.dry_runs = FakeDryRuns()
 
     def best(self, level: int, most_slowdown: float) -> Priced:
         usable = {
@@ -67,9 +62,6 @@ class FakePlanner:
             if at <= level and slowdown <= most_slowdown
         }
         return priced(*min({ORIGINAL: 1.0, **usable}.items()))
-
-    def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
-        return self.best(level, most_slowdown)
 
 
 def climb(
@@ -130,9 +122,8 @@ def test_every_level_is_measured_if_asked_for() -> None:
 def test_what_is_not_worth_its_time_is_not_applied_as_a_lower_level() -> None:
     found, _ = climb({1: {600: 1.3}, 2: {}}, lambda peak: measured(peak, 2.0), measure_all=True)
     rows = found.rows()
-    assert rows[0].outcome == measured(600, 2.0)
     assert found.applied == rows[1]
-    assert rows[1].plan == Plan()
+    assert [row.plan for row in rows] == [Plan(), Plan()]
 
 
 def test_what_is_confirmed_is_believed() -> None:
@@ -170,6 +161,39 @@ def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well(
     assert [row.predicted_allocated_peak_bytes for row in rows] == [900, 900, 900]
     assert [row.outcome is not None for row in rows] == [False, False, True]
     assert asked == [590, 900]
+
+
+def test_nor_where_every_level_is_measured() -> None:
+    plans = {1: {900: 1.01}, 2: {600: 1.3, 700: 1.2}, 3: {590: 1.31}}
+    found, asked = climb(plans, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1), measure_all=True)
+    assert [row.outcome for row in found.rows()] == 3 * [measured(900, 1.1)]
+    assert asked == [590, 900]
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        {1: {900: 1.001}, 2: {600: 1.3, 850: 1.045, 880: 1.007}},  # of which three are measured
+        {1: {990: 1.1}, 2: {985: 1.2}},
+    ],
+)
+def test_where_the_highest_level_leaves_the_model_as_it_is_so_do_those_below(
+    plans: Mapping[int, Mapping[int, float]],
+) -> None:
+    found, _ = climb(plans, lambda peak: measured(peak, 3.0))
+    assert [row.plan for row in found.rows()] == [Plan(), Plan()]
+
+
+@pytest.mark.slow
+def test_no_level_is_shown_above_one_below_that_could_have_been_smaller() -> None:
+    """Every level takes the fastest plan that is nearly as small as its smallest: here the fourth has no other."""
+    step = drawn(5)
+    planner = step.planner(without_norms(step))
+    made, _ = climb({4: {}}, measured, max_slowdown=math.inf)
+    by_dry_runs = measurements_by(lambda plan: measured(step.dry_run(plan)))
+    made = replace(made, planner=planner, measurements=by_dry_runs, original_bytes=10**9)
+    peaks = [row.predicted_allocated_peak_bytes or 0 for row in made.rows()]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 def test_where_every_plan_takes_too_long_the_original_stays() -> None:

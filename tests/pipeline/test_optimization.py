@@ -1054,10 +1054,11 @@ def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeyp
 def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
     model: str, where: str, optimize: Memopt, user_code: str
 ) -> None:
-    flags = "-i 256x32 --level 1 --max-slowdown none --no-recommend-batch --code-path".split()
+    flags = "-i 256x32 --level 2 --max-slowdown none --no-recommend-batch --code-path".split()
     done = optimize(f"faulty:{model}", *flags, user_code)
     assert done.code == 0, done.err
     assert "verified: " in done.out
+    assert "the plan of level 1" not in done.out
     (line,) = (
         line for line in done.out.splitlines() if line.startswith("'2' is not a segment: with it gradient of 2.")
     )

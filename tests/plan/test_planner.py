@@ -136,6 +136,18 @@ def test_what_only_a_level_may_do_lowers_the_peak_by_enough_or_takes_no_longer(a
         assert found.peak_bytes <= 0.98 * below.peak_bytes or found.slowdown <= below.slowdown
 
 
+def test_what_is_nearly_the_least_lowers_the_peak_by_enough_too() -> None:
+    subject = known("chain")
+    probes = replace(subject.probes(), count=lambda plan: NotTried(reason="no time"))
+    plans = subject.planner_asking(probes)
+    original = plans.dry_runs.smallest(0)
+    for path, share, slowdown in (("blocks.0", 0.979, 2.0), ("blocks.1", 0.98, 1.8), ("blocks.2", 0.985, 1.5)):
+        counted = replace(original.counted, allocated_peak_bytes=int(share * original.peak_bytes))
+        found = Priced(plan=segments(path), counted=counted, level=1, slowdown=slowdown)
+        plans.dry_runs._found[found.plan] = found
+    assert plans.best(1).slowdown == 1.8
+
+
 @pytest.mark.slow
 def test_a_level_takes_no_more_time_than_is_asked(any_step: Subject) -> None:
     plans = any_step.planner(without_norms(any_step))

@@ -70,6 +70,17 @@ def pair(block: nn.Module, config: SegmentConfig) -> tuple[nn.Module, nn.Module]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("make", "config"), [(norm, BIT), (norm, SegmentConfig(chunks=3)), (batch_norm, BIT)])
+def test_exported_it_is_a_plain_module(make: Callable[[], nn.Module], config: SegmentConfig) -> None:
+    """By ``torch.export`` as it is by default, with gradients enabled."""
+    plain, optimized = pair(make(), config)
+    x = torch.randn(6, 4)
+    programs = [torch.export.export(model, (x,)).module() for model in (plain, optimized)]
+    for expected, found in zip(*(left_behind(program, x) for program in programs), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "config", "whole"),
     [

@@ -541,6 +541,13 @@ def test_compiled_each_range_has_its_plan(dynamic: bool | None) -> None:
 
 
 @pytest.mark.slow
+def test_exported_it_is_a_plain_module() -> None:
+    model, plain = apply_plan(Net().eval(), PLAN), Net().eval()
+    program = torch.export.export(model, (ids(LONG),)).module()
+    assert torch.equal(program(ids(LONG)), plain(ids(LONG)))
+
+
+@pytest.mark.slow
 def test_in_one_graph_it_runs_plainly_and_says_so() -> None:
     torch._dynamo.reset()
     model, plain = apply_plan(Net().eval(), PLAN), Net().eval()
