@@ -14,7 +14,7 @@ Lengths = Callable[[Mapping[str, int]], list[tuple[int, int]]]
 
 
 def least(lengths: Lengths, **asked: int) -> dict[str, int]:
-    return dict(least_sizes(asked, lambda sizes: {n: Cut(*cut) for n, cut in enumerate(lengths(sizes))}))
+    return dict(least_sizes(asked, lambda sizes: {n: Cut(*cut) for n, cut in enumerate(lengths(sizes))}, alike="B"))
 
 
 def refusing(lengths: Lengths, takes: Callable[[Mapping[str, int]], bool]) -> Lengths:
@@ -53,6 +53,11 @@ def refusing(lengths: Lengths, takes: Callable[[Mapping[str, int]], bool]) -> Le
 )
 def test_every_chunk_runs_and_uneven_ones_do(asked: dict[str, int], lengths: Lengths, found: dict[str, int]) -> None:
     assert least(lengths, **asked) == found
+
+
+def test_what_may_be_time_has_three_steps() -> None:
+    found = least_sizes({"B": 32, "S": 100}, lambda sizes: {0: Cut(4, sizes["S"])})
+    assert found == {"B": 3, "S": 5}
 
 
 def test_a_size_that_the_model_does_not_take_stays() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from memopt_cli.batch_axis import BATCH
 from memopt_cli.runtime.cuts import Cut
 
 Sizes = Mapping[str, int]
@@ -15,16 +14,18 @@ Observe = Callable[[Sizes], Mapping[int, Cut]]
 
 _LEAST = 3
 """The least size to be tried: the first that can be cut unevenly."""
-_SAMPLES = 2
-"""The least batch where it changes no cut: samples are alike, where a third step in time may go on from two."""
+_ALIKE = 2
+"""The least size of what is alike, such as samples; a third step in time may go on from two."""
 _MOST_LARGER = 1.5
 """The sizes together may be so much larger than those that were asked for: eight chunks of eight samples are even."""
 _ROUNDS = 32
 """Sizes are enlarged so often at most."""
 
 
-def least_sizes(asked: Sizes, observe: Observe) -> Sizes:
+def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
     """As small as can be found; those that were asked for where smaller ones do not do.
+
+    ``alike``: the size of what is so, which is smaller still where that changes no cut.
 
     Whoever is cut is cut into all of the chunks that it is to run in, of two lengths if any size changes what is cut.
     """
@@ -41,7 +42,7 @@ def least_sizes(asked: Sizes, observe: Observe) -> Sizes:
         for _ in range(_ROUNDS):
             larger = next(_enlarged(sizes, cuts), None)
             if larger is None:
-                return _of_fewest_samples(sizes, cuts) if _are_whole(cuts(sizes).values()) else asked
+                return _of_fewest(alike, sizes, cuts) if _are_whole(cuts(sizes).values()) else asked
             if math.prod(larger.values()) > _MOST_LARGER * math.prod(asked.values()):
                 return asked
             sizes = larger
@@ -63,9 +64,9 @@ def _smallest(asked: Sizes, cuts: Observe) -> Sizes:
     return sizes
 
 
-def _of_fewest_samples(sizes: Sizes, cuts: Observe) -> Sizes:
-    """The sizes with as small a batch as changes no cut."""
-    smaller = {name: min(size, _SAMPLES) if name == BATCH else size for name, size in sizes.items()}
+def _of_fewest(alike: str, sizes: Sizes, cuts: Observe) -> Sizes:
+    """The sizes with as few of what is alike as change no cut."""
+    smaller = {name: min(size, _ALIKE) if name == alike else size for name, size in sizes.items()}
     return smaller if _runs(smaller, cuts) and cuts(smaller) == cuts(sizes) else sizes
 
 

@@ -38,7 +38,8 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
             raise StepError(f"of {chunked} segments that are to run in chunks, {len(found)} did")
         return found
 
-    sizes = least_sizes(asked, observe)
+    # Without a symbol for it, dimension 0 is taken as the batch, and may be time.
+    sizes = least_sizes(asked, observe, alike=BATCH if BATCH in spec.dims else "")
     others = {name: size for name, size in sizes.items() if name != BATCH and size != asked[name]}
     return Sizes(batch=sizes[BATCH], dims=others)
 
