@@ -37,6 +37,8 @@ class Climb:
     measure_all: bool
     search_left: Callable[[], Span | None] = lambda: None
     """How long the search may go on; ``None``: as long as it takes."""
+    prolong_search: Callable[[], None] = lambda: None
+    """Give it time for another plan."""
     applied: LevelRow | None = None
     """The highest level's that could be measured, once there are rows."""
     notes: list[str] = field(default_factory=list)
@@ -67,7 +69,7 @@ class Climb:
             return row
         if self._asked == 1.0:
             return self._unchanged(row)
-        found = self.planner.best(row.level, self._asked)
+        found = self.planner.dry_runs.smallest(row.level, self._asked)
         believed = found_row(row.level, found, row.dry_runs, time.monotonic(), dry_run=self.dry_run)
         return replace(believed, search_s=row.search_s)
 
@@ -95,7 +97,8 @@ class Climb:
                 f"level {level} of {self.options.level}: searching", self.search_left()
             )
             started, tried = time.monotonic(), len(self.planner.dry_runs)
-            found = self.planner.best(level, self._limit)
+            ask = self.planner.best if level == self.options.level else self.planner.least
+            found = ask(level, self._limit)
             row = found_row(level, found, len(self.planner.dry_runs) - tried, started, dry_run=self.dry_run)
             if row.plan == below:
                 row = replace(row, repeats=level - 1)
@@ -132,6 +135,7 @@ class Climb:
             predicted = row.predicted_slowdown or self._limit
             asked = 1 + (predicted - 1) * (self._limit - 1) / (slowdown - 1)
             started, tried = time.monotonic(), len(self.planner.dry_runs)
+            self.prolong_search()
             found = self.planner.best(row.level, asked)
             if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
                 asked = math.nextafter(predicted, 0)

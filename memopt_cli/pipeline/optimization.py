@@ -261,6 +261,7 @@ class _Job:
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
             search_left=search.probes.left,
+            prolong_search=search.probes.prolong,
         )
         rows = climb.rows()
         self.found.notes += climb.notes
@@ -298,8 +299,8 @@ class _Job:
 
     def _as_timed(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
         """The original and the plan that is applied, as they were timed together in the end."""
-        original = self.measurements.measure(ORIGINAL)
-        if not isinstance(original, Measurement) or applied is None or point.plan not in (ORIGINAL, applied.plan):
+        original, timed = self.measurements.measure(ORIGINAL), applied.plan if applied else ORIGINAL
+        if not isinstance(original, Measurement) or point.plan not in (ORIGINAL, timed):
             return point
         outcome = self.measurements.measure(point.plan)
         return replace(point, outcome=outcome, original_step_s=original.step_s)

@@ -17,6 +17,9 @@ from memopt_cli.units import counted, format_bytes
 
 Answer = TypeVar("Answer")
 
+_MORE = 0.2
+"""Share of the time limit in which another plan is looked for where the step of one that was found takes too long."""
+
 
 class SearchProbes:
     """Jobs for a search; what was asked before is answered from memory."""
@@ -34,11 +37,17 @@ class SearchProbes:
         """How long the search may go on; ``None``: as long as it takes."""
         return None if self._limit_s is None else Span(max(0.0, self._ends - time.monotonic()), is_limit=True)
 
+    def prolong(self) -> None:
+        """Go on for a part of the time limit at least, to look for another plan; not where the search was ended."""
+        if self._limit_s is not None:
+            self._ends = max(self._ends, time.monotonic() + _MORE * self._limit_s)
+
     def late(self) -> bool:
         """Whether the search is over: by its time limit, or because it was ended."""
-        if not self.over and time.monotonic() >= self._ends:
+        is_late = time.monotonic() >= self._ends
+        if is_late and not self.over:
             self.over = f"the search was ended after {self._limit_s:.3g} s (--search-time)"
-        return bool(self.over)
+        return is_late or self._ended
 
     def end(self, reason: str) -> None:
         """Nothing more is tried."""

@@ -42,8 +42,6 @@ class Planner:
         self._grounds = self._new_grounds()
         self._descended: set[tuple[int, float]] = set()
         """Levels whose least peak was looked for, at most so slow."""
-        self._answers: dict[tuple[int, float], Priced] = {}
-        """Of levels, at most so slow."""
 
     @property
     def frontier_so_far(self) -> list[Priced]:
@@ -76,19 +74,13 @@ class Planner:
         return self.dry_runs.smallest(level, most_slowdown)
 
     def best(self, level: int, most_slowdown: float = math.inf) -> Priced:
-        """The fastest plan whose peak is nearly the least, and no higher than the answer of the level below.
+        """The fastest plan whose peak is nearly the least, and no higher than the least of the level below.
 
         What only this level may do has to lower that by enough: chunks change the order of sums.
         """
-        asked = level, most_slowdown
-        if asked not in self._answers:
-            below = self.best(level - 1, most_slowdown) if level > 1 else self.dry_runs.smallest(0)
-            self._answers[asked] = self._best(level, most_slowdown, below)
-        return self._answers[asked]
-
-    def _best(self, level: int, most_slowdown: float, below: Priced) -> Priced:
         least = self.least(level, most_slowdown)
         while True:
+            below = self.dry_runs.smallest(level - 1, most_slowdown)
             nearly, lower = (1 + _NEARLY) * least.peak_bytes, (1 - WORTH_LOWERING) * below.peak_bytes
             pays = least.peak_bytes <= lower
             found = self.within(level, int(min(nearly, lower)) if pays else below.peak_bytes) or least
@@ -135,7 +127,6 @@ class Planner:
         """Forget what was learned of the model, but for the dry runs."""
         self._grounds = self._new_grounds()
         self._descended.clear()
-        self._answers.clear()
 
     def _at(self, level: int) -> LevelSearch:
         ground = self._grounds.at(level)

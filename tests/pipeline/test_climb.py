@@ -39,8 +39,14 @@ def priced(peak: int, slowdown: float) -> Priced:
 class FakeDryRuns:
     """None were needed."""
 
+    def __init__(self, planner: FakePlanner) -> None:
+        self._planner = planner
+
     def __len__(self) -> int:
         return 0
+
+    def smallest(self, level: int, most_slowdown: float) -> Priced:
+        return self._planner.best(level, most_slowdown)
 
     def known(self, plan: Plan) -> Priced | None:
         return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
@@ -52,7 +58,7 @@ class FakePlanner:
     def __init__(self, plans: Mapping[int, Mapping[int, float]]) -> None:
         """``plans``: level -> peak -> slowdown."""
         self._plans = plans
-        self.dry_runs = FakeDryRuns()
+        self.dry_runs = FakeDryRuns(self)
 
     def best(self, level: int, most_slowdown: float) -> Priced:
         usable = {
@@ -62,6 +68,9 @@ class FakePlanner:
             if at <= level and slowdown <= most_slowdown
         }
         return priced(*min({ORIGINAL: 1.0, **usable}.items()))
+
+    def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
+        return self.best(level, most_slowdown)
 
 
 def climb(
@@ -194,6 +203,15 @@ def test_no_level_is_shown_above_one_below_that_could_have_been_smaller() -> Non
     made = replace(made, planner=planner, measurements=by_dry_runs, original_bytes=10**9)
     peaks = [row.predicted_allocated_peak_bytes or 0 for row in made.rows()]
     assert peaks == sorted(peaks, reverse=True)
+
+
+def test_another_plan_is_given_time() -> None:
+    plans = {1: {600: 1.3}}
+    found, asked = climb(plans, lambda peak: measured(peak, 1.5 if peak == 600 else 1.2))
+    found.prolong_search = lambda: plans[1].update({700: 1.15})
+    (row,) = found.rows()
+    assert asked == [600, 700]
+    assert row.outcome == measured(700, 1.2)
 
 
 def test_where_every_plan_takes_too_long_the_original_stays() -> None:

@@ -565,6 +565,27 @@ def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
 
 
 @pytest.mark.slow
+def test_the_original_has_the_same_time_on_the_frontier_and_among_the_levels(
+    optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be timed again, in turns with a plan that seems too slow."""
+    frontier = GoalSearch.frontier
+
+    def timed_again(search: GoalSearch, *args: Any) -> Any:
+        points = frontier(search, *args)
+        search.measurements._retimed(Plan(), (123.0,))
+        return points
+
+    monkeypatch.setattr(GoalSearch, "frontier", timed_again)
+    torch.save(deep_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", "1", "--frontier", "--json")
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    for found in (summary.levels[0], summary.frontier[0]):
+        assert isinstance(found.outcome, Measurement)
+        assert found.outcome.step_s == 123.0
+
+
+@pytest.mark.slow
 def test_a_frontier_is_not_measured_where_nothing_fits(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(small_net(), "net.pt")
     monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))

@@ -52,3 +52,16 @@ def test_what_was_answered_is_known_when_the_time_is_up() -> None:
     assert search.ask(job) == "answered"  # type: ignore[comparison-overlap]
     assert isinstance(search.ask(CountJob(plan=Plan(packed=True), fake=True)), NotTried)
     assert search.over == "Ctrl-C"
+
+
+def test_a_search_that_is_prolonged_goes_on_and_was_ended_by_the_time_all_the_same() -> None:
+    search = probes(1e6)
+    search._ends = 0.0
+    assert search.late()
+    search.prolong()
+    assert not search.late()
+    assert search.ask(CountJob(plan=Plan(), fake=True)) == "answered"  # type: ignore[comparison-overlap]
+    assert "--search-time" in search.over
+    search.end("Ctrl-C")
+    search.prolong()
+    assert search.late()
