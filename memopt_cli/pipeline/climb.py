@@ -136,6 +136,9 @@ class Climb:
             asked = 1 + (predicted - 1) * (self._limit - 1) / (slowdown - 1)
             started, tried = time.monotonic(), len(self.planner.dry_runs)
             self.prolong_search()
+            self.measurements.prepared.progress.stage(
+                f"level {row.level}: searching for a faster plan", self.search_left()
+            )
             found = self.planner.best(row.level, asked)
             if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
                 asked = math.nextafter(predicted, 0)
