@@ -12,8 +12,8 @@ from memopt_cli.pipeline.verification import MeasuredSteps
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan
 
 _DOUBT, _DOUBT_AT_ANY_PRICE = 0.1, 0.2
-"""A measured slowdown that differs from the predicted one by a larger share of it is looked at again; where any will do
-it is only told."""
+"""A measured slowdown that differs from the predicted one by a larger share of it is looked at again.  Where any will
+do, one that is larger decides nothing: it is only told."""
 _FAR = 10.0
 """A step so many times as long decides nothing where any is welcome: it is not timed again."""
 
@@ -94,8 +94,8 @@ def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> 
     if math.isinf(most_slowdown) and slowdown >= _FAR:
         return False
     predicted = row.predicted_slowdown or slowdown
-    doubt = _DOUBT_AT_ANY_PRICE if math.isinf(most_slowdown) else _DOUBT
-    return slowdown > most_slowdown or not 1 - doubt <= slowdown / predicted <= 1 + doubt
+    slower = _DOUBT_AT_ANY_PRICE if math.isinf(most_slowdown) else _DOUBT
+    return slowdown > most_slowdown or not 1 - _DOUBT <= slowdown / predicted <= 1 + slower
 
 
 def measurement_in(found: Measured | Failure) -> Measurement | Failure:
