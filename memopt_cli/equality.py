@@ -147,6 +147,18 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def parameters_kept(model: nn.Module) -> Iterator[None]:
+    """Within, the parameters may move; their values are the same again afterwards."""
+    kept = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)
+
+
+@contextmanager
 def generators_kept() -> Iterator[None]:
     """Whatever is drawn or seeded within leaves the global generators of PyTorch, Python and NumPy where they stood."""
     generators = Generators()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memopt_cli.equality import Updates, generator_state, generators_kept
+from memopt_cli.equality import Updates, generator_state, generators_kept, parameters_kept
 from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
@@ -83,13 +83,8 @@ def _from_start(step: Step) -> Iterator[Step]:
     if isinstance(step, OwnStep):  # its optimizers are its own, and are made anew with it
         yield replace(step, model=copy_of(step.model))
         return
-    kept = [(parameter, parameter.detach().clone()) for parameter in step.model.parameters()]
-    try:
+    with parameters_kept(step.model):
         yield replace(step, optimizer=_optimizer(step))
-    finally:
-        with torch.no_grad():
-            for parameter, value in kept:
-                parameter.copy_(value)
 
 
 def _optimizer(step: Step) -> Optimizer:

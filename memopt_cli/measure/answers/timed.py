@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan
-from memopt_cli.equality import Updates
+from memopt_cli.equality import Updates, parameters_kept
 from memopt_cli.errors import StepError
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.dry_runs import operator_times
@@ -185,17 +185,13 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
 
 def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
     """Whether that repeats is not asked."""
-    generator, kept = torch.Generator().manual_seed(bench.settings.seed), list[tuple[Tensor, Tensor]]()
-    try:
+    generator = torch.Generator().manual_seed(bench.settings.seed)
+    with parameters_kept(bench.model):
         for parameter in bench.model.parameters():
             if parameter.is_floating_point():
-                kept.append((parameter.data, parameter.detach().clone()))
                 up = torch.empty(parameter.shape, dtype=parameter.dtype).bernoulli_(generator=generator)
                 parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up.to(parameter.device) - 1))
         return _first(bench, bench.step())[1]
-    finally:
-        for moved, value in kept:
-            moved.copy_(value)
 
 
 def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
