@@ -29,7 +29,7 @@ from memopt_cli.pipeline.scaled_models import ScaledModels
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.trials import Trials
-from memopt_cli.pipeline.verification import verified
+from memopt_cli.pipeline.verification import fault_in, verified
 from memopt_cli.plan.policy import Resolved, resolve
 from memopt_cli.plan.scaled import ScaledStep
 from memopt_cli.progress import Ask, Progress
@@ -285,7 +285,7 @@ class _Job:
             found = verified(self.prepared.at(batch), plan, fits=False)
             if isinstance(found, Verification) and found.passed:
                 return index, found
-            fault = found.difference if isinstance(found, Verification) else describe(found)
+            fault = fault_in(found)
             self.notes.append(f"The plan that was run at batch {batch} is left out: {fault}.")
         if fault:
             raise VerificationError(

@@ -11,7 +11,7 @@ from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.verification import verified, verified_by_fingerprints
+from memopt_cli.pipeline.verification import fault_in, verified, verified_by_fingerprints
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan, StepFailed, Verification, describe
 
 
@@ -68,9 +68,7 @@ class Prover:
     def fault(self, plan: Plan) -> str:
         """What a plan's verification finds, which is known from then on; empty if it passes."""
         found = self.known[plan] = self._verify(plan)
-        if isinstance(found, Verification):
-            return "" if found.passed else found.difference
-        return describe(found)
+        return fault_in(found)
 
     def _without_chunks(self) -> LevelRow:
         """The best row whose plan runs nothing in chunks."""

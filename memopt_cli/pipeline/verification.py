@@ -9,7 +9,16 @@ from memopt_cli.fingerprints import EPSILONS, compared
 from memopt_cli.measure.jobs import RoundedJob, Sizes, SizesJob, VerifyJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import Failure, Fingerprint, FingerprintCheck, OutOfMemory, Plan, StepFailed, Verification
+from memopt_cli.records import (
+    Failure,
+    Fingerprint,
+    FingerprintCheck,
+    OutOfMemory,
+    Plan,
+    StepFailed,
+    Verification,
+    describe,
+)
 
 _STEPS = 3
 """Of the plain model and with the plan together, to compare the recorded step of an exact plan ..."""
@@ -60,9 +69,11 @@ def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredS
     chunks differ, so may those of the original where its parameters are rounded otherwise.  Where they differ by more,
     or the model takes no such step, all is compared at full size: see :func:`verified`.
     """
+    check = agreement(measured, plan, prepared)
+    if check is None and not plan.has_chunks:
+        return verified(prepared, plan)
     with prepared.session() as session:
-        check = agreement(measured, plan, prepared)
-        if check is None and plan.has_chunks:
+        if check is None:
             prepared.progress.stage("verifying at full size")
             rounded = session.ask(RoundedJob())
             check = agreement(measured, plan, prepared, rounded) if isinstance(rounded, Fingerprint) else None
@@ -75,6 +86,13 @@ def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredS
             if isinstance(found, Verification):
                 return replace(found, measured=check)
     return verified(prepared, plan)
+
+
+def fault_in(found: Verification | Failure) -> str:
+    """What speaks against a plan, in words; empty if it passes."""
+    if isinstance(found, Verification):
+        return "" if found.passed else found.difference
+    return describe(found)
 
 
 def agreement(
