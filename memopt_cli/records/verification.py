@@ -70,7 +70,9 @@ class FingerprintCheck:
     worst_difference: float
     """Its distance from that of the original, over the norm of that, as projections tell it."""
     by_rounding: bool = False
-    """``tolerance`` goes by how much the original's own step changes where every parameter is rounded otherwise."""
+    """``tolerance`` is not half of the digits, but ten times what the original's own step changes where every parameter
+    is rounded otherwise, or the most that this allows.
+    """
 
     @property
     def sizes(self) -> str:
