@@ -13,6 +13,7 @@ from memopt_cli.records import (
     Failure,
     Fingerprint,
     FingerprintCheck,
+    FurtherCheck,
     OutOfMemory,
     Plan,
     StepFailed,
@@ -127,5 +128,10 @@ def _verified_at(
     """``session``: that is to answer; without one, or where it cannot, a fresh one does."""
     job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
     found = (session or prepared).ask(job)
-    is_told = isinstance(found, Verification | StepFailed)
-    return found if is_told else prepared.ask(replace(job, further=False))
+    if isinstance(found, Verification | StepFailed):
+        return found
+    alone = prepared.ask(replace(job, further=False))
+    if not isinstance(alone, Verification) or not alone.passed or plan.is_empty:
+        return alone
+    lost = FurtherCheck(name="in later steps", batch=sizes.batch, not_tried=describe(found), skipped=True)
+    return replace(alone, further=(lost, *alone.further))

@@ -50,6 +50,8 @@ class FurtherCheck:
     """Number of tensors compared."""
     not_tried: str = ""
     """Why it was left out: what the original cannot do, or that its steps are long; empty if it was tried."""
+    skipped: bool = False
+    """It was left out though the original may be able to: for its time or memory, or no second model could be had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

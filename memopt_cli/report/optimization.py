@@ -316,12 +316,16 @@ def _measured_steps(found: FingerprintCheck) -> str:
 
 
 def _further(found: Verification) -> str:
-    """``; then in the next step, at batch 2, in eval mode``."""
-    tried = [check for check in found.further if not check.not_tried]
-    if not tried:
-        return ""
-    smaller = f", of batch {tried[0].batch}" if tried[0].batch != found.batch else ""
-    return f"; then {', '.join(check.name for check in tried)}{smaller}"
+    """``; then in the next step, at batch 2; left out: in eval mode (a step with the plan and one …)``."""
+    tried = [check.name for check in found.further if not check.not_tried]
+    missing = [check for check in found.further if check.skipped]
+    said = ""
+    if tried:
+        smaller = f", of batch {found.further[0].batch}" if found.further[0].batch != found.batch else ""
+        said = f"; then {', '.join(tried)}{smaller}"
+    if missing:
+        said += f"; left out: {', '.join(check.name for check in missing)} ({missing[0].not_tried})"
+    return said
 
 
 def _inexact(found: Verification) -> str:

@@ -84,7 +84,8 @@ def follow(
         pair = _Pair(recorded, install)
         return _followed(recorded, pair, variations(recorded.batch, _size(recorded, CHECKS), resize))
     except _CannotCopy as error:
-        return (FurtherCheck(name="in the next step", batch=recorded.batch, not_tried=error.message),), None
+        lost = FurtherCheck(name="in later steps", batch=recorded.batch, not_tried=error.message, skipped=True)
+        return (lost,), None
     finally:  # a copy may refer to the model that it is of, from a function's closure say
         recorded.step.model.zero_grad(set_to_none=True)
         start.enter()
@@ -101,7 +102,8 @@ def _followed(
                 found = pair.compare(variation)
         except Exception as error:  # so may its forward
             reason = error.message if isinstance(error, MemoptError) else first_line(error)
-            checks.append(FurtherCheck(name=variation.name, batch=variation.batch, not_tried=reason))
+            skipped = isinstance(error, _NoTime) or is_out_of_memory(error)
+            checks.append(FurtherCheck(name=variation.name, batch=variation.batch, not_tried=reason, skipped=skipped))
             continue
         checks.append(FurtherCheck(name=variation.name, batch=variation.batch, compared=found.worst.compared))
         if found.differs(recorded.tolerance):
@@ -125,6 +127,10 @@ def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> I
     return cut_args, cut_kwargs
 
 
+class _NoTime(StepError):
+    """A check would take too long."""
+
+
 class _Deadline:
     """How long all of the checks may take, by the times of the recorded step, and of the checks so far."""
 
@@ -136,10 +142,10 @@ class _Deadline:
 
     @contextlib.contextmanager
     def watching(self, variation: Variation) -> Iterator[None]:
-        """Within, a check runs; raises :class:`StepError` if there is no time left for it."""
+        """Within, a check runs; raises :class:`_NoTime` if there is none left for it."""
         began, expected_s = time.monotonic(), self._expected_s(variation.batch)
         if began + expected_s > self._ends:
-            raise StepError(f"a step with the plan and one without take {format_seconds(expected_s)} together")
+            raise _NoTime(f"a step with the plan and one without take {format_seconds(expected_s)} together")
         yield
         self._took_s[variation.batch] = time.monotonic() - began
 

@@ -90,6 +90,7 @@ FURTHER = (
     FurtherCheck(name="with masks changed", batch=4, not_tried="no input is a mask"),
     FurtherCheck(name="in eval mode", batch=4, compared=83),
 )
+LATE = FurtherCheck(name="with frozen parameters", batch=4, not_tried="it takes 3.00 s", skipped=True)
 MEASURED = FingerprintCheck(
     batch=4, dims={"T": 16}, compared=82, equal=82, tolerance=0.0, worst_name="", worst_difference=0.0
 )
@@ -286,6 +287,20 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
         (
             replace(VERIFIED, batch=8, further=FURTHER),
             "verified: 83 tensors equal bit for bit, at batch 8; then in the next step, in eval mode, of batch 4",
+        ),
+        (
+            replace(VERIFIED, further=(*FURTHER, LATE)),
+            "verified: 83 tensors equal bit for bit, at batch 4; then in the next step, in eval mode; left out: with "
+            "frozen parameters (it takes 3.00 s)",
+        ),
+        (
+            replace(VERIFIED, further=(LATE,)),
+            "verified: 83 tensors equal bit for bit, at batch 4; left out: with frozen parameters (it takes 3.00 s)",
+        ),
+        (
+            replace(VERIFIED, further=(LATE, FurtherCheck(name="at batch 2", batch=2, compared=83))),
+            "verified: 83 tensors equal bit for bit, at batch 4; then at batch 2; left out: with frozen parameters (it "
+            "takes 3.00 s)",
         ),
     ],
 )
