@@ -310,7 +310,7 @@ def _measured_steps(found: FingerprintCheck) -> str:
     equal = "bit for bit"
     if found.equal < found.compared:
         largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
-        largest += ": at most ten times what rounding its parameters changes" * found.by_rounding
+        largest += ": at most ten times what rounding the parameters changes" * found.by_rounding
         equal = f"within rounding ({found.equal} bit for bit, the others to {largest})"
     return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
 

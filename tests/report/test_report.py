@@ -265,7 +265,7 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
                 ),
             ),
             "measured steps: 82 tensors equal within rounding (70 bit for bit, the others to 9e-03 of their norm, "
-            "2e-02 allowed: at most ten times what rounding its parameters changes), at batch 4, T=16",
+            "2e-02 allowed: at most ten times what rounding the parameters changes), at batch 4, T=16",
         ),
         (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
