@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -250,8 +251,48 @@ def test_chunks_may_differ_by_as_much_as_a_rounding_of_the_parameters_changes(ve
 
 
 @pytest.mark.slow
-def test_a_step_of_rounded_parameters_leaves_them_as_they_were() -> None:
-    one = prepared()
+def test_where_no_step_of_rounded_parameters_is_taken_all_is_compared_at_full_size(
+    monkeypatch: pytest.MonkeyPatch, verified_at: list[VerifyJob]
+) -> None:
+    do = Worker.do
+
+    def refused(worker: Worker, job: Any) -> Any:
+        if isinstance(job, RoundedJob):
+            raise MemoryError
+        return do(worker, job)
+
+    monkeypatch.setattr(Worker, "do", refused)
+    one = prepared(Steep)
+    with pytest.MonkeyPatch.context() as patch:
+        chunks_rounded_otherwise(patch)
+        found = proven(one, CHUNKED, steps_of(one, CHUNKED))
+    assert isinstance(found, Verification)
+    assert (found.passed, found.full_size, found.measured) == (True, True, None)
+    assert [(job.batch, job.dims) for job in verified_at] == [(64, {})]
+
+
+class Odd(Net):
+    """With parameters of all kinds, and one that nobody can write to before others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expanded = nn.Parameter(torch.ones(1).expand(4), requires_grad=False)
+        others = torch.tensor([math.nan, -math.inf, torch.finfo(torch.float32).max, 1e-45, -0.0])
+        self.others = nn.Parameter(others, requires_grad=False)
+        self.integers = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.turning = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.short = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.head[2].bias.data = self.head[0].bias.data[:4]  # shares memory
+        self.tied = self.head[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.expanded + self.short.sum() + self.turning.sum().real
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [Net, Odd])
+def test_a_step_of_rounded_parameters_leaves_them_as_they_were(model: type[nn.Module]) -> None:
+    one = prepared(model)
     with one.session() as session:
         before, rounded, after = (
             session.ask(job) for job in (MeasureJob(plan=ORIGINAL), RoundedJob(), MeasureJob(plan=ORIGINAL))
