@@ -48,7 +48,7 @@ def verified_small(prepared: Prepared, plan: Plan) -> Verification | Failure:
     prepared.progress.stage("verifying a few samples")
     sizes = _small(prepared, plan, min(_FEW, prepared.batch))
     found = _verified_at(prepared, plan, sizes) if isinstance(sizes, Sizes) else None
-    if found is None or isinstance(found, OutOfMemory):
+    if found is None or isinstance(found, OutOfMemory) or _says_nothing(found):
         return verified(prepared, plan, fits=False)
     return found
 
@@ -84,7 +84,7 @@ def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredS
             sizes = _small(session, plan, max(1, min(prepared.batch, int(prepared.batch * share))))
             sizes = sizes if isinstance(sizes, Sizes) else Sizes(batch=prepared.batch)
             found = _verified_at(prepared, plan, sizes, measured.original_s, session)
-            if isinstance(found, Verification):
+            if isinstance(found, Verification) and not _says_nothing(found):
                 return replace(found, measured=check)
     return verified(prepared, plan)
 
@@ -120,6 +120,11 @@ def agreement(
 def _small(session: Session | Prepared, plan: Plan, batch: int) -> Sizes | Failure:
     """So many samples; of a plan in chunks the least sizes at which all of these run."""
     return session.ask(SizesJob(plan=plan)) if plan.has_chunks else Sizes(batch=batch)
+
+
+def _says_nothing(found: Verification | Failure) -> bool:
+    """Whether chunks did not run that do at full size, perhaps."""
+    return isinstance(found, Verification) and found.whole and not found.full_size
 
 
 def _verified_at(

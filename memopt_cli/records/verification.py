@@ -112,6 +112,8 @@ class Verification:
     """Segments that are not exact, as asked for: their batch norms were compared at fixed statistics."""
     further: tuple[FurtherCheck, ...] = ()
     """What follows the recorded step; none where that differed, or was all that was asked for."""
+    whole: bool = False
+    """A segment that is to run in chunks ran whole, because of what the first of them did."""
     differs_in: str = ""
     """The name of the further check that failed; empty if the recorded step itself did, or none."""
 

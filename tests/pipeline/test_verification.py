@@ -195,6 +195,48 @@ def test_where_no_smaller_step_can_be_taken_all_is_compared_at_full_size(plan: P
     assert (found.passed, found.batch) == (True, 64)
 
 
+class WantsRows(nn.Module):
+    """Takes no few rows: in chunks at the least sizes it fails, and runs whole."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.linear, self.least = nn.Linear(8, 4), least
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < self.least:
+            raise ValueError("too few")
+        y: Tensor = self.linear(x)
+        return y
+
+
+class OfTwoRows(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(WantsRows(2))
+
+
+class OfThreeRows(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(WantsRows(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [OfTwoRows, OfThreeRows])
+def test_chunks_that_run_whole_at_small_sizes_are_proven_at_full_size(model: type[nn.Module]) -> None:
+    one = prepared(model)
+    for wrong in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if wrong:
+                chunks_off_by_a_little(patch)
+            steps = steps_of(one, CHUNKED)
+            assert agreement(steps, CHUNKED, one) is not None
+            found = proven(one, CHUNKED, steps)
+        assert isinstance(found, Verification)
+        assert (found.full_size, found.whole, found.passed) == (True, False, not wrong)
+        assert (found.worst_difference > 0, found.differs_in) == (True, "")  # chunks ran in the recorded step
+
+
 class Steep(Net):
     """A rounding of its parameters changes what follows by half a per cent."""
 
@@ -222,6 +264,11 @@ class WithLength(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[:, : int(self.length)]
+
+
+def chunks_off_by_a_little(patch: pytest.MonkeyPatch) -> None:
+    concatenated = chunked._concatenated
+    patch.setattr(chunked, "_concatenated", lambda column, axis: concatenated(column, axis) * (1 + 1e-6))
 
 
 def chunks_rounded_otherwise(patch: pytest.MonkeyPatch) -> None:
