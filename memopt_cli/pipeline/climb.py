@@ -93,9 +93,7 @@ class Climb:
     def _predicted(self) -> Iterator[LevelRow]:
         below = self.original.plan
         for level in range(1, self.options.level + 1):
-            self.measurements.prepared.progress.stage(
-                f"level {level} of {self.options.level}: searching", self.search_left()
-            )
+            self._search_begins(f"level {level} of {self.options.level}: searching")
             started, tried = time.monotonic(), len(self.planner.dry_runs)
             ask = self.planner.best if level == self.options.level else self.planner.least
             found = ask(level, self._limit)
@@ -107,6 +105,12 @@ class Climb:
                 )
             below = row.plan
             yield row
+
+    def _search_begins(self, what: str) -> None:
+        """Where its time is over, what was counted answers at once: there is nothing to show."""
+        left = self.search_left()
+        if left is None or left.seconds > 0:
+            self.measurements.prepared.progress.stage(what, left)
 
     @property
     def _limit(self) -> float:
@@ -136,9 +140,7 @@ class Climb:
             asked = 1 + (predicted - 1) * (self._limit - 1) / (slowdown - 1)
             started, tried = time.monotonic(), len(self.planner.dry_runs)
             self.prolong_search()
-            self.measurements.prepared.progress.stage(
-                f"level {row.level}: searching for a faster plan", self.search_left()
-            )
+            self._search_begins(f"level {row.level}: searching for a faster plan")
             found = self.planner.best(row.level, asked)
             if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
                 asked = math.nextafter(predicted, 0)

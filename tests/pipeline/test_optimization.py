@@ -675,6 +675,7 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far(
     assert done.code == 130
     found = "the frontier is made" if "--frontier" in goal else "the plan is the best"
     assert f"interrupted; {found} of what had been tried" in done.err
+    assert ": searching" not in done.err.partition("Ctrl-C again: stop.")[2]
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     predicted = [row.predicted_allocated_peak_bytes for row in summary.levels]
     predicted += [point.predicted_allocated_peak_bytes for point in summary.frontier]
