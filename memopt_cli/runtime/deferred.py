@@ -239,7 +239,7 @@ class DeferredLinear(Tensor):
 
 
 def _level_of_reader() -> int:
-    """How far above the caller stands the first line that is neither PyTorch's nor memopt's: a warning is to name it."""
+    """How far above the caller the first line stands that is neither PyTorch's nor memopt's: a warning names it."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "memopt_cli"):
         frame, level = frame.f_back, level + 1
@@ -278,7 +278,8 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
                 "call it before the loss, or remove the layer from the plan"
             )
         if func is Tensor.register_hook and head.has_loss:
-            warnings.warn("a hook on logits sees nothing of a loss that was formed chunk by chunk", stacklevel=_level_of_reader())
+            told = "a hook on logits sees nothing of a loss that was formed chunk by chunk"
+            warnings.warn(told, stacklevel=_level_of_reader())
             return func(deferred, *args, **kwargs)  # type: ignore[no-untyped-call]
     return NotImplemented
 
