@@ -12,7 +12,7 @@ from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import skipped_step
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Span
-from memopt_cli.records import LevelRow, Measurement, SearchOptions
+from memopt_cli.records import LevelRow, Measurement, Plan, SearchOptions
 from memopt_cli.units import format_bytes
 
 _LEAST_SAVING = 0.02
@@ -41,6 +41,8 @@ class Climb:
     """Give it time for another plan."""
     applied: LevelRow | None = None
     """The highest level's that could be measured, once there are rows."""
+    too_slow: list[Plan] = field(default_factory=list)
+    """By their measurements; the notes name them."""
     notes: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """Levels that left the plan as it was, by the names of the summary."""
@@ -135,6 +137,7 @@ class Climb:
             slowdown = self._slowdown(row)
             if slowdown <= self._limit:
                 return row
+            self.too_slow.append(row.plan)
             self.notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
             predicted = row.predicted_slowdown or self._limit
             asked = 1 + (predicted - 1) * (self._limit - 1) / (slowdown - 1)

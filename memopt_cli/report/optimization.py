@@ -216,7 +216,7 @@ def in_words(plan: Plan) -> str:
 def remarks(summary: MemOptSummary) -> Iterator[str]:
     """What is to be said of the plans, below their tables."""
     if summary.frontier and summary.verification is None:
-        yield "nothing is applied; choose a plan with --pick N or --budget"
+        yield "nothing is applied; choose a plan with --budget, or with --pick N, which searches again"
     else:
         yield from _of_the_applied_plan(summary)
     beaten = _beaten(summary.frontier)
@@ -267,6 +267,8 @@ def _of_the_ranges(summary: MemOptSummary) -> Iterator[str]:
 
 def _neighbours(summary: MemOptSummary) -> Iterator[str]:
     """``5 % faster: 268.0 MiB; smaller: 212.0 MiB at 2.30× (predicted)``."""
+    if summary.frontier:  # its table tells more
+        return
     rows = (row for row in summary.levels if row.level == summary.applied_level)
     slowdown = next((row.predicted_slowdown for row in rows if row.predicted_slowdown), 1.0)
     is_limited = summary.options.get("max_slowdown") is not None and summary.budget_bytes is None

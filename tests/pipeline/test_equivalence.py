@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 from xml.etree import ElementTree as ET
 
 import numpy
@@ -168,6 +168,14 @@ def test_what_is_the_same_is_the_same_to_the_bit(
     found = verified(reference, candidate, optimizer=optimizer)
     assert (found.alike, found.gaps, found.cause, found.failed) == ("to the bit", (), None, "")
     assert found.compared > 10
+
+
+def test_numpy_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numpy(tensor: Tensor) -> NoReturn:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(Tensor, "numpy", numpy)
+    assert verified(*pair(dropping)).alike == "to the bit"
 
 
 @pytest.mark.slow

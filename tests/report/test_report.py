@@ -329,7 +329,7 @@ def test_a_frontier_has_its_notes(summary: MemOptSummary) -> None:
     )
     summary.frontier, summary.verification = [point], None
     text = shown(TextReport(), result(summary, files=()))
-    assert "nothing is applied; choose a plan with --pick N or --budget" in text
+    assert "nothing is applied; choose a plan with --budget, or with --pick N, which searches again" in text
     assert "inputs are a [guess] from conv1" in text
 
 
@@ -412,3 +412,6 @@ def test_the_neighbours_on_the_frontier_are_told(
     summary.faster, summary.smaller = faster, smaller
     summary.options = {"max_slowdown": 1.33}
     assert said in shown(TextReport(), result(summary)).splitlines()
+    point = ParetoPoint(plan=Plan(), predicted_allocated_peak_bytes=9, predicted_slowdown=1.0, outcome=measured(9, 1.0))
+    summary.frontier = [point]  # all of it is shown
+    assert said not in shown(TextReport(), result(summary)).splitlines()
