@@ -24,6 +24,7 @@ from memopt_cli.runtime.lumps import LumpedCall, in_memory, lumped
 from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
 from memopt_cli.runtime.objects import Objects
+from memopt_cli.runtime.packing import note_joined
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
@@ -363,6 +364,8 @@ def _shows_moves(piece: Sequence[Tensor]) -> bool:
 
 def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) -> Any:
     joined = tuple(_concatenated(column, config.axis) for column in columns)
+    if not torch.compiler.is_compiling():
+        note_joined(joined)
     if not isinstance(output, tuple):
         return joined[0]
     whole = (*joined, *output[config.seq_outputs :])

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,13 +61,25 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def recorded_answers(codec_of: Callable[[Tensor], str]) -> Iterator[None]:
-    """Within, tensors without data are packed as ``codec_of`` says they were in a step with data; ``null``: not."""
-    _thread.codec_of = codec_of
+def recorded_answers(
+    codec_of: Callable[[Tensor], str], joined: Callable[[Sequence[Tensor]], None] | None = None
+) -> Iterator[None]:
+    """Within, tensors without data are packed as ``codec_of`` says they were in a step with data; ``null``: not.
+
+    ``joined`` hears of the outputs that the module which runs has joined of its chunks, in their order.
+    """
+    _thread.codec_of, _thread.joined = codec_of, joined
     try:
         yield
     finally:
-        del _thread.codec_of
+        del _thread.codec_of, _thread.joined
+
+
+def note_joined(outputs: Sequence[Tensor]) -> None:
+    """The module that runs has joined these of its chunks: in a step without chunks it makes them otherwise."""
+    joined: Callable[[Sequence[Tensor]], None] | None = getattr(_thread, "joined", None)
+    if joined is not None:
+        joined(outputs)
 
 
 def codec_for(x: Tensor) -> SpikeCompressor | None:

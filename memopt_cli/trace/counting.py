@@ -68,7 +68,16 @@ def codecs_of(trace: StepTrace, dry_run: StepTrace) -> Codecs:
     )
     found = {(path, n): s.compressor for path in alike for n, (_, s) in enumerate(made[path]) if s.compressor != "null"}
     inputs = {m.path: m.packed_input_bytes / m.input_bytes for m in trace.modules if m.compressor != "null"}
-    return Codecs(saved=found, inputs=inputs)
+    return Codecs(saved=found, outputs=_of_outputs(trace), inputs=inputs)
+
+
+def _of_outputs(trace: StepTrace) -> dict[tuple[str, int], str]:
+    """Of those that every call of a module returns in the same codec."""
+    found: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for call in trace.calls:
+        for place, index in enumerate(call.outputs):
+            found[call.path, place].add(trace.storages[index].compressor)
+    return {key: codec for key, (codec, *others) in found.items() if not others and codec != "null"}
 
 
 def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace]]]:

@@ -11,7 +11,7 @@ A tensor that is made of others, a ``DTensor``, has their bytes: what it does is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,6 +189,8 @@ class Codecs:
 
     saved: Mapping[tuple[str, int], str] = field(default_factory=dict)
     """(module, rank of a storage among those that its forward makes) -> the codec that held it."""
+    outputs: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    """(module, place among its outputs) -> the codec that held it, whichever module had made it."""
     inputs: Mapping[str, float] = field(default_factory=dict)
     """Module -> share of its inputs' bytes that their codec took."""
 
@@ -197,12 +199,22 @@ class Codecs:
 def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
     """Within, tensors without data that ``log`` sees are packed as ``codecs`` says."""
     known = codecs or Codecs()
+    of_joined: dict[int, str] = {}
+    """Index of the storage of an output that chunks were joined to -> its codec."""
+
+    def joined(outputs: Sequence[Tensor]) -> None:
+        path = log.module_running()
+        for place, output in enumerate(outputs):
+            if (storage := log.known(output)) is not None:
+                of_joined[storage.index] = known.outputs.get((path, place), "null")
 
     def codec_of(tensor: Tensor) -> str:
         storage = log.known(tensor)
-        return known.saved.get((storage.path, storage.rank), "null") if storage else "null"
+        if storage is None:
+            return "null"
+        return of_joined.get(storage.index) or known.saved.get((storage.path, storage.rank), "null")
 
-    with recorded_answers(codec_of), recorded_shares(lambda: known.inputs.get(log.module_running(), 1.0)):
+    with recorded_answers(codec_of, joined), recorded_shares(lambda: known.inputs.get(log.module_running(), 1.0)):
         yield
 
 

@@ -587,3 +587,44 @@ def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
     assert peak(fake, plan, None) == peak(None, raw, None)
     assert peak(fake, plan, codecs_of(trace, trace)) == pytest.approx(really, rel=0.05)
     assert CostModel(trace).predict(plan).allocated_peak_bytes == pytest.approx(really, rel=0.05)
+
+
+class Fires(nn.Module):
+    """A spike where the sum over a few steps is positive, and those sums."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        v, spikes = torch.zeros_like(x), []
+        for _ in range(3):
+            v = v + x.tanh()
+            spikes.append((v > 0.5).float() + 0 * v)
+        return torch.stack(spikes, 1), v
+
+
+class TwiceFiring(nn.Module):
+    """What fires is saved by products outside of the modules that run in chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fires = nn.ModuleList((Fires(), Fires()))
+        self.scale = nn.Parameter(torch.ones(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, v = self.fires[0](x * self.scale)
+        second, w = self.fires[1]((first * self.scale).sum(1) - 2)
+        return (second * self.scale).sum() + (v * self.scale).sum() + (w * self.scale).sum()
+
+
+def test_a_dry_run_knows_how_what_chunks_give_packs() -> None:
+    torch.manual_seed(0)
+    step = step_of(TwiceFiring(), torch.randn(16, 32, 64))
+    trace = record(step, 16, contents=True)
+    segments = tuple(SegmentPlan(path=f"fires.{n}", chunks=4, seq_outputs=2) for n in range(2))
+    fake = FakeStep(step)
+    for plan in (Plan(segments=segments), Plan(packed=True), Plan(packed=True, segments=segments)):
+        apply_plan(step.model, plan)
+        really = count(step).tensor_peak_bytes
+        remove_plan(step.model)
+        apply_plan(fake.step.model, plan)
+        assert fake.count(codecs=codecs_of(trace, trace)).tensor_peak_bytes == really
+        remove_plan(fake.step.model)
+    assert codecs_of(trace, trace).outputs == {("fires.0", 0): "bit", ("fires.1", 0): "bit"}
