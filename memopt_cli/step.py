@@ -317,10 +317,11 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
             )
 
 
-_FORWARD_HINT = (
+FORWARD_HINT = (
     "Give inputs that the model accepts, one for each argument of forward; on the command line: "
     "-i SHAPE[@dtype][=values]."
 )
+"""Of a forward that fails."""
 
 
 def run_checked(step: Step) -> Any:
@@ -341,7 +342,7 @@ def _rejection_named(model: nn.Module) -> Iterator[None]:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            raise StepError(rejection(error, watched, model), hint=_FORWARD_HINT) from error
+            raise StepError(rejection(error, watched, model), hint=FORWARD_HINT) from error
 
 
 def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:

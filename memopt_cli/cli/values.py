@@ -40,7 +40,7 @@ def memory(text: str) -> int | float:
         hint = " (write for example 24GiB, 512MB or 60%)" if err.hint else ""
         raise typer.BadParameter(f"{err.message}{hint}") from err
     if not amount:
-        raise typer.BadParameter("it is 0 bytes; nothing fits into that")
+        raise typer.BadParameter("it is 0 bytes; nothing fits into that (a share is written 60%)")
     return amount
 
 

@@ -24,7 +24,7 @@ from memopt_cli.loading.interface import require_same
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
-from memopt_cli.records import InputSpec, ModelSource, TensorSpec, refuse_unknown
+from memopt_cli.records import GUESS, InputSpec, ModelSource, TensorSpec, refuse_unknown
 from memopt_cli.runtime.private_torch import with_data
 from memopt_cli.spec_text import (
     MOST_INPUTS,
@@ -162,7 +162,7 @@ def guessed_spec(module: nn.Module) -> InputSpec | None:
     for path, layer in module.named_modules():
         tensor = _guess_tensor(layer)
         if tensor is not None:
-            return InputSpec(tensors=(tensor,), source=f"a guess from {path or 'the model'} ({type(layer).__name__})")
+            return InputSpec(tensors=(tensor,), source=f"{GUESS}{path or 'the model'} ({type(layer).__name__})")
     return None
 
 

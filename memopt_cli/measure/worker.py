@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TextIO, TypeVar, cast
 from torch import nn
 
 from memopt_cli import documents
-from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
+from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError, StepError
 from memopt_cli.loading import bounds
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.measure import model_file, sandbox
@@ -27,7 +27,7 @@ from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, StepJob, S
 from memopt_cli.measure.kernels import guard_kernels
 from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, StepFailed, from_data, to_data
-from memopt_cli.step import is_out_of_memory
+from memopt_cli.step import FORWARD_HINT, is_out_of_memory
 from memopt_cli.units import format_bytes
 
 Answer = TypeVar("Answer")
@@ -60,8 +60,13 @@ class Worker:
         answer: Callable[[Any, Job[Answer]], Answer] = pkgutil.resolve_name(job.answered_by)
         if not isinstance(job, StepJob):
             return answer(self._subject, job)
-        with self.bench.cleared():
-            return answer(self.bench, job)
+        try:
+            with self.bench.cleared():
+                return answer(self.bench, job)
+        except StepError as error:
+            if error.hint == FORWARD_HINT and self._subject.spec.is_guess:
+                error.hint = f"The inputs were {self._subject.spec.source}. {FORWARD_HINT}"
+            raise
 
     def close(self) -> None:
         """There are no more jobs."""

@@ -72,7 +72,7 @@ from memopt_cli.records.explanation import (
 )
 from memopt_cli.records.fastest import FastestTraining, PairRun
 from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
-from memopt_cli.records.inputs import InputSpec, TensorSpec
+from memopt_cli.records.inputs import GUESS, InputSpec, TensorSpec
 from memopt_cli.records.inspection import GlobalVerdict, Inspection, StoredModule, StoredTensor, TensorKind
 from memopt_cli.records.layout import BUILT_IN, Collective, Layout
 from memopt_cli.records.learning import (
@@ -163,6 +163,7 @@ from memopt_cli.records.wire import from_data, refuse_unknown, to_data
 
 __all__ = [
     "BUILT_IN",
+    "GUESS",
     "LONGEST_NAME",
     "LONGEST_STEP_S",
     "METRICS",

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from memopt_cli.errors import UsageError
 
+GUESS = "a guess from "
+"""How the source of a spec begins that memopt has made up itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
@@ -42,6 +45,11 @@ class InputSpec:
     """``--input-script``: ``file.py:function``, called with the dimensions it names."""
     source: str
     """Where the spec was found, for people: ``--input``, ``model.inputs.yaml``, ``a guess from conv1`` …"""
+
+    @property
+    def is_guess(self) -> bool:
+        """Nobody has said it: it is memopt's own."""
+        return self.source.startswith(GUESS)
 
     def __post_init__(self) -> None:
         ways = {"tensors": self.tensors, "data_file": self.data_file, "script": self.script}

@@ -252,7 +252,7 @@ def test_a_file_that_runs_code_must_be_named(
         ("--budget lots", "'lots' is not a memory size (write for example 24GiB, 512MB or 60%)"),
         ("--budget -5%", "'-5%' is not a memory size"),
         ("--budget 150%", "'150%' is not a percentage between 0 and 100"),
-        ("--budget 0MiB", "it is 0 bytes; nothing fits into that"),
+        ("--budget 0MiB", "it is 0 bytes; nothing fits into that (a share is written 60%)"),
         ("--budget 8GiB --pick 2", "--budget and --pick exclude each other"),
     ],
 )

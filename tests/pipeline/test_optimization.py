@@ -864,6 +864,14 @@ def test_a_guess_is_called_a_guess(optimize: Memopt) -> None:
     assert line in done.out
 
 
+def test_a_guess_that_does_not_fit_is_called_a_guess(optimize: Memopt) -> None:
+    torch.save(nn.Sequential(nn.Linear(8, 4), nn.Linear(5, 4)), "net.pt")
+    done = optimize("net.pt", "-q")
+    assert (done.code, done.changed) == (3, set())
+    assert "hint: The inputs were a guess from 0 (Linear). Give inputs" in done.err
+    assert "a guess" not in optimize("net.pt", "-q", "-i", "2x8").err
+
+
 def test_nothing_to_guess_from(optimize: Memopt) -> None:
     torch.save(nn.Sequential(nn.ReLU()), "net.pt")
     done = optimize("net.pt")
