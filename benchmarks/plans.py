@@ -280,12 +280,9 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
             planner = one.planner()
             limits = one.budgets(planner, TEN)
             search = GoalSearch(
-                planner=planner,
+                search=replace(one.search, planner=planner),
                 measurements=_OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
-                level=LEVEL,
-                dry_run=True,
                 in_backward=_no_optimizer(one),
-                notes=[],
             )
             own = [search.within(limit).plan for limit in limits]
             found = LongSearch(one, own).run(options.seconds)
