@@ -26,13 +26,13 @@ from typing import TypeGuard
 import torch
 
 from benchmarks.results import table, this_command, write_section
+from memopt_cli.batch_size.memory_limit import limits_of
 from memopt_cli.batch_size.peak_model import PeakModel
 from memopt_cli.batch_size.runs import Runs
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.fastest import fastest_prepared
-from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.sessions import Sessions

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Final
 
 from memopt_cli.batch_size.capacity import runnable_bytes
+from memopt_cli.batch_size.memory_limit import limits_of
 from memopt_cli.documents import quoted_path, read_end
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.oom_text import read_oom
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.pipeline.profiling import allocated_peak, first_beyond, is_alive, live_bytes, record_step

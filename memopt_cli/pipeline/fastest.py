@@ -12,6 +12,8 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
+from memopt_cli.batch_size.memory_limit import limits_of
+from memopt_cli.batch_size.pair_search import PairSearch
 from memopt_cli.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import fastest_data, plan_yaml
@@ -19,9 +21,7 @@ from memopt_cli.errors import NothingFitsError, OptionError, Terminated, Verific
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out
-from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.pair_runs import PairRuns, best_original, finalists, ranked
-from memopt_cli.pipeline.pair_search import PairSearch
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.pricing import Pricing
 from memopt_cli.pipeline.recommendation import accumulating, accumulation_notes, batch_file, check_inputs

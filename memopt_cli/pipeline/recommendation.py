@@ -14,6 +14,7 @@ from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.batch_size.accumulation import accumulate
 from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batch_size.length_strategies import read_lengths
+from memopt_cli.batch_size.memory_limit import limits_elsewhere, limits_of
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.errors import NothingFitsError, UsageError
@@ -21,7 +22,6 @@ from memopt_cli.measure.jobs import ORIGINAL, Data, ProbeJob
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
-from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Ask, Progress
