@@ -44,6 +44,7 @@ from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Data
+from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.batch_advice import advise
 from memopt_cli.pipeline.fastest import check_search, check_search_alone, fastest_prepared
 from memopt_cli.pipeline.live_group import on_every_rank
@@ -51,7 +52,6 @@ from memopt_cli.pipeline.live_model import described, found_and_proven, logged, 
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
 from memopt_cli.pipeline.profiling import check_compiled, profile_prepared
-from memopt_cli.pipeline.reach import UserFunction
 from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.summary import Findings, summarize

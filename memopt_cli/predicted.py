@@ -33,6 +33,7 @@ from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import ORIGINAL, Subject
 from memopt_cli.measure.local import LocalSession
+from memopt_cli.measure.reach import UserFunction, user_function
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.live_factory import prepared_factory
 from memopt_cli.pipeline.live_model import described, found_and_proven, logged, once
@@ -40,7 +41,6 @@ from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prediction import predict
 from memopt_cli.pipeline.prepare import file_header
 from memopt_cli.pipeline.rank_batches import recommend_ranks_prepared
-from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.pipeline.summary import summarize
 from memopt_cli.plan.policy import resolve
 from memopt_cli.python_words import said_in_python

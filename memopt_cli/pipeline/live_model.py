@@ -25,10 +25,10 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
+from memopt_cli.measure.reach import UserFunction, main_script, unreachable
 from memopt_cli.module_calls import module_hooks, unwrapped
 from memopt_cli.pipeline.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.reach import UserFunction, main_script, unreachable
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.policy import Resolved
 from memopt_cli.progress import Progress, Span
