@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.batch_advice import begin_advice
 from memopt_cli.pipeline.batch_probes import check_varied
-from memopt_cli.pipeline.begun_advice import begin_advice
 from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere

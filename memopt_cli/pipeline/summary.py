@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memopt_cli.pipeline.begun_advice import BegunAdvice
+from memopt_cli.pipeline.batch_advice import BegunAdvice
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
