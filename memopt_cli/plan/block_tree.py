@@ -242,6 +242,7 @@ class _Builder:
             again_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
             resident_bytes=max((known.resident[i] for i in backward), default=0),
             costly=tuple(self._costly[first:last]),
+            refusal="no module runs these operators alone",
             signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),
         )
 

@@ -291,6 +291,29 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None,
         assert predicted.step_s - model.step_s == pytest.approx(added_s)
 
 
+class Between(nn.Module):
+    """Runs operators of its own around its one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.layer.weight.sum() * x.tanh().sin()).tanh().sin()
+        return out
+
+
+def test_what_a_model_runs_between_its_modules_is_no_segment_where_it_is_one_itself() -> None:
+    model = Subject(Between(), torch.randn(512, 64)).model
+    solver = Solver(block_tree(model), Allowed(chunks={"": (ChunkRule(axis=0, seq_inputs=1, seq_outputs=1), 512)}))
+    found = [solver.fastest(model.peak_bytes * share // 20) for share in range(20, 8, -1)]
+    ways = [way for way in found if way is not None]
+    assert any(segment.path == "" for way in ways for segment in way.segments())
+    for way in ways:
+        predicted = model.predict(Plan(segments=tuple({s.path: s for s in way.segments()}.values())))
+        assert predicted.step_s - model.step_s == pytest.approx(way.added_s)
+
+
 def test_every_norm_costs_a_pass_over_what_precedes_it() -> None:
     """In forward and in recomputation, but in forward the next pass is handed what the norm is given."""
     relu = 2  # convolution, norm, relu, convolution, norm
