@@ -8,6 +8,8 @@ is measured, and estimates say what fits.
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,8 +18,8 @@ from memopt_cli.batch_size.length_strategies import read_histogram
 from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Measured, MeasureJob
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.peaks_by_length import Peaks, allocated_share, largest
 from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.bounds import Work, inner_bounds
@@ -275,16 +277,24 @@ class _ByLength:
         """
         self.prepared.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
-        share, is_fake = allocated_share(longest.original), longest.original.predicted_tensor_peak_bytes is not None
+        share, is_fake = _allocated_share(longest.original), longest.original.predicted_tensor_peak_bytes is not None
         with self._sessions() as sessions:
-            peaks = Peaks(sessions, self.varied.symbol, fake=is_fake)
+            probes = SearchProbes(sessions, limit_s=None)
+
+            def peak(length: int) -> float:
+                """Of tensors, on a device that is not here what its allocator hands out; infinite where it fails."""
+                found = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
+                if not isinstance(found, Counted):
+                    return math.inf
+                return found.tensor_peak_bytes if self.request.card is None else found.allocated_peak_bytes
+
             if self.request.card is not None:
-                fitting = largest(candidates, peaks.allocated, budget_bytes)
+                fitting = _largest(candidates, peak, budget_bytes)
                 if fitting is not None:
-                    yield self._fits(longest.original, fitting, None, int(peaks.allocated(fitting)))
+                    yield self._fits(longest.original, fitting, None, int(peak(fitting)))
                 return
             for _ in range(_RUNS):
-                fitting = largest(candidates, peaks.of, budget_bytes / share)
+                fitting = _largest(candidates, peak, budget_bytes / share)
                 if fitting is None:
                     return
                 measured = self._measured(fitting)
@@ -292,7 +302,7 @@ class _ByLength:
                     yield self._fits(longest.original, fitting, measured, measured.allocated_peak_bytes)
                     return
                 candidates = [length for length in candidates if length < fitting]
-                share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peaks.of(fitting))
+                share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peak(fitting))
 
     def _fits(self, original: LevelRow, length: int, measured: Measurement | None, peak_bytes: int) -> _Part:
         """The range up to a length at which the original takes so much: by a run, or as estimated."""
@@ -346,3 +356,17 @@ class _ByLength:
                 verification=part.verification,
             )
             low = part.up_to + 1
+
+
+def _allocated_share(original: LevelRow) -> float:
+    """The allocated peak over the tensor peak."""
+    if isinstance(original.outcome, Measurement):
+        return original.outcome.allocated_peak_bytes / original.outcome.tensor_peak_bytes
+    tensors, allocated = original.predicted_tensor_peak_bytes, original.predicted_allocated_peak_bytes
+    return allocated / tensors if tensors and allocated else 1.0
+
+
+def _largest(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
+    """The largest of ascending lengths whose peak, which grows with them, is no larger; ``None`` if none is."""
+    fitting = bisect.bisect_right(lengths, most_bytes, key=peak_of)
+    return lengths[fitting - 1] if fitting else None
