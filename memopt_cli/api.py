@@ -30,7 +30,6 @@ from memopt_cli.pipeline.live_model import (
     inputs_of,
     left_out_note,
     listed_modules,
-    logged,
     observed_modules,
     prepared_model,
     taken_off_note,
@@ -40,7 +39,7 @@ from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
 from memopt_cli.plan.targets import left_out, outermost, refused, segments_plan, without_segment
-from memopt_cli.progress import Progress
+from memopt_cli.progress import Progress, logged
 from memopt_cli.python_words import notes_in_python, said_in_python
 from memopt_cli.records import (
     Counted,

@@ -48,7 +48,7 @@ from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.batch_advice import advise
 from memopt_cli.pipeline.fastest import check_search, check_search_alone, fastest_prepared
 from memopt_cli.pipeline.live_group import on_every_rank
-from memopt_cli.pipeline.live_model import described, found_and_proven, logged, prepared_model, taken_off_note
+from memopt_cli.pipeline.live_model import described, found_and_proven, prepared_model, taken_off_note
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
 from memopt_cli.pipeline.profiling import check_compiled, profile_prepared
@@ -56,6 +56,7 @@ from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.policy import resolve
+from memopt_cli.progress import logged
 from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     LONGEST_STEP_S,

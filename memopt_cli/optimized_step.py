@@ -11,11 +11,12 @@ from memopt_cli.api import resolve_device
 from memopt_cli.apply import apply_plan
 from memopt_cli.arguments import budget_of, seconds
 from memopt_cli.measure import processes
-from memopt_cli.pipeline.live_model import found_and_proven, logged, once
+from memopt_cli.pipeline.live_model import found_and_proven, once
 from memopt_cli.pipeline.live_step import prepared_step
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.summary import summarize
 from memopt_cli.plan.policy import resolve
+from memopt_cli.progress import logged
 from memopt_cli.python_words import notes_in_python, said_in_python
 from memopt_cli.records import MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
 from memopt_cli.user_step import Step, models_of

@@ -36,13 +36,14 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.reach import UserFunction, user_function
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.live_factory import prepared_factory
-from memopt_cli.pipeline.live_model import described, found_and_proven, logged, once
+from memopt_cli.pipeline.live_model import described, found_and_proven, once
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prediction import predict
 from memopt_cli.pipeline.prepare import file_header
 from memopt_cli.pipeline.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.summary import summarize
 from memopt_cli.plan.policy import resolve
+from memopt_cli.progress import logged
 from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     BatchRequest,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import sys
 import tempfile
 import threading
@@ -31,7 +30,6 @@ from memopt_cli.pipeline.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.policy import Resolved
-from memopt_cli.progress import Progress, Span
 from memopt_cli.records import (
     InputSpec,
     LoadedModel,
@@ -56,7 +54,6 @@ Arguments = tuple[Any, ...] | Mapping[str, Any]
 """Of a model's forward, by position or by name."""
 FORMAT = "live"
 """As in :attr:`memopt_cli.records.LoadedModel.format`."""
-_LOG = logging.getLogger("memopt_cli")
 _thread = threading.local()
 
 
@@ -357,7 +354,7 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
     return "", (str(main_script()),) if needs_script else ()
 
 
-# ---------------------------------------------------------------------------------------------- what is told, and where
+# ---------------------------------------------------------------------------------------------- what is told
 
 
 def taken_off_note(carried: Plan) -> list[str]:
@@ -382,34 +379,3 @@ def difference_error(found: Verification) -> VerificationError:
         f"the optimized model differs from the original: {found.difference}, at batch {found.batch}",
         hint="The model is as it was; a lower level may pass. Please report it.",
     )
-
-
-class _Logged(Progress):
-    """Writes every line to the log."""
-
-    def stage(self, text: str, takes: Span | None = None) -> None:
-        _LOG.info("%s", text)
-
-    def update(self, done: int, total: int | None, text: str) -> None:
-        _LOG.info("  %s", text)
-
-    def note(self, text: str) -> None:
-        _LOG.info("%s", text)
-
-
-@contextlib.contextmanager
-def logged(verbose: bool) -> Iterator[Progress]:
-    """Progress that is seen if asked for, with or without logging set up."""
-    if not verbose:
-        yield Progress()
-        return
-    level, handler = _LOG.level, None if _LOG.hasHandlers() else logging.StreamHandler()
-    if handler is not None:
-        _LOG.addHandler(handler)
-    _LOG.setLevel(logging.INFO)
-    try:
-        yield _Logged()
-    finally:
-        _LOG.setLevel(level)
-        if handler is not None:
-            _LOG.removeHandler(handler)
