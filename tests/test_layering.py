@@ -38,6 +38,7 @@ PARTS: dict[str, set[str]] = {
     "cards": {"errors", "records", "documents", "units"},
     "oom_text": {"records"},
     "fingerprints": {"errors", "records"},
+    "step_peaks": {"records"},
     "runtime": set(),
     "module_calls": {"errors", "runtime"},
     "step": BASE | {"runtime", "module_calls", "optimizers"},
@@ -61,7 +62,7 @@ PARTS: dict[str, set[str]] = {
     "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
     "pipeline": BELOW_STAGES
     | STAGES
-    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints", "oom_text"},
+    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints", "oom_text", "step_peaks"},
     "proven": BELOW_STAGES | {"apply", "contents", "verification"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
     "arguments": BELOW_STAGES | {"api", "cards", "contents", "devices", "measure", "model_batching", "pipeline"},
@@ -86,18 +87,8 @@ PARTS: dict[str, set[str]] = {
 
 TORCH_FREE = {
     *BASE,
-    *(
-        "cards",
-        "estimation",
-        "fingerprints",
-        "progress",
-        "plan",
-        "report",
-        "cli",
-        "regression",
-        "pytest_plugin",
-        "__main__",
-    ),
+    *("cards", "estimation", "fingerprints", "progress", "plan", "report", "cli", "regression", "step_peaks"),
+    *("pytest_plugin", "__main__"),
 }
 """Parts that import torch for the type checker only."""
 

@@ -20,7 +20,7 @@ from memopt_cli.oom_text import read_oom
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
-from memopt_cli.pipeline.profiling import allocated_peak, first_beyond, is_alive, live_bytes, record_step
+from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.recommendation import recommend_prepared
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.policy import resolve
@@ -49,6 +49,7 @@ from memopt_cli.records import (
     break_down,
     describe,
 )
+from memopt_cli.step_peaks import allocated_peak, first_beyond, is_alive, live_bytes
 from memopt_cli.units import exact_bytes, format_bytes
 from memopt_cli.write import output_paths
 
