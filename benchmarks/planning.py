@@ -17,7 +17,7 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import CountedPlan, Probes
+from memopt_cli.plan.interface import Probes
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import resolve
@@ -89,11 +89,7 @@ class Bench:
 
     def planner(self) -> Planner:
         """A planner that knows nothing yet but the recorded step."""
-        return Planner(self.trace, self.start(), self.probes, SearchOptions(level=LEVEL))
-
-    def start(self) -> CountedPlan:
-        """The original."""
-        return CountedPlan(plan=Plan(), counted=self.original)
+        return Planner(self.trace, self.original, self.probes, SearchOptions(level=LEVEL))
 
     def priced(self, plan: Plan) -> Priced | None:
         """A plan dry-run; ``None`` if it cannot run."""
@@ -144,7 +140,7 @@ def bench(name: str) -> Iterator[Bench]:
             trace=search.traced.trace,
             model=CostModel(search.traced.trace),
             probes=planner_probes(search.probes, search.first, Progress(), fake=True, allow_inexact=False),
-            original=search.first.counted,
+            original=search.first,
             recorded_s=time.perf_counter() - started,
         )
 

@@ -47,7 +47,7 @@ from memopt_cli.pipeline.in_backward import InBackwardPlans
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import CountedPlan, Probes
+from memopt_cli.plan.interface import Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import resolve
 from memopt_cli.records import (
@@ -399,7 +399,7 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
         seconds: list[float] = []
         planner = Planner(
             trace,
-            CountedPlan(plan=Plan(), counted=original),
+            original,
             _dry_runs(fake, original, seconds),
             SearchOptions(level=2),
         )

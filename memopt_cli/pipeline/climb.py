@@ -111,7 +111,7 @@ class Climb:
         """Why its plan is not worth its time; empty if it is, or nothing else runs."""
         if row.plan.is_empty or not isinstance(self._original, Measurement):
             return ""
-        known, original_bytes = self.search.planner.dry_runs.known(row.plan), self.search.first.peak_bytes
+        known, original_bytes = self.search.planner.dry_runs.known(row.plan), self.search.first.allocated_peak_bytes
         peak_bytes = known.peak_bytes if known is not None else original_bytes
         return not_worth_it(1 - peak_bytes / original_bytes, row.predicted_slowdown or 1.0, of="peak")
 

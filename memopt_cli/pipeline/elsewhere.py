@@ -22,10 +22,17 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import verified_small
-from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.policy import Resolved
 from memopt_cli.plan.targets import left_out, selected
-from memopt_cli.records import LevelRow, OptimizeRequest, PlanEstimates, PlannedRanks, RankPrediction, predicted
+from memopt_cli.records import (
+    Counted,
+    LevelRow,
+    OptimizeRequest,
+    PlanEstimates,
+    PlannedRanks,
+    RankPrediction,
+    predicted,
+)
 from memopt_cli.units import format_bytes
 
 _UNVERIFIED = "The plan was compared with nothing (--unverified): memopt apply --verify does so where the model fits."
@@ -94,7 +101,7 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
         traced, first = search.traced, search.first
         rows.append(search.original)
         if request.goal.budget is not None:
-            found.budget_bytes = budget_bytes(request.goal.budget, first.peak_bytes)
+            found.budget_bytes = budget_bytes(request.goal.budget, first.allocated_peak_bytes)
         if options.level:
             prepared.progress.stage(f"searching for {where}", search.probes.left())
             rows.append(_searched(request, search))
@@ -138,7 +145,7 @@ def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
 
 
 def _of_ranks(
-    of_first: RankPrediction, searched: Prepared, original: CountedPlan, within_bytes: int | None
+    of_first: RankPrediction, searched: Prepared, original: Counted, within_bytes: int | None
 ) -> PlannedRanks:
     """What the first rank needs with and without the plan, and what the last needs with it.
 
@@ -155,7 +162,7 @@ def _of_ranks(
         raise NothingFitsError(
             f"the plan that fits on rank 0 takes {format_bytes(most)} on rank {last}", hint="Raise --budget."
         )
-    return PlannedRanks(original=predicted(original.counted, layout, 0, ORIGINAL), planned=tuple(planned))
+    return PlannedRanks(original=predicted(original, layout, 0, ORIGINAL), planned=tuple(planned))
 
 
 def _searched(request: OptimizeRequest, search: StartedSearch) -> LevelRow:

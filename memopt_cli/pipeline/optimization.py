@@ -225,8 +225,8 @@ class _Job:
             check_pick(goal.pick, len(found))
         if goal.budget is not None:
             measured = search.original.outcome
-            peak = measured.allocated_peak_bytes if isinstance(measured, Measurement) else search.first.peak_bytes
-            self.found.budget_bytes = budget_bytes(goal.budget, peak)
+            whole = measured if isinstance(measured, Measurement) else search.first
+            self.found.budget_bytes = budget_bytes(goal.budget, whole.allocated_peak_bytes)
             rows.append(planned.within(self.found.budget_bytes))
         if goal.frontier:
             self.found.frontier = planned.frontier(found)

@@ -12,7 +12,7 @@ from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.interface import CountedPlan, NotTried
+from memopt_cli.plan.interface import NotTried
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.questions import Priced
 from memopt_cli.records import Counted, Failure, LevelRow, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
@@ -29,7 +29,7 @@ class StartedSearch:
     """What a search starts from, and what it may ask."""
 
     traced: Traced
-    first: CountedPlan
+    first: Counted
     """The original."""
     original: LevelRow
     """The same, as it was measured first."""
@@ -90,17 +90,16 @@ def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, 
             f"The original does not fit here; its peak of "
             f"{format_bytes(counted.allocated_peak_bytes)} is predicted on tensors without data."
         )
-    first = CountedPlan(plan=ORIGINAL, counted=counted)
     probes = SearchProbes(sessions, limit_s=_limit_s(request, found, outcome))
     progress, allow_inexact = sessions.prepared.progress, options.allow_inexact
-    asked = planner_probes(probes, first, progress, fake=fake, allow_inexact=allow_inexact)
+    asked = planner_probes(probes, counted, progress, fake=fake, allow_inexact=allow_inexact)
     original = replace(original, search_s=original.search_s + time.monotonic() - started)
     return StartedSearch(
         traced=traced,
-        first=first,
+        first=counted,
         original=original.predicted(counted) if fake else original,
         probes=probes,
-        planner=Planner(traced.trace, first, asked, options),
+        planner=Planner(traced.trace, counted, asked, options),
         found=found,
         notes=len(found.notes),
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.improvements import Improvements
-from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
+from memopt_cli.plan.interface import NotTried, Probes
 from memopt_cli.plan.levels import CHUNKS, NESTED, allowed_at
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.policy import most_segments
@@ -105,25 +106,25 @@ class Grounds:
         """
         starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            found = with_heads(start, self._trace, self._counted)
-            if heads := heads_of(found.plan):
+            found = with_heads(start.plan, start.peak_bytes, self._trace, self._peak_of)
+            if heads := heads_of(found):
                 trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):
                     yield self._headed_by(found, trace)
-                self._dry_runs.count(found.plan, self.plain.proposals)
+                self._dry_runs.count(found, self.plain.proposals)
 
-    def _counted(self, plan: Plan) -> CountedPlan | None:
+    def _peak_of(self, plan: Plan) -> float:
         """What a plan takes in time is known when the step is recorded with its heads."""
         counted = self._probes.count(plan)
         if isinstance(counted, NotTried):
             raise TimeIsUp
-        return CountedPlan(plan=plan, counted=counted) if isinstance(counted, Counted) else None
+        return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
 
-    def _headed_by(self, found: CountedPlan, trace: StepTrace) -> Ground:
+    def _headed_by(self, found: Plan, trace: StepTrace) -> Ground:
         seconds = [sum(op.seconds for op in step.ops) for step in (self._trace, trace)]
         slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
-        proposals = Proposals(trace, self._tick, heads=heads_of(found.plan), slowdown=slowdown)
-        for plan in (found.plan, Plan(segments=proposals.heads)):
+        proposals = Proposals(trace, self._tick, heads=heads_of(found), slowdown=slowdown)
+        for plan in (found, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)
         return self._ground(proposals)
 

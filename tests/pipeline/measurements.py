@@ -74,11 +74,11 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
         raise AssertionError("no job is asked")
 
     row = LevelRow(level=0, plan=ORIGINAL, outcome=original, dry_runs=0, search_s=0.0)
-    first = priced(1000, ORIGINAL, 1.0)
+    first = counted(1000)
     return StartedSearch(
         traced=SimpleNamespace(has_dry_runs=True),  # type: ignore[arg-type]
         first=first,
-        original=row.predicted(first.counted),
+        original=row.predicted(first),
         probes=SearchProbes(nobody, limit_s=None),
         planner=planner,
         found=Findings(

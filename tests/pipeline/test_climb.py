@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from memopt_cli.pipeline.climb import Climb
-from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.questions import Priced
 from memopt_cli.records import (
     Failure,
@@ -194,8 +193,8 @@ def test_no_level_is_shown_above_one_below_that_could_have_been_smaller() -> Non
     planner = step.planner(without_norms(step))
     made, _ = climb({4: {}}, measured, max_slowdown=math.inf)
     by_dry_runs = measurements_by(lambda plan: measured(step.dry_run(plan)))
-    first = CountedPlan(plan=Plan(), counted=measurements.counted(10**9))
-    made = replace(made, search=replace(made.search, planner=planner, first=first), measurements=by_dry_runs)
+    search = replace(made.search, planner=planner, first=measurements.counted(10**9))
+    made = replace(made, search=search, measurements=by_dry_runs)
     peaks = [row.predicted_allocated_peak_bytes or 0 for row in made.rows()]
     assert peaks == sorted(peaks, reverse=True)
 

@@ -658,7 +658,7 @@ def test_what_is_packed_is_whole_again_where_backward_uses_it_in_the_sums_too() 
     proposals = Proposals(subject.trace, lambda: None)
     proposals.allow(Allowed())
     for share in (0.85, 0.9, 0.95):
-        budget = int(share * subject.original.peak_bytes)
+        budget = int(share * subject.original.allocated_peak_bytes)
         plan = proposals.solvers.fastest(True, budget)
         assert plan is not None
         assert proposals.peak_of(plan) <= 1.01 * budget
