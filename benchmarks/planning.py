@@ -20,7 +20,6 @@ from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Probes
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.policy import resolve
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import segment
 from memopt_cli.progress import Progress
@@ -130,7 +129,7 @@ def bench(name: str) -> Iterator[Bench]:
         subject, asked = ready.subject, SearchOverrides(level=LEVEL)
         request = OptimizeRequest(source=subject.source, spec=subject.spec, settings=subject.settings, search=asked)
         row = LevelRow(level=0, plan=Plan(), outcome=None, dry_runs=0, search_s=0.0)
-        search = start_search(request, Findings.begun(request, resolve(asked), ready), session, row)
+        search = start_search(request, Findings.begun(request, ready), session, row)
         if not search.traced.has_dry_runs:
             raise SystemExit(f"{name}: no step could be recorded without data: {search.traced.note}")
         yield Bench(

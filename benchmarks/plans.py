@@ -49,7 +49,6 @@ from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Probes
 from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.policy import resolve
 from memopt_cli.records import (
     Budget,
     Counted,
@@ -169,13 +168,13 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
     request = OptimizeRequest(
         source=ready.subject.source,
         spec=None,
+        search=SearchOverrides(level=level, max_slowdown=math.inf),
         goal=goal,
         dry_run=True,
         recommend_batch=False,
         measure_levels=True,
     )
-    resolved = resolve(SearchOverrides(level=level, max_slowdown=math.inf))
-    return find_plan(request, resolved, ready).rows
+    return find_plan(request, ready).rows
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:

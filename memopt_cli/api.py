@@ -310,7 +310,7 @@ def _measured(
             source=prepared.subject.source, spec=None, settings=settings, search=request, recommend_batch=False
         )
         with taken_off(net) as carried:
-            found = found_and_proven(asked, resolved, replace(prepared, progress=progress))
+            found = found_and_proven(asked, replace(prepared, progress=progress))
             apply_plan(net, found.plan)  # before anything that can fail
         found.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:

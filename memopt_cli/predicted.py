@@ -42,7 +42,6 @@ from memopt_cli.pipeline.prediction import predict
 from memopt_cli.pipeline.prepare import file_header
 from memopt_cli.pipeline.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.summary import summarize
-from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import logged
 from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
@@ -215,11 +214,10 @@ def plan_rank(
         plan_only=True,
         unverified=unverified,
     )
-    resolved = resolve(request.search)
-    check_goal(request.goal, resolved)
+    check_goal(request.goal, request.search)
     with logged(verbose) as progress, once(), processes.kept():
         prepared = prepared_factory(given.subject, ORIGINAL, given.model, given.functions, limit_s, progress)
-        found = found_and_proven(request, resolved, prepared)
+        found = found_and_proven(request, prepared)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=None)
         return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
 

@@ -23,7 +23,7 @@ from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.bounds import Work, inner_bounds
-from memopt_cli.plan.policy import Resolved
+from memopt_cli.plan.policy import resolve
 from memopt_cli.records import (
     STEP,
     Budget,
@@ -91,12 +91,10 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
     )
 
 
-FindPlan = Callable[[OptimizeRequest, Resolved, Prepared], Findings]
+FindPlan = Callable[[OptimizeRequest, Prepared], Findings]
 
 
-def find_by_length(
-    request: OptimizeRequest, varied: DimRange, resolved: Resolved, prepared: Prepared, *, find_plan: FindPlan
-) -> Findings:
+def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepared, *, find_plan: FindPlan) -> Findings:
     """The plan has ranges; all else is of the longest, which is that of the model's inputs.
 
     ``find_plan`` finds a plan for inputs of one length.  Raises :class:`MemoptError` as that does.
@@ -112,7 +110,7 @@ def find_by_length(
         )
     by = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
-    search = _ByLength(request, resolved, prepared, varied, counts, find_plan, Work.of(counts))
+    search = _ByLength(request, prepared, varied, counts, find_plan, Work.of(counts))
     search.check_sizes(by)
     found = search.find_longest()
     if not _passes(found):
@@ -180,7 +178,6 @@ class _ByLength:
     """One search: the parts of it that share what was asked for."""
 
     request: OptimizeRequest
-    resolved: Resolved
     prepared: Prepared
     varied: DimRange
     counts: Mapping[int, float]
@@ -216,7 +213,7 @@ class _ByLength:
     def find(self, length: int) -> Findings:
         """The fastest plan that meets the budget at a length, proven."""
         self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
-        found = self.find_plan(self.request, self.resolved, self.at(length))
+        found = self.find_plan(self.request, self.at(length))
         self.interrupted |= found.interrupted
         if found.budget_bytes is not None:  # a share is one of the original's peak at the longest
             goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
@@ -320,7 +317,7 @@ class _ByLength:
 
     def _measured(self, length: int) -> Measurement | None:
         self.prepared.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
-        job = MeasureJob(plan=ORIGINAL, warm_up=self.resolved.options.warmup_in_profile_workers)
+        job = MeasureJob(plan=ORIGINAL, warm_up=resolve(self.request.search).options.warmup_in_profile_workers)
         found = self.at(length).ask(job)
         return found.measurement if isinstance(found, Measured) else None
 

@@ -22,7 +22,6 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import verified_small
-from memopt_cli.plan.policy import Resolved
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.records import (
     Counted,
@@ -80,7 +79,7 @@ def opening_elsewhere(request: OptimizeRequest) -> Opening:
     return opening if request.layout is None else without_data(opening, request.layout)
 
 
-def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
+def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Search by dry runs, for a card in its blocks and by times of its roofline, and verify at a small size.
 
     Of many ranks it is the first that is planned for; the model is verified whole.  Raises :class:`MemoptError`, a
@@ -90,8 +89,8 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     _check_held(request, prepared)
     card, layout = request.card, request.layout
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
-    found, options = Findings.begun(request, resolved, prepared), resolved.options
-    notes, rows = found.notes, found.rows
+    found = Findings.begun(request, prepared)
+    options, notes, rows = found.resolved.options, found.notes, found.rows
     data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
     with Sessions(searched, data, notes) as sessions:

@@ -23,7 +23,6 @@ from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.recommendation import recommend_prepared
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,
@@ -295,7 +294,7 @@ class _Trial:
             recommend_batch=False,
             search_limit_s=_SEARCH_S,
         )
-        found = find_plan(asked, resolve(search), prepared)
+        found = find_plan(asked, prepared)
         if found.verification is not None and not found.verification.passed:
             raise NothingFitsError(f"the plan that was found is not exact: {found.verification.difference}")
         return found

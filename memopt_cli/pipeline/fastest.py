@@ -31,7 +31,7 @@ from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.trials import Trials
 from memopt_cli.pipeline.verification import fault_in, verified
-from memopt_cli.plan.policy import Resolved, resolve
+from memopt_cli.plan.policy import resolve
 from memopt_cli.plan.questions import TimeIsUp
 from memopt_cli.plan.scaled import ScaledStep
 from memopt_cli.progress import Ask, Progress
@@ -44,6 +44,8 @@ from memopt_cli.records import (
     OutOfMemory,
     PairRun,
     Plan,
+    SearchOptions,
+    SearchOverrides,
     Verification,
     describe,
 )
@@ -57,9 +59,9 @@ _TELLING_BATCH = 4
 """Fewer samples do not show along which axes modules run in chunks."""
 
 
-def check_search(resolved: Resolved) -> None:
-    """Raises :class:`OptionError` for a level that has no plans."""
-    if resolved.options.level == 0:
+def check_search(search: SearchOverrides) -> None:
+    """Raises :class:`OptionError` for a level that has no plans, and as :func:`resolve`."""
+    if resolve(search).options.level == 0:
         raise OptionError("--search looks for plans, and level 0 has none", hint="Raise --level.")
 
 
@@ -70,12 +72,13 @@ def check_search_alone(has_plan: bool, objective: Objective | None) -> None:
         raise OptionError(f"a search finds the plan that trains fastest, and {what}", hint="Leave one of them out.")
 
 
-def fastest_prepared(request: BatchRequest, resolved: Resolved, prepared: Prepared) -> FastestTraining:
+def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraining:
     """The answer for a model that is ready; nothing is written.
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if no batch fits with any plan.
     """
-    started = time.monotonic()
+    assert request.search is not None
+    started, resolved = time.monotonic(), resolve(request.search)
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     if not resolved.options.targets:
@@ -85,7 +88,9 @@ def fastest_prepared(request: BatchRequest, resolved: Resolved, prepared: Prepar
     notes = [*resolved.notes, *prepared.notes, *memory_left_out(prepared)]
     telling = prepared.at(max(prepared.batch, _TELLING_BATCH))  # for dry runs, and trials of modules in chunks
     session = Sessions(telling, "small batch", notes)
-    job = _Job(request=request, resolved=resolved, prepared=prepared, limits=limits, session=session, notes=notes)
+    job = _Job(
+        request=request, options=resolved.options, prepared=prepared, limits=limits, session=session, notes=notes
+    )
     try:
         with session:
             job.search()
@@ -102,7 +107,7 @@ class _Job:
     """One run of :func:`fastest_prepared`."""
 
     request: BatchRequest
-    resolved: Resolved
+    options: SearchOptions
     prepared: Prepared
     limits: Limits
     session: Sessions
@@ -157,7 +162,7 @@ class _Job:
         pricing = self.pricing = Pricing(
             models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
             probes=self.probes,
-            options=self.resolved.options,
+            options=self.options,
             progress=self.prepared.progress,
         )
         priced_ratio = _priced_ratio(self.trials, pricing)
@@ -256,7 +261,7 @@ class _Job:
             runs=tuple(pairs),
             chosen=chosen,
             original=best_original(pairs),
-            level=self.resolved.options.level,
+            level=self.options.level,
             accumulation=accumulation,
             verification=verification,
             priced=0 if self.pricing is None else self.pricing.priced,
@@ -314,12 +319,11 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
     Raises as :func:`fastest_prepared`; :class:`UsageError` if a file is there already and may not be replaced.
     """
     assert request.search is not None
-    resolved = resolve(request.search)
-    check_search(resolved)
+    check_search(request.search)
     check_targets(pair_paths(request.source.location, request.output), force=request.force)
     settings = accumulating(request.settings, request.global_batch)
     prepared = prepare(opening_of(request, settings), progress=progress, ask=ask)
-    found = fastest_prepared(request, resolved, prepared)
+    found = fastest_prepared(request, prepared)
     return replace(found, files=_write(found, request))
 
 

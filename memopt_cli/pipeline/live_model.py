@@ -29,7 +29,6 @@ from memopt_cli.module_calls import unwrapped
 from memopt_cli.pipeline.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.policy import Resolved
 from memopt_cli.records import (
     InputSpec,
     LoadedModel,
@@ -307,12 +306,12 @@ def taken_off_note(carried: Plan) -> list[str]:
     return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
 
 
-def found_and_proven(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
+def found_and_proven(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """What :func:`~memopt_cli.pipeline.optimization.find` finds.
 
     Raises :class:`VerificationError` for a plan that does not compute the same.
     """
-    found = find(request, resolved, prepared)
+    found = find(request, prepared)
     if found.verification is not None and not found.verification.passed:
         raise difference_error(found.verification)
     return found

@@ -23,7 +23,7 @@ from memopt_cli.pipeline.proof import Prover, applied_row
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.policy import Resolved, resolve
+from memopt_cli.plan.policy import resolve
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -36,6 +36,7 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     SearchGoal,
+    SearchOverrides,
     describe,
 )
 from memopt_cli.write import check_targets, output_paths
@@ -48,8 +49,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     verification is reported and not written.
     """
     started = time.monotonic()
-    resolved = resolve(request.search)
-    check_goal(request.goal, resolved)
+    check_goal(request.goal, request.search)
     check_request(request)
     paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
@@ -57,7 +57,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     try:
         opening = opening_elsewhere(request) if is_elsewhere(request) else opening_of(request, request.settings)
         prepared = prepare(opening, progress=progress, ask=ask)
-        found = find(request, resolved, prepared)
+        found = find(request, prepared)
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
@@ -67,33 +67,33 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     return kept.result()
 
 
-def check_goal(goal: SearchGoal, resolved: Resolved) -> None:
-    """Raises :class:`OptionError` for one that the level cannot reach."""
-    if goal != SearchGoal() and resolved.options.level == 0:
+def check_goal(goal: SearchGoal, search: SearchOverrides) -> None:
+    """Raises :class:`OptionError` for one that the level cannot reach, and as :func:`resolve`."""
+    if resolve(search).options.level == 0 and goal != SearchGoal():
         raise OptionError(
             "a budget, the frontier and a pick of it are searched for, which level 0 does not", hint="Raise --level."
         )
 
 
-def find(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
+def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """As :func:`find_plan`, and where a dimension has a range a plan by length."""
     if request.dim_range is None:
-        return find_plan(request, resolved, prepared)
-    return find_by_length(request, request.dim_range, resolved, prepared, find_plan=find_plan)
+        return find_plan(request, prepared)
+    return find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
 
 
-def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
+def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Search, measure and verify; writes nothing.
 
     A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
     """
-    prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))
-    if not resolved.options.targets and resolved.options.modules is None:
-        prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
+    options = resolve(request.search).options
+    chooses = not options.targets and options.modules is None
+    prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
     if is_elsewhere(request):
-        return find_elsewhere(request, resolved, prepared)
-    measurements = PlanMeasurements(prepared=prepared, warm_up=resolved.options.warmup_in_profile_workers)
-    found = Findings.begun(request, resolved, prepared)
+        return find_elsewhere(request, prepared)
+    measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
+    found = Findings.begun(request, prepared)
     job = _Job(request, measurements, found, Prover(measurements=measurements, found=found))
     found.rows = job.search()
     best = found.rows[0]
