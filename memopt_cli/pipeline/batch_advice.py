@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from memopt_cli.batch_size.capacity import device_capacity
-from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
+from memopt_cli.batch_size.memory_limit import limits_of_device
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
@@ -96,21 +95,8 @@ def begin_advice(
         least_s = _LEAST_S if device == "cpu" else _LEAST_GPU_S
         longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MOST_S), measured.step_s), 1)
     probes = BatchProbes(session=session, plan=plan, progress=prepared.progress)
-    search = probes.search(prepared.batch, _limits(device, longest_s))
+    search = probes.search(prepared.batch, limits_of_device(device, longest_s, aim=_AIM))
     search.runs[prepared.batch] = BatchProbe(
         batch=prepared.batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s
     )
     return BegunAdvice(probes=probes, search=search)
-
-
-def _limits(device: str, longest_step_s: float) -> Limits:
-    capacity = device_capacity(device)
-    budget = int(capacity.device_bytes * TARGET_SHARE)
-    return Limits(
-        budget_bytes=budget,
-        device_bytes=capacity.device_bytes,
-        runnable_bytes=budget,
-        name=f"80 % of {capacity.limited_by}",
-        longest_step_s=longest_step_s,
-        aim=_AIM,
-    )
