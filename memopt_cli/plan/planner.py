@@ -7,10 +7,9 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
-from memopt_cli.plan.at_level import WORTH_LOWERING, LevelChunks, LevelRuns
-from memopt_cli.plan.grounds import Ground, Grounds
+from memopt_cli.plan.grounds import WORTH_LOWERING, Ground, Grounds
 from memopt_cli.plan.interface import Probes
-from memopt_cli.plan.level_search import LevelSearch
+from memopt_cli.plan.level_search import LevelRuns, LevelSearch
 from memopt_cli.plan.questions import DryRuns, Priced, TimeIsUp
 from memopt_cli.records import Counted, Outlook, Plan, SearchOptions, StepTrace
 from memopt_cli.units import format_bytes
@@ -133,7 +132,6 @@ class Planner:
         return LevelSearch(
             ground=ground,
             runs=LevelRuns(level, ground, self._grounds, self.dry_runs),
-            chunks=LevelChunks(level, ground, self._grounds),
             options=self._options,
         )
 

@@ -29,6 +29,8 @@ class Allowed:
     compress: bool = True
     chunks: Mapping[str, tuple[ChunkRule, int]] = field(default_factory=dict)
     """Modules that may run in chunks: how, and the length of the axis."""
+    may_cut: bool = True
+    """Whether others may be asked whether they can."""
     chunk_factor: int = 2
     packed: bool = False
     """What is saved outside of segments is packed."""

@@ -487,10 +487,10 @@ def test_no_more_modules_are_asked_than_the_limits_allow() -> None:
 def test_only_those_are_asked_for_chunks_that_a_lower_plan_needs() -> None:
     asked: list[str] = []
     subject = known("chain")
-    chunks = subject.planner(lambda path: asked.append(path) or rule_along(0))._at(3).chunks
-    assert chunks.lower(1, 10.0) is None
+    ground = subject.planner(lambda path: asked.append(path) or rule_along(0))._at(3).ground
+    assert ground.lower(1, 10.0) is None
     assert not asked
-    plan = chunks.lower(subject.original.allocated_peak_bytes, 10.0)
+    plan = ground.lower(subject.original.allocated_peak_bytes, 10.0)
     assert plan is not None
     assert set(asked) == {segment.path for segment in plan.segments if segment.chunks > 1}
 
@@ -514,9 +514,9 @@ def test_no_plan_is_dry_run_that_cannot_be_the_smallest() -> None:
 @pytest.mark.slow
 def test_what_is_refused_is_planned_without() -> None:
     subject = known("chain")
-    chunks = subject.planner(lambda path: Refused(reason="no"))._at(3).chunks
-    assert chunks.lower(subject.original.allocated_peak_bytes // 4, 10.0) is None
-    whole = chunks.lower(subject.original.allocated_peak_bytes, 10.0)
+    ground = subject.planner(lambda path: Refused(reason="no"))._at(3).ground
+    assert ground.lower(subject.original.allocated_peak_bytes // 4, 10.0) is None
+    whole = ground.lower(subject.original.allocated_peak_bytes, 10.0)
     assert whole is not None
     assert all(segment.chunks == 1 for segment in whole.segments)
 
@@ -570,7 +570,7 @@ def test_what_no_plan_may_cut_is_not_asked() -> None:
 def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.plan.at_level._WORTH_ASKING", worth)
+    monkeypatch.setattr("memopt_cli.plan.grounds._WORTH_ASKING", worth)
     subject = known("chain")
     asked: list[str] = []
 
@@ -605,11 +605,11 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
         return planned, first.peak_bytes
 
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis))
-    assert plans.chunks.may_give_a_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
+    assert plans.ground.may_give_a_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
     monkeypatch.setattr(plans.ground.questions, "_learned", 12)
-    assert not plans.chunks.may_give_a_faster(plans.runs.fastest(budget), budget)
+    assert not plans.ground.may_give_a_faster(plans.runs.fastest(budget), budget)
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis), Plan())
-    assert not plans.chunks.may_give_a_faster(
+    assert not plans.ground.may_give_a_faster(
         plans.runs.fastest(subject.original.allocated_peak_bytes), budget
     )  # the original is within that
 
@@ -721,7 +721,7 @@ def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut
     plans = small("chain").planner(lambda path: rule_along(0))
     plans.least(3)
     search = plans._at(level)
-    rearranged = search.ground.improvements.rearranged(segments("blocks.1"), search.chunks.hopeful())
+    rearranged = search.ground.improvements.rearranged(segments("blocks.1"), search.ground.hopeful())
     assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
 
