@@ -147,15 +147,25 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def parameters_kept(model: nn.Module) -> Iterator[None]:
-    """Within, the parameters may move; their values are the same again afterwards."""
-    kept = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+def parameters_kept(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Within, the parameters may move; their values are the same again afterwards.
+
+    Gives those that can: nobody can write to one whose elements share a place, as those of an expanded tensor do.
+    """
+    movable = [parameter for parameter in model.parameters() if not _is_expanded(parameter)]
+    kept = [(parameter, parameter.detach().clone()) for parameter in movable]
     try:
-        yield
+        yield movable
     finally:
         with torch.no_grad():
             for parameter, value in kept:
                 parameter.copy_(value)
+
+
+def _is_expanded(parameter: Tensor) -> bool:
+    if parameter.layout is not torch.strided:
+        return False
+    return any(size > 1 and not stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
 
 
 @contextmanager

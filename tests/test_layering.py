@@ -159,6 +159,17 @@ def test_every_import_points_downwards() -> None:
     assert wrong_imports(REPOSITORY) == []
 
 
+def test_no_tensor_becomes_an_array() -> None:
+    """NumPy comes with neither PyTorch nor memopt, and the tests have it."""
+    calls = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for path in (REPOSITORY / PACKAGE).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numpy"
+    ]
+    assert calls == []
+
+
 def plant(root: Path, file: str, source: str) -> list[str]:
     path = root / PACKAGE / file
     path.parent.mkdir(parents=True, exist_ok=True)

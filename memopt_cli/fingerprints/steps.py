@@ -16,7 +16,9 @@ in chunks gradients differed by half as much in the median, by 1.6 to 4.4 times 
 draw: where it is more, the plan is compared at full size.
 """
 _MOST = 0.1
-"""Beyond this nothing is told."""
+"""Nothing more is allowed; and a rounding that changes a tensor by as much tells nothing of it: it tipped a choice, as
+where a threshold or a length is a parameter, which no order of sums tips.
+"""
 ROUNDING_SHARE = 1e-3
 """A gradient whose elements are so small beside those of the largest one may be rounding alone."""
 
@@ -54,6 +56,7 @@ def compared(
         differing.append((apart, allowed, name))
     passed = original.repeats and planned.repeats and all(apart < allowed for apart, allowed, _ in differing)
     apart, allowed, name = max(differing, key=_excess, default=(0.0, 0.0, ""))
+    worst = reference.get(name)
     check = FingerprintCheck(
         batch=batch,
         dims=dict(dims),
@@ -62,7 +65,7 @@ def compared(
         tolerance=allowed,
         worst_name=name,
         worst_difference=apart,
-        by_rounding=rounded is not None,
+        by_rounding=worst is not None and allowed > _half_of_digits(worst, epsilon),
     )
     return check, passed
 
@@ -80,8 +83,14 @@ def typical(found: TensorPrint) -> float:
 def _allowed(found: TensorPrint, epsilon: float, rounded: TensorPrint | None, least: float) -> float:
     if not found.epsilon:
         return 0.0
-    own = 0.0 if rounded is None else min(_MOST, _TIMES_ROUNDED * relative(found, rounded, least))
-    return max(math.sqrt(max(found.epsilon, epsilon)), own)
+    moved = 0.0 if rounded is None else relative(found, rounded, least)
+    by_rounding = min(_MOST, _TIMES_ROUNDED * moved) if moved < _MOST else 0.0
+    return max(_half_of_digits(found, epsilon), by_rounding)
+
+
+def _half_of_digits(found: TensorPrint, epsilon: float) -> float:
+    """How far apart a tensor may be where sums are formed in another order; ``epsilon``: of a dtype of fewer digits."""
+    return math.sqrt(max(found.epsilon, epsilon))
 
 
 def relative(one: TensorPrint | None, other: TensorPrint | None, least: float) -> float:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.started_search import StartedSearch
 from memopt_cli.plan.policy import skipped_step
 from memopt_cli.progress import Span
-from memopt_cli.records import Failure, LevelRow, Measurement
+from memopt_cli.records import Failure, LevelRow, Measurement, Plan
 from memopt_cli.units import format_bytes
 
 _LEAST_SAVING = 0.02
@@ -31,6 +31,8 @@ class Climb:
     measure_all: bool
     applied: LevelRow | None = None
     """The highest level's that could be measured, once there are rows."""
+    too_slow: list[Plan] = field(default_factory=list)
+    """By their measurements; the notes name them."""
     _asked: float = math.inf
     """The slowdown that a plan may be predicted to have, by what was measured."""
 
@@ -81,7 +83,7 @@ class Climb:
     def _predicted(self) -> Iterator[LevelRow]:
         planner, options, below = self.search.planner, self.search.options, ORIGINAL
         for level in range(1, options.level + 1):
-            self._searching(f"level {level} of {options.level}: searching")
+            self._search_begins(f"level {level} of {options.level}: searching")
             started, tried = time.monotonic(), len(planner.dry_runs)
             found = (planner.best if level == options.level else planner.least)(level, self._limit)
             row = self.search.row(level, found, len(planner.dry_runs) - tried, started)
@@ -92,8 +94,11 @@ class Climb:
             below = row.plan
             yield row
 
-    def _searching(self, text: str) -> None:
-        self.measurements.prepared.progress.stage(text, self.search.probes.left())
+    def _search_begins(self, what: str) -> None:
+        """Where its time is over, what was counted answers at once: there is nothing to show."""
+        left = self.search.probes.left()
+        if left is None or left.seconds > 0:
+            self.measurements.prepared.progress.stage(what, left)
 
     @property
     def _original(self) -> Measurement | Failure:
@@ -123,12 +128,13 @@ class Climb:
             slowdown = self._slowdown(row)
             if slowdown <= self._limit:
                 return row
+            self.too_slow.append(row.plan)
             notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
             predicted = row.predicted_slowdown or self._limit
             asked = 1 + (predicted - 1) * (self._limit - 1) / (slowdown - 1)
             started, tried = time.monotonic(), len(planner.dry_runs)
             self.search.probes.prolong()
-            self._searching(f"level {row.level}: searching for a faster plan")
+            self._search_begins(f"level {row.level}: searching for a faster plan")
             found = planner.best(row.level, asked)
             if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
                 asked = math.nextafter(predicted, 0)

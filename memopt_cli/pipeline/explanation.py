@@ -21,7 +21,7 @@ from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.pipeline.profiling import record_step
-from memopt_cli.pipeline.recommendation import recommend_prepared
+from memopt_cli.pipeline.recommendation import norm_notes, recommend_prepared
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -197,7 +197,7 @@ def _explained(request: ExplainRequest, prepared: Prepared, limit_bytes: int, li
         lines=_held_by(made, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
         suggestions=trial.suggestions(stays) if instant is not None else (),
         refused=tuple(trial.refused),
-        notes=(*prepared.notes, *notes),
+        notes=(*prepared.notes, *notes, *trial.notes),
     )
 
 
@@ -239,6 +239,7 @@ class _Trial:
     def __init__(self, request: ExplainRequest, prepared: Prepared, limit_bytes: int) -> None:
         self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
         self.refused: list[str] = []
+        self.notes: list[str] = []
 
     def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
         """What fits, fastest first and what rounds last; two changes together where none fits alone.
@@ -326,8 +327,9 @@ class _Trial:
         runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
         made = found.accumulation
         run = next((run for run in runs if made is not None and run.batch == made.batch), None)
-        if run is None:
+        if run is None or made is None:
             return
+        self.notes += norm_notes(made, self._prepared.facts)
         steps = -(-self._prepared.batch // run.batch)
         yield Suggestion(
             change="micro-batches",

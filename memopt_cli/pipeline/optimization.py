@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
@@ -247,7 +248,7 @@ class _Job:
         )
         rows = climb.rows()
         self.applied = self._in_backward(search, rows, climb.applied)
-        self._choose(search, applied_row([search.original, *rows], self.applied).plan)
+        self._choose(search, applied_row([search.original, *rows], self.applied).plan, refused=climb.too_slow)
         return rows
 
     def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
@@ -283,7 +284,7 @@ class _Job:
         outcome = self.measurements.measure(point.plan)
         return replace(point, outcome=outcome, original_step_s=original.step_s)
 
-    def _choose(self, search: StartedSearch, plan: Plan) -> None:
+    def _choose(self, search: StartedSearch, plan: Plan, *, refused: Collection[Plan] = ()) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
         modules, by_goal = search.traced.trace.modules, self.found.by_goal
         self.found.selection = selected(modules, plan, search.options, by_goal=by_goal)
@@ -294,4 +295,4 @@ class _Job:
             self.found.notes.append(
                 f"A plan of {len(failed.segments)} segments could not run{more}: {describe(failure)}."
             )
-        self.found.faster, self.found.smaller = search.planner.neighbours(plan)
+        self.found.faster, self.found.smaller = search.planner.neighbours(plan, refused)

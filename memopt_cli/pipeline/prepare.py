@@ -116,15 +116,16 @@ def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:
     return InputSpec(tensors=spec.tensors, dims=spec.dims, source=source) if spec.tensors else None
 
 
-def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
+def prepare(opening: Opening, *, progress: Progress, ask: Ask | None, with_plan: str = "") -> Prepared:
     """Load the model in a subprocess, without the plan that it may carry, and find its inputs and its device.
 
+    ``with_plan``: a sentence on how to have the step with such a plan.
     What the user vouches for when asked goes to later subprocesses too.  Raises :class:`MemoptError`.
     """
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
     if prepared.carried == ORIGINAL:
         return prepared
-    note = "The file carries a plan already; it was taken off first."
+    note = f"The file carries a plan already; it was taken off first.{with_plan}"
     progress.note(note)
     return replace(prepared, carried=ORIGINAL, notes=(note, *prepared.notes))
 

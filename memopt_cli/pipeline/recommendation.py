@@ -60,7 +60,8 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
     opening = opening_of(request, settings)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
-    prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
+    named = "" if plan else " The batches with it: --plan FILE."
+    prepared = prepare(opening, progress=progress, ask=ask, with_plan=named)  # which tells if a plan does not fit
     return recommend_prepared(request, prepared, plan, lengths)
 
 
@@ -300,6 +301,11 @@ def accumulation_notes(found: Accumulation, facts: ModelFacts, *, was_run: bool 
             f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "
             f"{found.steps} × {found.batch} are {found.batch * found.steps}."
         )
+    yield from norm_notes(found, facts)
+
+
+def norm_notes(found: Accumulation, facts: ModelFacts) -> Iterator[str]:
+    """Where accumulation is another training step than one large batch."""
     if found.steps > 1 and facts.batch_norms:
         yield (
             f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "

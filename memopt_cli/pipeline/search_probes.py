@@ -35,6 +35,8 @@ class SearchProbes:
 
     def left(self) -> Span | None:
         """How long the search may go on; ``None``: as long as it takes."""
+        if self._ended:
+            return Span(0.0, is_limit=True)
         return None if self._limit_s is None else Span(max(0.0, self._ends - time.monotonic()), is_limit=True)
 
     def prolong(self) -> None:

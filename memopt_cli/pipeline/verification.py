@@ -13,6 +13,7 @@ from memopt_cli.records import (
     Failure,
     Fingerprint,
     FingerprintCheck,
+    FurtherCheck,
     OutOfMemory,
     Plan,
     StepFailed,
@@ -47,7 +48,7 @@ def verified_small(prepared: Prepared, plan: Plan) -> Verification | Failure:
     prepared.progress.stage("verifying a few samples")
     sizes = _small(prepared, plan, min(_FEW, prepared.batch))
     found = _verified_at(prepared, plan, sizes) if isinstance(sizes, Sizes) else None
-    if found is None or isinstance(found, OutOfMemory):
+    if found is None or isinstance(found, OutOfMemory) or _says_nothing(found):
         return verified(prepared, plan, fits=False)
     return found
 
@@ -83,7 +84,7 @@ def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredS
             sizes = _small(session, plan, max(1, min(prepared.batch, int(prepared.batch * share))))
             sizes = sizes if isinstance(sizes, Sizes) else Sizes(batch=prepared.batch)
             found = _verified_at(prepared, plan, sizes, measured.original_s, session)
-            if isinstance(found, Verification):
+            if isinstance(found, Verification) and not _says_nothing(found):
                 return replace(found, measured=check)
     return verified(prepared, plan)
 
@@ -121,11 +122,21 @@ def _small(session: Session | Prepared, plan: Plan, batch: int) -> Sizes | Failu
     return session.ask(SizesJob(plan=plan)) if plan.has_chunks else Sizes(batch=batch)
 
 
+def _says_nothing(found: Verification | Failure) -> bool:
+    """Whether chunks did not run that do at full size, perhaps."""
+    return isinstance(found, Verification) and found.whole and not found.full_size
+
+
 def _verified_at(
     prepared: Prepared, plan: Plan, sizes: Sizes, asked_s: float = 0.0, session: Session | None = None
 ) -> Verification | Failure:
     """``session``: that is to answer; without one, or where it cannot, a fresh one does."""
     job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
     found = (session or prepared).ask(job)
-    is_told = isinstance(found, Verification | StepFailed)
-    return found if is_told else prepared.ask(replace(job, further=False))
+    if isinstance(found, Verification | StepFailed):
+        return found
+    alone = prepared.ask(replace(job, further=False))
+    if not isinstance(alone, Verification) or not alone.passed or plan.is_empty:
+        return alone
+    lost = FurtherCheck(name="in later steps", batch=sizes.batch, not_tried=describe(found), skipped=True)
+    return replace(alone, further=(lost, *alone.further))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from memopt_cli.plan.grounds import WORTH_LOWERING, Ground, Grounds
 from memopt_cli.plan.interface import Probes
@@ -47,15 +47,16 @@ class Planner:
         """Of all plans that were dry-run, those of which no other is both smaller and faster, fastest first."""
         return list(nondominated(self.dry_runs.up_to(self._options.level)))
 
-    def neighbours(self, plan: Plan) -> tuple[Outlook | None, Outlook | None]:
+    def neighbours(self, plan: Plan, refused: Collection[Plan] = ()) -> tuple[Outlook | None, Outlook | None]:
         """What the next faster plan on the frontier so far would give, and the next smaller, by a percent at least.
 
-        Where none so far is smaller, that of the least peak by the sums alone.  The original is no plan.
+        Where none so far is smaller, that of the least peak by the sums alone.  The original is no plan, and of what is
+        ``refused`` more is known than a prediction.
         """
         own = self.dry_runs.known(plan)
         if own is None:
             return None, None
-        frontier = [found for found in self.frontier_so_far if not found.plan.is_empty]
+        frontier = [p for p in self.frontier_so_far if not p.plan.is_empty and p.plan not in refused]
         faster = [found for found in frontier if found.slowdown <= (1 - _TELLING) * own.slowdown]
         smaller = [found for found in frontier if found.peak_bytes <= (1 - _TELLING) * own.peak_bytes]
         return _outlook(faster[-1:]), _outlook(smaller[:1]) or self._smaller_by_sums(own.peak_bytes)

@@ -50,6 +50,8 @@ class FurtherCheck:
     """Number of tensors compared."""
     not_tried: str = ""
     """Why it was left out: what the original cannot do, or that its steps are long; empty if it was tried."""
+    skipped: bool = False
+    """It was left out though the original may be able to: for its time or memory, or no second model could be had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,9 @@ class FingerprintCheck:
     worst_difference: float
     """Its distance from that of the original, over the norm of that, as projections tell it."""
     by_rounding: bool = False
-    """``tolerance`` goes by how much the original's own step changes where every parameter is rounded otherwise."""
+    """``tolerance`` is not half of the digits, but ten times what the original's own step changes where every parameter
+    is rounded otherwise, or the most that this allows.
+    """
 
     @property
     def sizes(self) -> str:
@@ -108,6 +112,8 @@ class Verification:
     """Segments that are not exact, as asked for: their batch norms were compared at fixed statistics."""
     further: tuple[FurtherCheck, ...] = ()
     """What follows the recorded step; none where that differed, or was all that was asked for."""
+    whole: bool = False
+    """A segment that is to run in chunks ran whole, because of what the first of them did."""
     differs_in: str = ""
     """The name of the further check that failed; empty if the recorded step itself did, or none."""
 

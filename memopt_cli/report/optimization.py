@@ -216,7 +216,7 @@ def in_words(plan: Plan) -> str:
 def remarks(summary: MemOptSummary) -> Iterator[str]:
     """What is to be said of the plans, below their tables."""
     if summary.frontier and summary.verification is None:
-        yield "nothing is applied; choose a plan with --pick N or --budget"
+        yield "nothing is applied; choose a plan with --budget, or with --pick N, which searches again"
     else:
         yield from _of_the_applied_plan(summary)
     beaten = _beaten(summary.frontier)
@@ -267,6 +267,8 @@ def _of_the_ranges(summary: MemOptSummary) -> Iterator[str]:
 
 def _neighbours(summary: MemOptSummary) -> Iterator[str]:
     """``5 % faster: 268.0 MiB; smaller: 212.0 MiB at 2.30× (predicted)``."""
+    if summary.frontier:  # its table tells more
+        return
     rows = (row for row in summary.levels if row.level == summary.applied_level)
     slowdown = next((row.predicted_slowdown for row in rows if row.predicted_slowdown), 1.0)
     is_limited = summary.options.get("max_slowdown") is not None and summary.budget_bytes is None
@@ -310,18 +312,22 @@ def _measured_steps(found: FingerprintCheck) -> str:
     equal = "bit for bit"
     if found.equal < found.compared:
         largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
-        largest += ": rounding its parameters changes the original's step as much" * found.by_rounding
+        largest += ": at most ten times what rounding the parameters changes" * found.by_rounding
         equal = f"within rounding ({found.equal} bit for bit, the others to {largest})"
     return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
 
 
 def _further(found: Verification) -> str:
-    """``; then in the next step, at batch 2, in eval mode``."""
-    tried = [check for check in found.further if not check.not_tried]
-    if not tried:
-        return ""
-    smaller = f", of batch {tried[0].batch}" if tried[0].batch != found.batch else ""
-    return f"; then {', '.join(check.name for check in tried)}{smaller}"
+    """``; then in the next step, at batch 2; left out: in eval mode (a step with the plan and one …)``."""
+    tried = [check.name for check in found.further if not check.not_tried]
+    missing = [check for check in found.further if check.skipped]
+    said = ""
+    if tried:
+        smaller = f", of batch {found.further[0].batch}" if found.further[0].batch != found.batch else ""
+        said = f"; then {', '.join(tried)}{smaller}"
+    if missing:
+        said += f"; left out: {', '.join(check.name for check in missing)} ({missing[0].not_tried})"
+    return said
 
 
 def _inexact(found: Verification) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -203,7 +204,7 @@ class DeferredLinear(Tensor):
             warnings.warn(
                 f"the output of a linear layer that runs in chunks through its loss is read {how}: it is computed "
                 "whole. Remove the layer from the plan",
-                stacklevel=3,
+                stacklevel=_level_of_reader(),
             )
         return values
 
@@ -235,6 +236,14 @@ class DeferredLinear(Tensor):
         if any(isinstance(given.get(name), DeferredLinear) for name in written):
             raise RuntimeError(_MODIFIED.format(func))
         return func(*_compute(args), **_compute(kwargs or {}))
+
+
+def _level_of_reader() -> int:
+    """How far above the caller the first line stands that is neither PyTorch's nor memopt's: a warning names it."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "memopt_cli"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 _MODIFIED = "{} modifies the output of a linear layer that runs in chunks through its loss; remove it from the plan"
@@ -269,7 +278,8 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
                 "call it before the loss, or remove the layer from the plan"
             )
         if func is Tensor.register_hook and head.has_loss:
-            warnings.warn("a hook on logits sees nothing of a loss that was formed chunk by chunk", stacklevel=3)
+            told = "a hook on logits sees nothing of a loss that was formed chunk by chunk"
+            warnings.warn(told, stacklevel=_level_of_reader())
             return func(deferred, *args, **kwargs)  # type: ignore[no-untyped-call]
     return NotImplemented
 

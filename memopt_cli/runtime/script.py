@@ -49,6 +49,14 @@ def check_script(archive: bytes) -> None:
     check_code(code)
 
 
+def bytes_of(archive: Tensor) -> bytes:
+    """Of a tensor of ``uint8``; NumPy need not be there."""
+    held = bytearray(archive.numel())
+    if held:
+        torch.frombuffer(held, dtype=torch.uint8).copy_(archive)
+    return bytes(held)
+
+
 def restore_script(archive: bytes, device: torch.device) -> ScriptModule:
     """Check, then load a TorchScript archive; raises as :func:`check_script` does."""
     check_script(archive)
@@ -215,9 +223,7 @@ class ScriptLeaf(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         rest = {k: v for k, v in state.items() if k not in ("archive", "anchor")}
-        archive = bytearray(state["archive"].numel())
-        torch.frombuffer(archive, dtype=torch.uint8).copy_(state["archive"])  # NumPy need not be there
-        script = restore_script(bytes(archive), state["anchor"].device)
+        script = restore_script(bytes_of(state["archive"]), state["anchor"].device)
         vars(self).update(rest, _parameters={}, _buffers={}, _modules={})
         self._attach(script)
 

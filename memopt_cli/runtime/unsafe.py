@@ -90,6 +90,13 @@ def why_whole(module: nn.Module) -> str:
     return _reasons.get(module, "")
 
 
+def forget_marks(module: nn.Module) -> None:
+    """Whatever is in ``module`` is tried anew: nothing that was run waits for its backward."""
+    for part in module.modules():
+        for marked in (_marked, _whole, _reasons):
+            marked.pop(part, None)
+
+
 def _is_marked(marked: MutableMapping[nn.Module, int], module: nn.Module) -> bool:
     mark = marked.get(module)
     return mark is not None and mark < getattr(_thread, "now", mark + 1)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memopt_cli.equality import Updates, generator_state, generators_kept, parameters_kept
+from memopt_cli.equality import Updates, generators_kept, parameters_kept
 from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
 from memopt_cli.records import CallPrint, ChoicePrint, Followed, StepPrint, TensorPrint
+from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
 from memopt_cli.runtime.tree import map_leaves, tensors_of
@@ -191,8 +192,7 @@ def _prints(tensors: Mapping[str, Tensor]) -> tuple[TensorPrint, ...]:
 
 def _drawn(model: nn.Module) -> str:
     """A digest of where the random generators stand, the model's own too."""
-    (state,) = generator_state().values()
-    return hashlib.blake2b(state.numpy().tobytes() + own_positions(model), digest_size=16).hexdigest()
+    return hashlib.blake2b(Generators().to_bytes() + own_positions(model), digest_size=16).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------- hooks

@@ -25,6 +25,7 @@ from memopt_cli.runtime import find_part
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
+from memopt_cli.runtime.unsafe import why_whole
 from memopt_cli.step import Step, synchronize
 from memopt_cli.verification.further_steps import Found, Recorded, follow
 from memopt_cli.verification.variations import Resize
@@ -76,6 +77,7 @@ def verify(
         detail=differs.detail if differs else "",
         inexact=inexact,
         further=further,
+        whole=found.whole,
         differs_in=differs.check if differs else "",
     )
 
@@ -88,6 +90,8 @@ class _Compared:
     worst: Difference
     exact: bool
     """To the bit."""
+    whole: bool
+    """See :attr:`memopt_cli.records.Verification.whole`."""
 
     @property
     def passed(self) -> bool:
@@ -107,6 +111,7 @@ def _compare(
     install(step.model)
     try:
         optimized = _effects(step, start)
+        whole = any(map(why_whole, step.model.modules()))
     finally:
         remove(step.model)
         start.enter()
@@ -119,7 +124,7 @@ def _compare(
         tolerance=TOLERANCE if chunked else noise,
     )
     exact = not chunked and noise == 0.0
-    return _Compared(recorded=recorded, worst=difference(reference, optimized), exact=exact)
+    return _Compared(recorded=recorded, worst=difference(reference, optimized), exact=exact, whole=whole)
 
 
 @contextlib.contextmanager

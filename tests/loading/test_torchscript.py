@@ -266,6 +266,13 @@ def test_a_number_that_only_the_owner_of_a_part_uses(ends: bool, tmp_path: Path)
     assert differing(run(script, given), run(loaded.module, given)) == []
 
 
+def test_a_script_in_a_saved_module_is_read_without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(nn.Sequential(ScriptLeaf(torch.jit.script(nn.Linear(3, 2)))), tmp_path / "model.pt")
+    monkeypatch.setattr(Tensor, "numpy", None)
+    (leaf,) = load(tmp_path / "model.pt").children()
+    assert isinstance(leaf, ScriptLeaf)
+
+
 class Padded(nn.Module):
     def __init__(self) -> None:
         super().__init__()

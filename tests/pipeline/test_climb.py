@@ -154,6 +154,7 @@ def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -
     assert (row.predicted_allocated_peak_bytes, row.outcome) == (800, measured(800, 1.1))
     assert asked == [600, 800]
     assert found.search.found.notes == ["A plan of 600 B is not applied: its step takes 1.70 times as long."]
+    assert [plan.segments[0].path[1:] for plan in found.too_slow] == ["600"]
 
 
 def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well() -> None:

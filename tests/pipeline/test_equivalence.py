@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 from xml.etree import ElementTree as ET
 
 import numpy
@@ -134,6 +134,17 @@ def dropping() -> nn.Module:
     return Block(nn.Dropout(0.4))
 
 
+class Expanded(nn.Module):
+    """With a parameter that nobody can write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.7).expand(10), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 def recurrent() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (3, 2)), nn.Flatten())
 
@@ -146,6 +157,7 @@ def recurrent() -> nn.Module:
         pytest.param(*pair(dropping, reentrant), id="dropout in a reentrant checkpoint"),
         pytest.param(*pair(lambda: Block(nn.LayerNorm(10), nn.GELU())), id="layer norm"),
         pytest.param(*pair(recurrent), id="views"),
+        pytest.param(*pair(lambda: Block(Expanded())), id="an expanded parameter"),
         pytest.param(*[lambda: Net(Block(nn.BatchNorm1d(10)))] * 2, id="batch norm, twice the same"),
     ],
 )
@@ -156,6 +168,14 @@ def test_what_is_the_same_is_the_same_to_the_bit(
     found = verified(reference, candidate, optimizer=optimizer)
     assert (found.alike, found.gaps, found.cause, found.failed) == ("to the bit", (), None, "")
     assert found.compared > 10
+
+
+def test_numpy_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numpy(tensor: Tensor) -> NoReturn:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(Tensor, "numpy", numpy)
+    assert verified(*pair(dropping)).alike == "to the bit"
 
 
 @pytest.mark.slow

@@ -261,9 +261,9 @@ def test_commands_repeat_the_flags_of_the_user(recorded: StepTrace, explained: C
     assert f" --code-path . --dim B={BATCH} --memory " in commands["micro-batches"]
 
 
-def wide(folder: Path) -> ExplainRequest:
+def wide(folder: Path, *more: nn.Module) -> ExplainRequest:
     """Of a step that takes nearly nothing but inputs, of which half fit."""
-    torch.save(nn.Linear(4096, 1), folder / "wide.pt")
+    torch.save(nn.Sequential(nn.Linear(4096, 1), *more), folder / "wide.pt")
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 4096)),), dims={"B": 256}, source="here")
     source = ModelSource(location=str(folder / "wide.pt"), trust=Trust(pickle=True))
     return ExplainRequest(source=source, spec=spec, memory=2 << 20)
@@ -281,6 +281,14 @@ def test_an_interruption_of_what_is_tried_ends_it(tmp_path: Path, monkeypatch: p
 def test_large_inputs_leave_micro_batches_to_try(tmp_path: Path) -> None:
     found = explain(wide(tmp_path), progress=Progress())
     assert "micro-batches" in {said.change for said in found.suggestions}
+    assert not [note for note in found.notes if "batch normalization" in note]
+
+
+def test_micro_batches_have_statistics_of_their_own(tmp_path: Path) -> None:
+    found = explain(wide(tmp_path, nn.BatchNorm1d(1)), progress=Progress())
+    (run,) = (said for said in found.suggestions if said.change == "micro-batches")
+    (note,) = (note for note in found.notes if "batch normalization" in note)
+    assert f"are those of {run.batch} samples, not of 256" in note
 
 
 STEP = """

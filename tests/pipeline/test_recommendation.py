@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.apply import apply_plan
 from memopt_cli.batch_size.accumulation import accumulate
 from memopt_cli.batch_size.samplers import TokenBudgetSampler
 from memopt_cli.contents import plan_yaml
@@ -142,6 +143,14 @@ class TestInProcess:
         batch = recommended(lstm, "4x9x16", memory=2 * MIB).batch
         assert peak_of(lstm, "4x9x16", batch) <= 2 * MIB
         assert peak_of(lstm, "4x9x16", batch + max(1, math.ceil(0.05 * batch))) > 2 * MIB
+
+    def test_a_plan_in_the_file_is_named_where_it_is_wanted(self, tmp_path: Path) -> None:
+        net, plan = conv_net(), Plan(segments=(SegmentPlan(path="0"),))
+        apply_plan(net, plan)
+        location = saved(tmp_path / "net.memopt.pt", net)
+        found = recommended(location, "4x1x16x16", memory=4 * MIB)
+        note = "The file carries a plan already; it was taken off first."
+        assert f"{note} The batches with it: --plan FILE." in found.notes
 
     def test_a_model_that_wants_data(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", Reading())

@@ -319,6 +319,9 @@ def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
         assert (faster.peak_bytes if faster else 0) == (before[-1].peak_bytes if before else 0)
         assert not after or (smaller and smaller.peak_bytes) == after[0].peak_bytes
     assert plans.neighbours(segments("nowhere")) == (None, None)
+    first, *others = found[1:]
+    smaller = plans.neighbours(first.plan, [priced.plan for priced in others])[1]
+    assert smaller is None or smaller.peak_bytes not in [priced.peak_bytes for priced in others]
 
 
 @pytest.mark.slow

@@ -90,6 +90,7 @@ FURTHER = (
     FurtherCheck(name="with masks changed", batch=4, not_tried="no input is a mask"),
     FurtherCheck(name="in eval mode", batch=4, compared=83),
 )
+LATE = FurtherCheck(name="with frozen parameters", batch=4, not_tried="it takes 3.00 s", skipped=True)
 MEASURED = FingerprintCheck(
     batch=4, dims={"T": 16}, compared=82, equal=82, tolerance=0.0, worst_name="", worst_difference=0.0
 )
@@ -264,7 +265,7 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
                 ),
             ),
             "measured steps: 82 tensors equal within rounding (70 bit for bit, the others to 9e-03 of their norm, "
-            "2e-02 allowed: rounding its parameters changes the original's step as much), at batch 4, T=16",
+            "2e-02 allowed: at most ten times what rounding the parameters changes), at batch 4, T=16",
         ),
         (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
@@ -286,6 +287,20 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
         (
             replace(VERIFIED, batch=8, further=FURTHER),
             "verified: 83 tensors equal bit for bit, at batch 8; then in the next step, in eval mode, of batch 4",
+        ),
+        (
+            replace(VERIFIED, further=(*FURTHER, LATE)),
+            "verified: 83 tensors equal bit for bit, at batch 4; then in the next step, in eval mode; left out: with "
+            "frozen parameters (it takes 3.00 s)",
+        ),
+        (
+            replace(VERIFIED, further=(LATE,)),
+            "verified: 83 tensors equal bit for bit, at batch 4; left out: with frozen parameters (it takes 3.00 s)",
+        ),
+        (
+            replace(VERIFIED, further=(LATE, FurtherCheck(name="at batch 2", batch=2, compared=83))),
+            "verified: 83 tensors equal bit for bit, at batch 4; then at batch 2; left out: with frozen parameters (it "
+            "takes 3.00 s)",
         ),
     ],
 )
@@ -314,7 +329,7 @@ def test_a_frontier_has_its_notes(summary: MemOptSummary) -> None:
     )
     summary.frontier, summary.verification = [point], None
     text = shown(TextReport(), result(summary, files=()))
-    assert "nothing is applied; choose a plan with --pick N or --budget" in text
+    assert "nothing is applied; choose a plan with --budget, or with --pick N, which searches again" in text
     assert "inputs are a [guess] from conv1" in text
 
 
@@ -397,3 +412,6 @@ def test_the_neighbours_on_the_frontier_are_told(
     summary.faster, summary.smaller = faster, smaller
     summary.options = {"max_slowdown": 1.33}
     assert said in shown(TextReport(), result(summary)).splitlines()
+    point = ParetoPoint(plan=Plan(), predicted_allocated_peak_bytes=9, predicted_slowdown=1.0, outcome=measured(9, 1.0))
+    summary.frontier = [point]  # all of it is shown
+    assert said not in shown(TextReport(), result(summary)).splitlines()

@@ -27,6 +27,7 @@ from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.private_torch import fakes_exchanged
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
+from memopt_cli.runtime.unsafe import forget_marks
 from memopt_cli.spec_text import is_built_in
 from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, take
 from memopt_cli.user_step import StepModels
@@ -142,6 +143,7 @@ class Bench:
                 yield
         finally:
             remove_segments(self.model)
+            forget_marks(self.model)
             self.reset()
 
     @contextlib.contextmanager

@@ -186,8 +186,8 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
 def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
     """Whether that repeats is not asked."""
     generator = torch.Generator().manual_seed(bench.settings.seed)
-    with parameters_kept(bench.model):
-        for parameter in bench.model.parameters():
+    with parameters_kept(bench.model) as movable:
+        for parameter in movable:
             if parameter.is_floating_point():
                 up = torch.empty(parameter.shape, dtype=parameter.dtype).bernoulli_(generator=generator)
                 parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up.to(parameter.device) - 1))

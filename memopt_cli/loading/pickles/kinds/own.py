@@ -29,7 +29,7 @@ from memopt_cli.runtime.container import check_installed, restore_by_length, res
 from memopt_cli.runtime.lengths import LengthOf
 from memopt_cli.runtime.lifted.module import LiftedModule, restore_lifted
 from memopt_cli.runtime.module_state import name_of
-from memopt_cli.runtime.script import ScriptLeaf
+from memopt_cli.runtime.script import ScriptLeaf, bytes_of
 from memopt_cli.runtime.segment_config import SegmentConfig
 
 RUNTIME: Final = "memopt_cli.runtime"
@@ -84,7 +84,7 @@ def _fill_script(target: Any, state: Any) -> None:
     if not isinstance(archive, Tensor) or archive.dtype != torch.uint8 or archive.dim() != 1:
         raise Broken("a script has no archive")
     try:
-        check_script_archive(archive.cpu().numpy().tobytes(), "its TorchScript part", OF_CODE_WITHIN)
+        check_script_archive(bytes_of(archive), "its TorchScript part", OF_CODE_WITHIN)
     except ValueError as err:
         raise Broken(f"its TorchScript part is damaged: {err}") from err
     fill(target, {**state, "_is_trusted": False})  # that is not for a file to say
