@@ -26,18 +26,17 @@ from typing import TypeGuard
 import torch
 
 from benchmarks.results import table, this_command, write_section
+from memopt_cli.batch_size.memory_limit import limits_of
 from memopt_cli.batch_size.peak_model import PeakModel
 from memopt_cli.batch_size.runs import Runs
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.fastest import fastest_prepared
-from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.trials import Pair, Trials
-from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchProbe,
@@ -165,10 +164,11 @@ def plans_at(prepared: Prepared, request: BatchRequest, batch: int) -> list[Plan
         source=request.source,
         spec=None,
         settings=request.settings,
+        search=SEARCH,
         goal=SearchGoal(frontier=True),
         recommend_batch=False,
     )
-    found = find_plan(frontier, resolve(SEARCH), prepared.at(batch))
+    found = find_plan(frontier, prepared.at(batch))
     return [point.plan for point in found.frontier if not point.plan.is_empty and not point.plan.in_backward]
 
 
@@ -192,7 +192,7 @@ def _trials(prepared: Prepared, limit_bytes: int) -> Trials:
 def _row(case: Case, prepared: Prepared, settings: StepSettings, batch: int, limit_bytes: int) -> list[str]:
     source = prepared.subject.source
     request = BatchRequest(source=source, spec=None, settings=settings, memory=limit_bytes, search=SEARCH)
-    found = fastest_prepared(request, resolve(SEARCH), prepared)
+    found = fastest_prepared(request, prepared)
     trials = _trials(prepared, limit_bytes)
     sweep = Sweep(prepared=prepared, limit_bytes=limit_bytes, trials=trials, first=batch)
     blocks = Plan(segments=tuple(SegmentPlan(path=path) for path in case.blocks))

@@ -31,8 +31,7 @@ from memopt_cli.plan.cost_model import (
     SEGMENT_S,
     CostModel,
     Passes,
-    Work,
-    overhead_s,
+    Rerun,
 )
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import found_statistics
@@ -106,7 +105,7 @@ class _Segment:
         self._model, self._x, self._rounds = nn.Sequential(module), x, rounds
         step = Step(model=self._model, args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
         trace = FakeStep(step).record(batch=len(x))
-        self.work = CostModel(trace).work(next(call for call in trace.calls if call.path == "0"))
+        self.rerun = CostModel(trace).rerun(next(call for call in trace.calls if call.path == "0"))
         with torch.no_grad():
             self._forward_s = _median_s(lambda: self._model(x), rounds)
         self._plain_s = _median_s(self._step, rounds)
@@ -130,21 +129,21 @@ _WARM_UP = 17
 """Steps in which a segment is compared with its recomputation twice."""
 
 
-def _terms(chunks: int, work: Work) -> list[int]:
+def _terms(chunks: int, rerun: Rerun) -> list[int]:
     """How often each constant counts."""
     again = 3 * (chunks - 1)
-    return [chunks, chunks * work.modules, chunks * work.ops, again * work.ops, again * work.products]
+    return [chunks, chunks * rerun.modules, chunks * rerun.ops, again * rerun.ops, again * rerun.products]
 
 
 def _fitted(rounds: int) -> str:
     cases = [
-        (f"{name} x {layers}", chunks, segment.work, segment.added_s(SegmentPlan(path="0", chunks=chunks)))
+        (f"{name} x {layers}", chunks, segment.rerun, segment.added_s(SegmentPlan(path="0", chunks=chunks)))
         for name, (make, x) in MODELS.items()
         for layers in _COUNTS
         for segment in [_Segment(make(layers), x, rounds)]
         for chunks in (1, 2, 4)
     ]
-    terms = torch.tensor([_terms(chunks, work) for _, chunks, work, _ in cases], dtype=torch.float64)
+    terms = torch.tensor([_terms(chunks, rerun) for _, chunks, rerun, _ in cases], dtype=torch.float64)
     added = torch.tensor([added_s for *_, added_s in cases], dtype=torch.float64)
     fit = torch.linalg.lstsq(terms / added[:, None], torch.ones(len(cases), 1, dtype=torch.float64)).solution[:, 0]
     now = torch.tensor([SEGMENT_S, MODULE_S, SEGMENT_OP_S, OP_S, PRODUCT_S], dtype=torch.float64)
@@ -168,7 +167,7 @@ def _keep_row(name: str, product: str, rounds: int) -> list[str]:
     make, x = MODELS[name]
     segment = _Segment(make(_LAYERS), x, rounds)
     whole_s, keeping_s = (segment.added_s(SegmentPlan(path="0", keep=keep)) for keep in ((), (product,)))
-    return [name, f"{(keeping_s - whole_s) / (2 * segment.work.ops) * 1e6:.0f} µs"]
+    return [name, f"{(keeping_s - whole_s) / (2 * segment.rerun.ops) * 1e6:.0f} µs"]
 
 
 def _norm_row(elements: int, rounds: int) -> list[str]:
@@ -200,10 +199,10 @@ def _chunked_row(norms: int, rounds: int) -> list[str]:
     plain_s = _median_s(step, rounds)
     apply_plan(model, Plan(segments=(segment,)))
     chunk_s = (_median_s(step, rounds) - plain_s) / _CHUNKS
-    work = Work(ops=len(layers), products=norms, modules=len(layers) + 1)
     passes = Passes(norms=norms, ops=sum(3 * before + 2 for before in range(norms)))
+    rerun = Rerun(ops=len(layers), products=norms, modules=len(layers) + 1, passes=passes)
     met = norms * (norms + 3) / 2
-    left_s = chunk_s - overhead_s(segment, forward_s=0.0, work=work, passes=passes) / _CHUNKS + met * NORM_S
+    left_s = chunk_s - rerun.overhead_s(segment) / _CHUNKS + met * NORM_S
     return [f"{norms}", f"{chunk_s * 1e3:.1f} ms", f"{left_s / met * 1e6:.0f} µs"]
 
 

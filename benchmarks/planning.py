@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memopt_cli.loading.input_spec import read_spec_file
-from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, TraceJob
+from memopt_cli.measure.jobs import Measured, MeasureJob
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
-from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
+from memopt_cli.pipeline.search_probes import planner_probes
 from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.started_search import StartedSearch, start_search
+from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import CountedPlan, Probes
+from memopt_cli.plan.interface import Probes
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.questions import Priced
@@ -25,12 +27,15 @@ from memopt_cli.records import (
     Counted,
     Failure,
     InputSpec,
+    LevelRow,
     Measurement,
     ModelSource,
     ModuleTrace,
+    OptimizeRequest,
     Plan,
     Refused,
     SearchOptions,
+    SearchOverrides,
     SegmentPlan,
     StepSettings,
     StepTrace,
@@ -72,6 +77,7 @@ class Bench:
 
     name: str
     prepared: Prepared
+    search: StartedSearch
     trace: StepTrace
     model: CostModel
     probes: Probes
@@ -82,11 +88,7 @@ class Bench:
 
     def planner(self) -> Planner:
         """A planner that knows nothing yet but the recorded step."""
-        return Planner(self.trace, self.start(), self.probes, SearchOptions(level=LEVEL))
-
-    def start(self) -> CountedPlan:
-        """The original."""
-        return CountedPlan(plan=Plan(), counted=self.original)
+        return Planner(self.trace, self.original, self.probes, SearchOptions(level=LEVEL))
 
     def priced(self, plan: Plan) -> Priced | None:
         """A plan dry-run; ``None`` if it cannot run."""
@@ -124,19 +126,20 @@ def bench(name: str) -> Iterator[Bench]:
     started = time.perf_counter()
     ready = prepared(name)
     with Sessions(ready, "full size", notes=[]) as session:
-        traced = session().ask(TraceJob(fake=True))
-        original = session().ask(CountJob(plan=Plan(), fake=True))
-        if isinstance(traced, Failure) or not traced.has_dry_runs or not isinstance(original, Counted):
-            raise SystemExit(f"{name}: no step could be recorded without data: {traced}, {original}")
-        first = CountedPlan(plan=Plan(), counted=original)
-        probes = SearchProbes(session, limit_s=None)
+        subject, asked = ready.subject, SearchOverrides(level=LEVEL)
+        request = OptimizeRequest(source=subject.source, spec=subject.spec, settings=subject.settings, search=asked)
+        row = LevelRow(level=0, plan=Plan(), outcome=None, dry_runs=0, search_s=0.0)
+        search = start_search(request, Findings.begun(request, ready), session, row)
+        if not search.traced.has_dry_runs:
+            raise SystemExit(f"{name}: no step could be recorded without data: {search.traced.note}")
         yield Bench(
             name=name,
             prepared=ready,
-            trace=traced.trace,
-            model=CostModel(traced.trace),
-            probes=planner_probes(probes, first, Progress(), fake=True, allow_inexact=False),
-            original=original,
+            search=search,
+            trace=search.traced.trace,
+            model=CostModel(search.traced.trace),
+            probes=planner_probes(search.probes, search.first, Progress(), fake=True, allow_inexact=False),
+            original=search.first,
             recorded_s=time.perf_counter() - started,
         )
 

@@ -47,9 +47,8 @@ from memopt_cli.pipeline.in_backward import InBackwardPlans
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import CountedPlan, Probes
+from memopt_cli.plan.interface import Probes
 from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.policy import resolve
 from memopt_cli.records import (
     Budget,
     Counted,
@@ -169,13 +168,13 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
     request = OptimizeRequest(
         source=ready.subject.source,
         spec=None,
+        search=SearchOverrides(level=level, max_slowdown=math.inf),
         goal=goal,
         dry_run=True,
         recommend_batch=False,
         measure_levels=True,
     )
-    resolved = resolve(SearchOverrides(level=level, max_slowdown=math.inf))
-    return find_plan(request, resolved, ready).rows
+    return find_plan(request, ready).rows
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:
@@ -280,12 +279,9 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
             planner = one.planner()
             limits = one.budgets(planner, TEN)
             search = GoalSearch(
-                planner=planner,
+                search=replace(one.search, planner=planner),
                 measurements=_OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
-                level=LEVEL,
-                dry_run=True,
                 in_backward=_no_optimizer(one),
-                notes=[],
             )
             own = [search.within(limit).plan for limit in limits]
             found = LongSearch(one, own).run(options.seconds)
@@ -402,7 +398,7 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
         seconds: list[float] = []
         planner = Planner(
             trace,
-            CountedPlan(plan=Plan(), counted=original),
+            original,
             _dry_runs(fake, original, seconds),
             SearchOptions(level=2),
         )

@@ -17,22 +17,19 @@ from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import CountJob
-from memopt_cli.measure.local import LocalSession
+from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.module_calls import unwrapped
 from memopt_cli.pipeline.live_group import on_every_rank
 from memopt_cli.pipeline.live_model import (
     FORMAT,
-    codecs_failing_on_zeros,
     detached_copy,
     difference_error,
     found_and_proven,
     inputs_of,
     left_out_note,
-    listed_modules,
-    logged,
-    observed_modules,
     prepared_model,
+    step_of_copies,
     taken_off_note,
 )
 from memopt_cli.pipeline.prepare import Prepared
@@ -40,7 +37,7 @@ from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
 from memopt_cli.plan.targets import left_out, outermost, refused, segments_plan, without_segment
-from memopt_cli.progress import Progress
+from memopt_cli.progress import Progress, logged
 from memopt_cli.python_words import notes_in_python, said_in_python
 from memopt_cli.records import (
     Counted,
@@ -59,7 +56,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime.compressor import OWN_COMPRESSOR
 from memopt_cli.runtime.module_state import name_of
-from memopt_cli.trace import codec_paths
+from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
 from memopt_cli.units import format_some
 
 _GUESS_LIMIT_S = 60.0
@@ -232,7 +229,9 @@ def apply_gc(
         if dummy_input is None:
             modules = _listed(net, resolved, StepSettings(device=device))
         else:
-            modules = observed_modules(net, _arguments(dummy_input), StepSettings(device=device))
+            with undisturbed():
+                step = step_of_copies(net, _arguments(dummy_input), StepSettings(device=device))
+                modules = record_inputs(step)
         found = _unmeasured(net, modules, resolved, device)
         apply_plan(net, found.plan)
     found.notes[:0] = taken_off_note(carried)
@@ -311,7 +310,7 @@ def _measured(
             source=prepared.subject.source, spec=None, settings=settings, search=request, recommend_batch=False
         )
         with taken_off(net) as carried:
-            found = found_and_proven(asked, resolved, replace(prepared, progress=progress))
+            found = found_and_proven(asked, replace(prepared, progress=progress))
             apply_plan(net, found.plan)  # before anything that can fail
         found.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:
@@ -367,7 +366,8 @@ def _listed(net: nn.Module, resolved: Resolved, settings: StepSettings) -> tuple
     if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):
         return modules
     try:
-        failing = codecs_failing_on_zeros(net, _suggested_inputs(net, settings), settings)
+        with undisturbed():
+            failing = codecs_failing_on_zeros(step_of_copies(net, _suggested_inputs(net, settings), settings))
     except Exception:  # the model may raise anything on inputs that are not its own; what was not tried has a note
         return modules
     return tuple(

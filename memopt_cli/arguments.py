@@ -20,8 +20,8 @@ from memopt_cli.cards import device_profile
 from memopt_cli.contents import the_plan
 from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError, told
+from memopt_cli.measure.reach import UserFunction, user_function
 from memopt_cli.model_batching.module import refuse_batched
-from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.records import (
     PRECISIONS,
     Budget,

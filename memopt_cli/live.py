@@ -44,18 +44,18 @@ from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Data
+from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.batch_advice import advise
 from memopt_cli.pipeline.fastest import check_search, check_search_alone, fastest_prepared
 from memopt_cli.pipeline.live_group import on_every_rank
-from memopt_cli.pipeline.live_model import described, found_and_proven, logged, prepared_model, taken_off_note
+from memopt_cli.pipeline.live_model import described, found_and_proven, prepared_model, taken_off_note
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
 from memopt_cli.pipeline.profiling import check_compiled, profile_prepared
-from memopt_cli.pipeline.reach import UserFunction
 from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.summary import Findings, summarize
-from memopt_cli.plan.policy import resolve
+from memopt_cli.progress import logged
 from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     LONGEST_STEP_S,
@@ -283,9 +283,8 @@ def recommend_batch(
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     of_step = None if global_batch is None else whole("global_batch", global_batch, 1)
     spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
-    resolved = resolve(plans)
     if search:
-        check_search(resolved)
+        check_search(plans)
         check_search_alone(plan is not None, objective)
     elif plans != search_of(None, None, (), False) or search_time is not None:
         raise OptionError("level, target, allow_inexact and search_time say how plans are looked for", hint=_SEARCH)
@@ -307,7 +306,7 @@ def recommend_batch(
     with _prepared(model, spec, replace(step, settings=asked.settings), limit_s, verbose) as prepared:
         request = replace(asked, source=prepared.subject.source)
         if search:
-            return Recommended(fastest_prepared(request, resolved, prepared))
+            return Recommended(fastest_prepared(request, prepared))
         return Recommended(recommend_prepared(request, prepared, chosen, ()))
 
 
@@ -428,8 +427,8 @@ def _searched(
     varied: DimRange | None = None,
     lengths: str | Mapping[int, int] | None = None,
 ) -> Optimized:
-    started, resolved = time.monotonic(), resolve(search)
-    check_goal(goal, resolved)
+    started = time.monotonic()
+    check_goal(goal, search)
     limit_s = None if search_time is None else seconds("search_time", search_time, 0)
     with _prepared(model, given, step, timeout_s, verbose) as prepared:
         request = OptimizeRequest(
@@ -444,7 +443,7 @@ def _searched(
             recommend_batch=recommend_batch,
             card=card,
         )
-        found = found_and_proven(request, resolved, prepared)
+        found = found_and_proven(request, prepared)
         advice = advise(request, prepared, found) if recommend_batch and goal.applies else None
         if found.verification is not None:
             _replace_plan(model, found)

@@ -11,11 +11,11 @@ from memopt_cli.api import resolve_device
 from memopt_cli.apply import apply_plan
 from memopt_cli.arguments import budget_of, seconds
 from memopt_cli.measure import processes
-from memopt_cli.pipeline.live_model import found_and_proven, logged, once
+from memopt_cli.pipeline.live_model import found_and_proven, once
 from memopt_cli.pipeline.live_step import prepared_step
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.summary import summarize
-from memopt_cli.plan.policy import resolve
+from memopt_cli.progress import logged
 from memopt_cli.python_words import notes_in_python, said_in_python
 from memopt_cli.records import MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
 from memopt_cli.user_step import Step, models_of
@@ -48,9 +48,8 @@ def optimize_step(
     """
     started = time.monotonic()
     search = SearchOverrides(level=level, max_slowdown=max_slowdown)
-    resolved = resolve(search)
     goal, limit_s = SearchGoal(budget=budget_of(budget)), seconds("timeout", timeout, 1)
-    check_goal(goal, resolved)
+    check_goal(goal, search)
     settings = StepSettings(device=resolve_device())
     with (
         processes.kept(),
@@ -68,7 +67,7 @@ def optimize_step(
             goal=goal,
             recommend_batch=False,
         )
-        found = found_and_proven(request, resolved, replace(prepared, timeout_s=limit_s, progress=progress))
+        found = found_and_proven(request, replace(prepared, timeout_s=limit_s, progress=progress))
     step = make_step()
     apply_plan(models_of(step), found.plan)
     return step, notes_in_python(summarize(found, spent_s=time.monotonic() - started))

@@ -33,16 +33,16 @@ from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import ORIGINAL, Subject
 from memopt_cli.measure.local import LocalSession
+from memopt_cli.measure.reach import UserFunction, user_function
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.live_factory import prepared_factory
-from memopt_cli.pipeline.live_model import described, found_and_proven, logged, once
+from memopt_cli.pipeline.live_model import described, found_and_proven, once
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prediction import predict
 from memopt_cli.pipeline.prepare import file_header
 from memopt_cli.pipeline.rank_batches import recommend_ranks_prepared
-from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.pipeline.summary import summarize
-from memopt_cli.plan.policy import resolve
+from memopt_cli.progress import logged
 from memopt_cli.python_words import said_in_python
 from memopt_cli.records import (
     BatchRequest,
@@ -214,11 +214,10 @@ def plan_rank(
         plan_only=True,
         unverified=unverified,
     )
-    resolved = resolve(request.search)
-    check_goal(request.goal, resolved)
+    check_goal(request.goal, request.search)
     with logged(verbose) as progress, once(), processes.kept():
         prepared = prepared_factory(given.subject, ORIGINAL, given.model, given.functions, limit_s, progress)
-        found = found_and_proven(request, resolved, prepared)
+        found = found_and_proven(request, prepared)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=None)
         return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memopt_cli.records import WantedGlobal
 from memopt_cli.units import format_seconds
+
+_LOG = logging.getLogger("memopt_cli")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,37 @@ class Progress:
 
     def close(self) -> None:
         """The job is over, however it ended."""
+
+
+class _Logged(Progress):
+    """Writes every line to the log."""
+
+    def stage(self, text: str, takes: Span | None = None) -> None:
+        _LOG.info("%s", text)
+
+    def update(self, done: int, total: int | None, text: str) -> None:
+        _LOG.info("  %s", text)
+
+    def note(self, text: str) -> None:
+        _LOG.info("%s", text)
+
+
+@contextlib.contextmanager
+def logged(verbose: bool) -> Iterator[Progress]:
+    """Progress that is seen if asked for, with or without logging set up."""
+    if not verbose:
+        yield Progress()
+        return
+    level, handler = _LOG.level, None if _LOG.hasHandlers() else logging.StreamHandler()
+    if handler is not None:
+        _LOG.addHandler(handler)
+    _LOG.setLevel(logging.INFO)
+    try:
+        yield _Logged()
+    finally:
+        _LOG.setLevel(level)
+        if handler is not None:
+            _LOG.removeHandler(handler)
 
 
 Ask = Callable[[Sequence[WantedGlobal]], bool]

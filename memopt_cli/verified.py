@@ -26,11 +26,12 @@ from memopt_cli.arguments import (
 )
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
+from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.equivalence import compare_prepared
-from memopt_cli.pipeline.live_model import also_prepared_model, logged, once
+from memopt_cli.pipeline.live_model import also_prepared_model, once
 from memopt_cli.pipeline.live_step import prepared_step
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.reach import UserFunction
+from memopt_cli.progress import logged
 from memopt_cli.python_words import said_in_python
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
 from memopt_cli.report.text import TextJudgement

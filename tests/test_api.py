@@ -34,9 +34,9 @@ from memopt_cli import (
 from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError
 from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob
 from memopt_cli.measure.local import LocalSession
+from memopt_cli.measure.reach import _unreachable_in_main
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.live_model import detached_copy, prepared_model
-from memopt_cli.pipeline.reach import _unreachable_in_main
 from memopt_cli.records import Measurement, Plan, StepSettings, Verification, from_data
 from memopt_cli.runtime import segment_of
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan
-from memopt_cli.fingerprints import compared
+from memopt_cli.fingerprints.steps import compared
 from memopt_cli.records import Fingerprint, FingerprintCheck, Plan, SegmentPlan, from_data, to_data
 from memopt_cli.verification import fingerprint, left_by, left_on, repeated
 

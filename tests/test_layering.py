@@ -37,7 +37,8 @@ PARTS: dict[str, set[str]] = {
     "devices": {"errors"},
     "cards": {"errors", "records", "documents", "units"},
     "oom_text": {"records"},
-    "fingerprints": {"records"},
+    "fingerprints": {"errors", "records"},
+    "step_peaks": {"records"},
     "runtime": set(),
     "module_calls": {"errors", "runtime"},
     "step": BASE | {"runtime", "module_calls", "optimizers"},
@@ -61,10 +62,10 @@ PARTS: dict[str, set[str]] = {
     "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
     "pipeline": BELOW_STAGES
     | STAGES
-    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints", "oom_text"},
+    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints", "oom_text", "step_peaks"},
     "proven": BELOW_STAGES | {"apply", "contents", "verification"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
-    "arguments": BELOW_STAGES | {"api", "cards", "contents", "devices", "model_batching", "pipeline"},
+    "arguments": BELOW_STAGES | {"api", "cards", "contents", "devices", "measure", "model_batching", "pipeline"},
     "optimized_step": BELOW_STAGES | STAGES | {"api", "arguments", "measure.processes", "pipeline"},
     "selftest": set(),
     "plain": set(),
@@ -74,7 +75,7 @@ PARTS: dict[str, set[str]] = {
     | {"cards"}
     | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "shown", "write"},
     "oom": BELOW_STAGES | {"arguments", "write"},
-    "verified": BELOW_STAGES | {"arguments", "apply", "measure.processes", "pipeline", "report", "shown"},
+    "verified": BELOW_STAGES | {"arguments", "apply", "measure", "measure.processes", "pipeline", "report", "shown"},
     "predicted": BELOW_STAGES
     | {"arguments", "cards", "measure", "measure.local", "measure.processes", "pipeline", "plan", "shown"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
@@ -86,7 +87,8 @@ PARTS: dict[str, set[str]] = {
 
 TORCH_FREE = {
     *BASE,
-    *("cards", "estimation", "progress", "plan", "report", "cli", "regression", "pytest_plugin", "__main__"),
+    *("cards", "estimation", "fingerprints", "progress", "plan", "report", "cli", "regression", "step_peaks"),
+    *("pytest_plugin", "__main__"),
 }
 """Parts that import torch for the type checker only."""
 

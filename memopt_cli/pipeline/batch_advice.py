@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from memopt_cli.batch_size.memory_limit import limits_of_device
+from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out, why_fixed
-from memopt_cli.pipeline.begun_advice import begin_advice
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.summary import Findings
-from memopt_cli.records import BatchAdvice, BatchEstimate, NoBatchFits, OptimizeRequest
+from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measurement, NoBatchFits, OptimizeRequest, Plan
+
+if TYPE_CHECKING:
+    from memopt_cli.pipeline.summary import Findings
 
 _PROBES = 2
 """Batch sizes that the advice rests on, at least, where so many can be run."""
+_AIM = 0.7
+"""Share of the longest step at which a run aims: it is taken once, cold, and while its memory is recorded, where the
+measurement that it goes by was warm, and took 1.2 to 1.5 times as long in a ResNet and a spiking VGG.  One that comes
+late costs another run.
+"""
+_LEAST_S, _LEAST_GPU_S, _MOST_S = 1.0, 5.0, 10.0
+_LONGEST_STEPS = 2.5
+"""The step at the answer takes no longer than so many steps as described, within these bounds, if nothing is asked for:
+the answer is not to cost more than the search did.  On a GPU memory bounds the batch: few steps there take seconds.
+"""
 
 
 def advise(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | None:
@@ -40,7 +54,7 @@ def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings) -> Ba
         return err.message
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))  # the plan is verified
     with Sessions(prepared, "small batch", found.notes) as session:
-        if begun is None or begun.plan != found.plan:
+        if begun is None or begun.probes.plan != found.plan:
             begun = begin_advice(request, prepared, found.plan, measured, session)
         begun.probes.session, search = session, begun.search
         if refusal := why_fixed(search, prepared):
@@ -59,3 +73,30 @@ def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings) -> Ba
             return f"not even batch {batch} could be run: {reason}"
         case advice:
             return advice
+
+
+@dataclass(slots=True, kw_only=True)
+class BegunAdvice:
+    """The search for the batch of a plan, in which the batch as described counts as run, before any other is.
+
+    What its session has told is known whichever session goes on.
+    """
+
+    probes: BatchProbes
+    search: BatchSearch
+
+
+def begin_advice(
+    request: OptimizeRequest, prepared: Prepared, plan: Plan, measured: Measurement, session: Sessions
+) -> BegunAdvice:
+    """``measured``: under the plan, at the batch as described."""
+    device, longest_s = prepared.subject.settings.device, request.longest_step_s
+    if longest_s is None:
+        least_s = _LEAST_S if device == "cpu" else _LEAST_GPU_S
+        longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MOST_S), measured.step_s), 1)
+    probes = BatchProbes(session=session, plan=plan, progress=prepared.progress)
+    search = probes.search(prepared.batch, limits_of_device(device, longest_s, aim=_AIM))
+    search.runs[prepared.batch] = BatchProbe(
+        batch=prepared.batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s
+    )
+    return BegunAdvice(probes=probes, search=search)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from memopt_cli.batch_size.replicas import ReplicaSearch
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import StepError
@@ -12,7 +13,6 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_probes import BatchProbes, looped_over, why_fixed
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.replicas import ReplicaSearch
 from memopt_cli.records import BatchProbe, BatchRow, Failure, OutOfMemory, Plan, ReplicaAdvice
 from memopt_cli.units import format_copies
 
@@ -141,6 +141,8 @@ class CaseSearch:
             probe=lambda copies: replace(case.probes, replicas=copies).probe(batch), limits=self.limits, batch=batch
         )
         found = case.copies.fastest(self.replicas)
+        if isinstance(found, Failure):
+            raise_failure(found, f"{format_copies([*case.copies.outcomes][-1])} with batch {batch}: ")
         if isinstance(found, ReplicaAdvice):
             case.settle(found)
         else:

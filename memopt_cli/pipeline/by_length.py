@@ -8,6 +8,8 @@ is measured, and estimates say what fits.
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,12 +18,12 @@ from memopt_cli.batch_size.length_strategies import read_histogram
 from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Measured, MeasureJob
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.peaks_by_length import Peaks, allocated_share, largest
 from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.bounds import Work, inner_bounds
-from memopt_cli.plan.policy import Resolved
+from memopt_cli.plan.policy import resolve
 from memopt_cli.records import (
     STEP,
     Budget,
@@ -89,12 +91,10 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
     )
 
 
-FindPlan = Callable[[OptimizeRequest, Resolved, Prepared], Findings]
+FindPlan = Callable[[OptimizeRequest, Prepared], Findings]
 
 
-def find_by_length(
-    request: OptimizeRequest, varied: DimRange, resolved: Resolved, prepared: Prepared, *, find_plan: FindPlan
-) -> Findings:
+def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepared, *, find_plan: FindPlan) -> Findings:
     """The plan has ranges; all else is of the longest, which is that of the model's inputs.
 
     ``find_plan`` finds a plan for inputs of one length.  Raises :class:`MemoptError` as that does.
@@ -110,7 +110,7 @@ def find_by_length(
         )
     by = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
-    search = _ByLength(request, resolved, prepared, varied, counts, find_plan, Work.of(counts))
+    search = _ByLength(request, prepared, varied, counts, find_plan, Work.of(counts))
     search.check_sizes(by)
     found = search.find_longest()
     if not _passes(found):
@@ -178,7 +178,6 @@ class _ByLength:
     """One search: the parts of it that share what was asked for."""
 
     request: OptimizeRequest
-    resolved: Resolved
     prepared: Prepared
     varied: DimRange
     counts: Mapping[int, float]
@@ -214,7 +213,7 @@ class _ByLength:
     def find(self, length: int) -> Findings:
         """The fastest plan that meets the budget at a length, proven."""
         self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
-        found = self.find_plan(self.request, self.resolved, self.at(length))
+        found = self.find_plan(self.request, self.at(length))
         self.interrupted |= found.interrupted
         if found.budget_bytes is not None:  # a share is one of the original's peak at the longest
             goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
@@ -275,16 +274,24 @@ class _ByLength:
         """
         self.prepared.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
-        share, is_fake = allocated_share(longest.original), longest.original.predicted_tensor_peak_bytes is not None
+        share, is_fake = _allocated_share(longest.original), longest.original.predicted_tensor_peak_bytes is not None
         with self._sessions() as sessions:
-            peaks = Peaks(sessions, self.varied.symbol, fake=is_fake)
+            probes = SearchProbes(sessions, limit_s=None)
+
+            def peak(length: int) -> float:
+                """Of tensors, on a device that is not here what its allocator hands out; infinite where it fails."""
+                found = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
+                if not isinstance(found, Counted):
+                    return math.inf
+                return found.tensor_peak_bytes if self.request.card is None else found.allocated_peak_bytes
+
             if self.request.card is not None:
-                fitting = largest(candidates, peaks.allocated, budget_bytes)
+                fitting = _largest(candidates, peak, budget_bytes)
                 if fitting is not None:
-                    yield self._fits(longest.original, fitting, None, int(peaks.allocated(fitting)))
+                    yield self._fits(longest.original, fitting, None, int(peak(fitting)))
                 return
             for _ in range(_RUNS):
-                fitting = largest(candidates, peaks.of, budget_bytes / share)
+                fitting = _largest(candidates, peak, budget_bytes / share)
                 if fitting is None:
                     return
                 measured = self._measured(fitting)
@@ -292,7 +299,7 @@ class _ByLength:
                     yield self._fits(longest.original, fitting, measured, measured.allocated_peak_bytes)
                     return
                 candidates = [length for length in candidates if length < fitting]
-                share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peaks.of(fitting))
+                share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peak(fitting))
 
     def _fits(self, original: LevelRow, length: int, measured: Measurement | None, peak_bytes: int) -> _Part:
         """The range up to a length at which the original takes so much: by a run, or as estimated."""
@@ -310,7 +317,7 @@ class _ByLength:
 
     def _measured(self, length: int) -> Measurement | None:
         self.prepared.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
-        job = MeasureJob(plan=ORIGINAL, warm_up=self.resolved.options.warmup_in_profile_workers)
+        job = MeasureJob(plan=ORIGINAL, warm_up=resolve(self.request.search).options.warmup_in_profile_workers)
         found = self.at(length).ask(job)
         return found.measurement if isinstance(found, Measured) else None
 
@@ -346,3 +353,17 @@ class _ByLength:
                 verification=part.verification,
             )
             low = part.up_to + 1
+
+
+def _allocated_share(original: LevelRow) -> float:
+    """The allocated peak over the tensor peak."""
+    if isinstance(original.outcome, Measurement):
+        return original.outcome.allocated_peak_bytes / original.outcome.tensor_peak_bytes
+    tensors, allocated = original.predicted_tensor_peak_bytes, original.predicted_allocated_peak_bytes
+    return allocated / tensors if tensors and allocated else 1.0
+
+
+def _largest(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
+    """The largest of ascending lengths whose peak, which grows with them, is no larger; ``None`` if none is."""
+    fitting = bisect.bisect_right(lengths, most_bytes, key=peak_of)
+    return lengths[fitting - 1] if fitting else None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
-from memopt_cli.plan.planner import Planner
+from memopt_cli.pipeline.started_search import StartedSearch
 from memopt_cli.plan.policy import skipped_step
-from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Span
-from memopt_cli.records import LevelRow, Measurement, Plan, SearchOptions
+from memopt_cli.records import Failure, LevelRow, Measurement, Plan
 from memopt_cli.units import format_bytes
 
 _LEAST_SAVING = 0.02
@@ -26,32 +26,19 @@ _MEASUREMENTS = 3
 class Climb:
     """Asks the planner level by level; believes the measurement of the last."""
 
-    planner: Planner
-    original: LevelRow
-    original_bytes: int
-    """Allocated peak of its dry run."""
-    options: SearchOptions
+    search: StartedSearch
     measurements: PlanMeasurements
-    dry_run: bool
-    """The planner's peaks come from dry runs, so they are predictions."""
     measure_all: bool
-    search_left: Callable[[], Span | None] = lambda: None
-    """How long the search may go on; ``None``: as long as it takes."""
-    prolong_search: Callable[[], None] = lambda: None
-    """Give it time for another plan."""
     applied: LevelRow | None = None
     """The highest level's that could be measured, once there are rows."""
     too_slow: list[Plan] = field(default_factory=list)
     """By their measurements; the notes name them."""
-    notes: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    """Levels that left the plan as it was, by the names of the summary."""
     _asked: float = math.inf
-    """The slowdown that a plan may be predicted to have, by what was measured; 1 where none was worth its time."""
+    """The slowdown that a plan may be predicted to have, by what was measured."""
 
     def rows(self) -> list[LevelRow]:
         """A row for every level, without the original's; the last is measured, or another that could be run."""
-        rows = [self.original, *self._predicted()]
+        rows = [self.search.original, *self._predicted()]
         for at in range(len(rows) - 1, 0, -1):
             rows[at] = self._applicable(rows[at])
             if isinstance(rows[at].outcome, Measurement):
@@ -69,104 +56,108 @@ class Climb:
         """
         if (row.predicted_slowdown or 1.0) <= self._asked:
             return row
-        if self._asked == 1.0:
+        if self.applied is not None and self.applied.plan.is_empty:
             return self._unchanged(row)
-        found = self.planner.dry_runs.smallest(row.level, self._asked)
-        believed = found_row(row.level, found, row.dry_runs, time.monotonic(), dry_run=self.dry_run)
-        return replace(believed, search_s=row.search_s)
+        found = self.search.planner.dry_runs.smallest(row.level, self._asked)
+        return replace(self.search.row(row.level, found, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
     def _applicable(self, row: LevelRow) -> LevelRow:
         """The row, measured, as long as its plan is worth its time and fast enough; or that of another plan."""
         refusal = self._refusal(row)
         if not refusal:
             return self._fast_enough(row)
-        self.notes.append(refusal)
+        self.search.found.notes.append(refusal)
         self._asked = 1.0
         return self._unchanged(row)
 
     def _unchanged(self, row: LevelRow) -> LevelRow:
-        return replace(self.original, level=row.level, dry_runs=row.dry_runs, search_s=row.search_s)
+        return replace(
+            self.search.original, outcome=self._original, level=row.level, dry_runs=row.dry_runs, search_s=row.search_s
+        )
 
     def measured(self, row: LevelRow) -> LevelRow:
         """The row with the measurement of its plan."""
         self.measurements.prepared.progress.stage(f"level {row.level}: measuring its plan", self._expected(row))
-        return replace(row, outcome=self.original.outcome if row.plan.is_empty else self.measurements.measure(row.plan))
+        return replace(row, outcome=self.measurements.measure(row.plan))
 
     def _predicted(self) -> Iterator[LevelRow]:
-        below = self.original.plan
-        for level in range(1, self.options.level + 1):
-            self._search_begins(f"level {level} of {self.options.level}: searching")
-            started, tried = time.monotonic(), len(self.planner.dry_runs)
-            ask = self.planner.best if level == self.options.level else self.planner.least
-            found = ask(level, self._limit)
-            row = found_row(level, found, len(self.planner.dry_runs) - tried, started, dry_run=self.dry_run)
+        planner, options, below = self.search.planner, self.search.options, ORIGINAL
+        for level in range(1, options.level + 1):
+            self._search_begins(f"level {level} of {options.level}: searching")
+            started, tried = time.monotonic(), len(planner.dry_runs)
+            found = (planner.best if level == options.level else planner.least)(level, self._limit)
+            row = self.search.row(level, found, len(planner.dry_runs) - tried, started)
             if row.plan == below:
                 row = replace(row, repeats=level - 1)
-                self.skipped.append(
-                    skipped_step(level, segments=len(below.segments), tried=row.dry_runs, options=self.options)
-                )
+                skipped = skipped_step(level, segments=len(below.segments), tried=row.dry_runs, options=options)
+                self.search.found.skipped.append(skipped)
             below = row.plan
             yield row
 
     def _search_begins(self, what: str) -> None:
         """Where its time is over, what was counted answers at once: there is nothing to show."""
-        left = self.search_left()
+        left = self.search.probes.left()
         if left is None or left.seconds > 0:
             self.measurements.prepared.progress.stage(what, left)
 
     @property
+    def _original(self) -> Measurement | Failure:
+        """As it was timed last."""
+        return self.measurements.measure(ORIGINAL)
+
+    @property
     def _limit(self) -> float:
         """Where the original does not fit there is no step to compare with, and any that runs is welcome."""
-        if not isinstance(self.original.outcome, Measurement):
+        if not isinstance(self._original, Measurement):
             return math.inf
-        return self.options.max_slowdown or math.inf
+        return self.search.options.max_slowdown or math.inf
 
     def _refusal(self, row: LevelRow) -> str:
         """Why its plan is not worth its time; empty if it is, or nothing else runs."""
-        if row.plan.is_empty or not isinstance(self.original.outcome, Measurement):
+        if row.plan.is_empty or not isinstance(self._original, Measurement):
             return ""
-        known = self.planner.dry_runs.known(row.plan)
-        peak_bytes = known.peak_bytes if known is not None else self.original_bytes
-        return not_worth_it(1 - peak_bytes / self.original_bytes, row.predicted_slowdown or 1.0, of="peak")
+        known, original_bytes = self.search.planner.dry_runs.known(row.plan), self.search.first.allocated_peak_bytes
+        peak_bytes = known.peak_bytes if known is not None else original_bytes
+        return not_worth_it(1 - peak_bytes / original_bytes, row.predicted_slowdown or 1.0, of="peak")
 
     def _fast_enough(self, row: LevelRow) -> LevelRow:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
+        planner, notes = self.search.planner, self.search.found.notes
         for _ in range(_MEASUREMENTS):
             row = self.measurements.confirm(self.measured(row), self._limit)
-            self.original = replace(self.original, outcome=self.measurements.measure(self.original.plan))
             slowdown = self._slowdown(row)
             if slowdown <= self._limit:
                 return row
             self.too_slow.append(row.plan)
-            self.notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
+            notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
             predicted = row.predicted_slowdown or self._limit
             asked = 1 + (predicted - 1) * (self._limit - 1) / (slowdown - 1)
-            started, tried = time.monotonic(), len(self.planner.dry_runs)
-            self.prolong_search()
+            started, tried = time.monotonic(), len(planner.dry_runs)
+            self.search.probes.prolong()
             self._search_begins(f"level {row.level}: searching for a faster plan")
-            found = self.planner.best(row.level, asked)
+            found = planner.best(row.level, asked)
             if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
                 asked = math.nextafter(predicted, 0)
-                found = self.planner.best(row.level, asked)
+                found = planner.best(row.level, asked)
             self._asked = asked
             if found.slowdown >= predicted:
                 break
-            tried = row.dry_runs + len(self.planner.dry_runs) - tried
-            faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
+            tried = row.dry_runs + len(planner.dry_runs) - tried
+            faster = self.search.row(row.level, found, tried, started)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         self._asked = 1.0
         return self._unchanged(row)
 
     def _expected(self, row: LevelRow) -> Span | None:
         """What measuring takes; ``None`` where it cannot be said, or nothing is measured."""
-        original = self.original.outcome
+        original = self._original
         if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:
             return None
         return Span(original.spent_s * row.predicted_slowdown)
 
     def _slowdown(self, row: LevelRow) -> float:
         """As measured and shown; 1 where there is nothing to compare."""
-        original = self.original.outcome
+        original = self._original
         if not isinstance(original, Measurement) or not isinstance(row.outcome, Measurement) or row.plan.is_empty:
             return 1.0
         return row.outcome.slowdown(original)
@@ -182,16 +173,3 @@ def not_worth_it(saved: float, slowdown: float, *, of: str) -> str:
     if saved >= _LEAST_SAVING or slowdown <= _HARDLY_SLOWER:
         return ""
     return f"No plan is applied: the best saves {saved:.1%} of the {of} for a step {slowdown:.2f} times as long."
-
-
-def found_row(level: int, found: Priced, tried: int, started: float, *, dry_run: bool) -> LevelRow:
-    """What the planner found, not measured yet; ``dry_run``: its peak is a prediction."""
-    row = LevelRow(
-        level=level,
-        plan=found.plan,
-        outcome=None,
-        predicted_slowdown=found.slowdown,
-        dry_runs=tried,
-        search_s=time.monotonic() - started,
-    )
-    return row.predicted(found.counted) if dry_run else row

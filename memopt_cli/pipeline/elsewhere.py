@@ -12,22 +12,26 @@ from dataclasses import replace
 from memopt_cli.batch_size.capacity import runnable_bytes
 from memopt_cli.errors import MemoryBudgetError, NothingFitsError, OptionError
 from memopt_cli.estimation import estimate
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, TraceJob
-from memopt_cli.pipeline.climb import found_row, not_worth_it
+from memopt_cli.measure.jobs import ORIGINAL, Data, TraceJob
+from memopt_cli.pipeline.climb import not_worth_it
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.goal import budget_bytes, nothing_fits, require_fast
 from memopt_cli.pipeline.prediction import predict, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of, recorded_here
-from memopt_cli.pipeline.profiling import record_step
-from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import verified_small
-from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.policy import Resolved
-from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import left_out, selected
-from memopt_cli.records import LevelRow, OptimizeRequest, PlanEstimates, PlannedRanks, RankPrediction, predicted
+from memopt_cli.records import (
+    Counted,
+    LevelRow,
+    OptimizeRequest,
+    PlanEstimates,
+    PlannedRanks,
+    RankPrediction,
+    predicted,
+)
 from memopt_cli.units import format_bytes
 
 _UNVERIFIED = "The plan was compared with nothing (--unverified): memopt apply --verify does so where the model fits."
@@ -75,7 +79,7 @@ def opening_elsewhere(request: OptimizeRequest) -> Opening:
     return opening if request.layout is None else without_data(opening, request.layout)
 
 
-def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
+def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Search by dry runs, for a card in its blocks and by times of its roofline, and verify at a small size.
 
     Of many ranks it is the first that is planned for; the model is verified whole.  Raises :class:`MemoptError`, a
@@ -85,26 +89,21 @@ def find_elsewhere(request: OptimizeRequest, resolved: Resolved, prepared: Prepa
     _check_held(request, prepared)
     card, layout = request.card, request.layout
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
-    found, options = Findings.begun(request, resolved, prepared), resolved.options
-    notes, rows = found.notes, found.rows
+    found = Findings.begun(request, prepared)
+    options, notes, rows = found.resolved.options, found.notes, found.rows
     data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
     with Sessions(searched, data, notes) as sessions:
         prepared.progress.stage(f"recording a step for {where}")
-        started = time.monotonic()
-        traced = record_step(sessions(), ORIGINAL, None, notes)
-        answer = sessions().ask(CountJob(plan=ORIGINAL, fake=True))
-        counted = required(answer, "a step of the model could not be counted: ")
-        first = Priced(plan=ORIGINAL, counted=counted, level=0, slowdown=1.0)
-        rows.append(found_row(0, first, 0, started, dry_run=True))
+        original = LevelRow(level=0, plan=ORIGINAL, outcome=None, predicted_slowdown=1.0, dry_runs=0, search_s=0.0)
+        search = start_search(request, found, sessions, original)
+        traced, first = search.traced, search.first
+        rows.append(search.original)
         if request.goal.budget is not None:
-            found.budget_bytes = budget_bytes(request.goal.budget, first.peak_bytes)
+            found.budget_bytes = budget_bytes(request.goal.budget, first.allocated_peak_bytes)
         if options.level:
-            probes = SearchProbes(sessions, limit_s=request.search_limit_s)
-            asked = planner_probes(probes, first, prepared.progress, fake=True, allow_inexact=options.allow_inexact)
-            planner = Planner(traced.trace, first, asked, options)
-            prepared.progress.stage(f"searching for {where}", probes.left())
-            rows.append(_searched(request, planner, found))
+            prepared.progress.stage(f"searching for {where}", search.probes.left())
+            rows.append(_searched(request, search))
         plan = rows[-1].plan
         planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
         planned = required(planned, "a step with the plan could not be recorded: ")
@@ -144,7 +143,9 @@ def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
         )
 
 
-def _of_ranks(of_first: RankPrediction, searched: Prepared, original: Priced, within_bytes: int | None) -> PlannedRanks:
+def _of_ranks(
+    of_first: RankPrediction, searched: Prepared, original: Counted, within_bytes: int | None
+) -> PlannedRanks:
     """What the first rank needs with and without the plan, and what the last needs with it.
 
     Raises :class:`NothingFitsError` where the last needs more than the budget.
@@ -160,12 +161,12 @@ def _of_ranks(of_first: RankPrediction, searched: Prepared, original: Priced, wi
         raise NothingFitsError(
             f"the plan that fits on rank 0 takes {format_bytes(most)} on rank {last}", hint="Raise --budget."
         )
-    return PlannedRanks(original=predicted(original.counted, layout, 0, ORIGINAL), planned=tuple(planned))
+    return PlannedRanks(original=predicted(original, layout, 0, ORIGINAL), planned=tuple(planned))
 
 
-def _searched(request: OptimizeRequest, planner: Planner, found: Findings) -> LevelRow:
+def _searched(request: OptimizeRequest, search: StartedSearch) -> LevelRow:
     """The plan within the budget, or the best of the level that is worth its time."""
-    started, options = time.monotonic(), found.resolved.options
+    started, planner, found, options = time.monotonic(), search.planner, search.found, search.options
     original = planner.dry_runs.smallest(0)
     if found.budget_bytes is not None:
         best = planner.within(options.level, found.budget_bytes)
@@ -178,4 +179,4 @@ def _searched(request: OptimizeRequest, planner: Planner, found: Findings) -> Le
         if refusal:
             found.notes.append(refusal)
             best = original
-    return found_row(options.level, best, len(planner.dry_runs), started, dry_run=True)
+    return search.row(options.level, best, len(planner.dry_runs), started)

@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from memopt_cli.errors import StepError
-from memopt_cli.fingerprints import EPSILONS
-from memopt_cli.measure.jobs import FollowJob
-from memopt_cli.pipeline.causes import EVAL, RANDOM, RANDOM_COMPILED, Pair, cause_of, of_failure, of_gaps
-from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.gaps import (
+from memopt_cli.fingerprints.causes import EVAL, RANDOM, RANDOM_COMPILED, Pair, cause_of, of_failure, of_gaps
+from memopt_cli.fingerprints.gaps import (
     Apart,
     by_the_same_names,
     first_gap,
@@ -24,6 +21,9 @@ from memopt_cli.pipeline.gaps import (
     unsteady,
     with_others,
 )
+from memopt_cli.fingerprints.steps import EPSILONS
+from memopt_cli.measure.jobs import FollowJob
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, Followed, StepFailed, TensorGap

@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import Final
 
 from memopt_cli.batch_size.capacity import runnable_bytes
+from memopt_cli.batch_size.memory_limit import limits_of
 from memopt_cli.documents import quoted_path, read_end
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.oom_text import read_oom
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
-from memopt_cli.pipeline.profiling import allocated_peak, first_beyond, is_alive, live_bytes, record_step
+from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.recommendation import norm_notes, recommend_prepared
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,
@@ -49,6 +48,7 @@ from memopt_cli.records import (
     break_down,
     describe,
 )
+from memopt_cli.step_peaks import allocated_peak, first_beyond, is_alive, live_bytes
 from memopt_cli.units import exact_bytes, format_bytes
 from memopt_cli.write import output_paths
 
@@ -295,7 +295,7 @@ class _Trial:
             recommend_batch=False,
             search_limit_s=_SEARCH_S,
         )
-        found = find_plan(asked, resolve(search), prepared)
+        found = find_plan(asked, prepared)
         if found.verification is not None and not found.verification.passed:
             raise NothingFitsError(f"the plan that was found is not exact: {found.verification.difference}")
         return found

@@ -7,11 +7,14 @@ how large a batch each of the most promising plans takes, and runs decide.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
 from dataclasses import dataclass, field, replace
 
+from memopt_cli.batch_size.memory_limit import limits_of
+from memopt_cli.batch_size.pair_search import PairSearch
 from memopt_cli.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import fastest_data, plan_yaml
@@ -19,9 +22,7 @@ from memopt_cli.errors import NothingFitsError, OptionError, Terminated, Verific
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out
-from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.pair_runs import PairRuns, best_original, finalists, ranked
-from memopt_cli.pipeline.pair_search import PairSearch
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.pricing import Pricing
 from memopt_cli.pipeline.recommendation import accumulating, accumulation_notes, batch_file, check_inputs
@@ -30,7 +31,8 @@ from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.trials import Trials
 from memopt_cli.pipeline.verification import fault_in, verified
-from memopt_cli.plan.policy import Resolved, resolve
+from memopt_cli.plan.policy import resolve
+from memopt_cli.plan.questions import TimeIsUp
 from memopt_cli.plan.scaled import ScaledStep
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -42,6 +44,8 @@ from memopt_cli.records import (
     OutOfMemory,
     PairRun,
     Plan,
+    SearchOptions,
+    SearchOverrides,
     Verification,
     describe,
 )
@@ -55,9 +59,9 @@ _TELLING_BATCH = 4
 """Fewer samples do not show along which axes modules run in chunks."""
 
 
-def check_search(resolved: Resolved) -> None:
-    """Raises :class:`OptionError` for a level that has no plans."""
-    if resolved.options.level == 0:
+def check_search(search: SearchOverrides) -> None:
+    """Raises :class:`OptionError` for a level that has no plans, and as :func:`resolve`."""
+    if resolve(search).options.level == 0:
         raise OptionError("--search looks for plans, and level 0 has none", hint="Raise --level.")
 
 
@@ -68,12 +72,13 @@ def check_search_alone(has_plan: bool, objective: Objective | None) -> None:
         raise OptionError(f"a search finds the plan that trains fastest, and {what}", hint="Leave one of them out.")
 
 
-def fastest_prepared(request: BatchRequest, resolved: Resolved, prepared: Prepared) -> FastestTraining:
+def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraining:
     """The answer for a model that is ready; nothing is written.
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if no batch fits with any plan.
     """
-    started = time.monotonic()
+    assert request.search is not None
+    started, resolved = time.monotonic(), resolve(request.search)
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     if not resolved.options.targets:
@@ -81,11 +86,14 @@ def fastest_prepared(request: BatchRequest, resolved: Resolved, prepared: Prepar
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
     limits = replace(limits, most_samples=request.global_batch)
     notes = [*resolved.notes, *prepared.notes, *memory_left_out(prepared)]
-    job = _Job(request=request, resolved=resolved, prepared=prepared, limits=limits, notes=notes)
+    telling = prepared.at(max(prepared.batch, _TELLING_BATCH))  # for dry runs, and trials of modules in chunks
+    session = Sessions(telling, "small batch", notes)
+    job = _Job(
+        request=request, options=resolved.options, prepared=prepared, limits=limits, session=session, notes=notes
+    )
     try:
-        telling = prepared.at(max(prepared.batch, _TELLING_BATCH))  # for dry runs, and trials of modules in chunks
-        with Sessions(telling, "small batch", notes) as session:
-            job.search(session)
+        with session:
+            job.search()
     except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
         if isinstance(err, Terminated) or not job.runs.usable():
             raise
@@ -94,31 +102,28 @@ def fastest_prepared(request: BatchRequest, resolved: Resolved, prepared: Prepar
     return replace(job.answer(), spent_s=time.monotonic() - started)
 
 
-class _TimeIsUp(Exception):
-    """The time of the search is up, and there is an answer."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Job:
     """One run of :func:`fastest_prepared`."""
 
     request: BatchRequest
-    resolved: Resolved
+    options: SearchOptions
     prepared: Prepared
     limits: Limits
+    session: Sessions
     notes: list[str]
     interrupted: bool = False
     untried: str = ""
     """Why no plan was tried, in words."""
+    probes: SearchProbes = field(init=False)
     trials: Trials = field(init=False)
     runs: PairRuns = field(init=False)
     pricing: Pricing | None = None
     dry_runs: list[BatchProbes] = field(default_factory=list)
     """Those of each plan."""
-    ends_s: float = math.inf
-    """By the monotonic clock."""
 
     def __post_init__(self) -> None:
+        self.probes = SearchProbes(self.session, limit_s=self.request.search_limit_s)
         self.trials = Trials(prepared=self.prepared, limit_bytes=self.limits.budget_bytes)
         self.runs = PairRuns(
             trials=self.trials,
@@ -126,46 +131,45 @@ class _Job:
             global_batch=self.request.global_batch,
             micro_batches=self.prepared.subject.settings.micro_batches,
         )
-        if self.request.search_limit_s is not None:
-            self.ends_s = time.monotonic() + self.request.search_limit_s
 
     # ------------------------------------------------------------------------------------------ the search
 
-    def search(self, session: Sessions) -> None:
+    def search(self) -> None:
         """Run the original at its best batches, then the plans that may train faster."""
-        try:
-            case = self._original(session)
-        except _TimeIsUp:
-            self.notes.append(_ended(self.request))
-            return
-        if not self._is_over():
+        with contextlib.suppress(TimeIsUp):
+            self._run_all()
+        if self.probes.late():
+            self.notes.append(f"{self.probes.over[:1].upper()}{self.probes.over[1:]}.")
+
+    def _run_all(self) -> None:
+        """Raises :class:`TimeIsUp` in the runs of the original."""
+        case = self._original()
+        if not self.probes.late():
             first = max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of)
             step = self.trials.step(first)
             self.notes += self.trials.notes.get(max(self.trials.records, default=0), [])
             if isinstance(step, ScaledStep):
-                self._price_and_run(step, case, session)
+                self._price_and_run(step, case)
             else:
                 self.untried = f"the step is not known at other batches ({step})"
                 self.notes.append(f"No plan was tried: {self.untried}.")
-        if not self._is_over():
+        if not self.probes.late():
             self._run_finalists()
-        if self._is_over():
-            self.notes.append(_ended(self.request))
 
-    def _price_and_run(self, step: ScaledStep, case: Case, session: Sessions) -> None:
+    def _price_and_run(self, step: ScaledStep, case: Case) -> None:
         """The plans that may train faster."""
         self.prepared.progress.stage("pricing plans at larger batches")
         pricing = self.pricing = Pricing(
             models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
-            probes=SearchProbes(session, limit_s=self._left_s()),
-            options=self.resolved.options,
+            probes=self.probes,
+            options=self.options,
             progress=self.prepared.progress,
         )
         priced_ratio = _priced_ratio(self.trials, pricing)
         search = PairSearch(
             limits=self.limits,
             fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
-            predict=lambda plan: self._predict(plan, pricing, session),
+            predict=lambda plan: self._predict(plan, pricing),
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
             room=_room(case.search.model, self.limits.budget_bytes),
             step_s=pricing.step_s,
@@ -175,12 +179,12 @@ class _Job:
             of_use=self.runs.of_use,
             run=self.trials.run,
             runs_left=lambda: _RUNS - self.trials.count,
-            over=self._is_over,
+            over=self.probes.late,
         )
         pairs = search.priced(self.runs.of_use(case.search.runs.best))
         self.prepared.progress.stage("running the plans that may be faster")
         search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
-        if not self.runs.usable() and not self._is_over():
+        if not self.runs.usable() and not self.probes.late():
             unit = self.limits.multiple_of
             plan = pricing.least(unit)
             search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
@@ -193,7 +197,7 @@ class _Job:
         for pair in again:
             self.trials.run_again(pair.plan, pair.batch)
 
-    def _original(self, session: Sessions) -> Case:
+    def _original(self) -> Case:
         """The largest batch that it takes, and smaller ones while they are faster."""
         case = Case(planned=False, plan=ORIGINAL, dims={})
         search = CaseSearch(
@@ -204,7 +208,7 @@ class _Job:
             run=self._run_original,
         )
         try:
-            search.find([case], session)
+            search.find([case], self.session)
         finally:
             self.dry_runs += [found.probes for found in search.searched]
         largest = case.search.runs.best
@@ -218,9 +222,9 @@ class _Job:
         return case
 
     def _run_original(self, batch: int) -> BatchProbe | Failure:
-        """Raises :class:`_TimeIsUp` where there is an answer already."""
-        if self._is_over() and self.runs.usable():
-            raise _TimeIsUp
+        """Raises :class:`TimeIsUp` where there is an answer already."""
+        if self.probes.late() and self.runs.usable():
+            raise TimeIsUp
         return self.trials.run(ORIGINAL, batch)
 
     def _record(self, plan: Plan, batch: int) -> Traced | Failure:
@@ -228,20 +232,13 @@ class _Job:
         data: Data = "full size" if is_run else "small batch"
         return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), data)
 
-    def _predict(self, plan: Plan, pricing: Pricing, session: Sessions) -> Predict:
+    def _predict(self, plan: Plan, pricing: Pricing) -> Predict:
         """By dry runs where they are possible."""
-        probes = BatchProbes(session=session, plan=plan, progress=self.prepared.progress)
+        probes = BatchProbes(session=self.session, plan=plan, progress=self.prepared.progress)
         self.dry_runs.append(probes)
         if math.isfinite(self.dry_runs[0].predict(self.prepared.batch)):
             return probes.predict
         return functools.partial(pricing.peak_bytes, plan)
-
-    def _left_s(self) -> float | None:
-        """Of the time of the search; ``None``: it takes as long as it takes."""
-        return None if math.isinf(self.ends_s) else max(0.0, self.ends_s - time.monotonic())
-
-    def _is_over(self) -> bool:
-        return time.monotonic() >= self.ends_s
 
     # ------------------------------------------------------------------------------------------ the answer
 
@@ -264,7 +261,7 @@ class _Job:
             runs=tuple(pairs),
             chosen=chosen,
             original=best_original(pairs),
-            level=self.resolved.options.level,
+            level=self.options.level,
             accumulation=accumulation,
             verification=verification,
             priced=0 if self.pricing is None else self.pricing.priced,
@@ -297,9 +294,9 @@ class _Job:
     def _nothing_fits(self) -> NothingFitsError:
         unit = self.limits.multiple_of
         text = f"not even batch {unit} fits into {self.limits.text}"
-        if self._is_over():
-            text += f" without a plan, and the search for one was ended after {self.request.search_limit_s:.3g} s"
-            return NothingFitsError(f"{text} (--search-time)", hint="Give it more --search-time, or more --memory.")
+        if self.probes.late():
+            text += f" without a plan, and {self.probes.over}"
+            return NothingFitsError(text, hint="Give it more --search-time, or more --memory.")
         if self.pricing is None:
             text += f" without a plan, and none was tried: {self.untried}"
             return NothingFitsError(text, hint="Give more --memory or smaller inputs.")
@@ -322,12 +319,11 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
     Raises as :func:`fastest_prepared`; :class:`UsageError` if a file is there already and may not be replaced.
     """
     assert request.search is not None
-    resolved = resolve(request.search)
-    check_search(resolved)
+    check_search(request.search)
     check_targets(pair_paths(request.source.location, request.output), force=request.force)
     settings = accumulating(request.settings, request.global_batch)
     prepared = prepare(opening_of(request, settings), progress=progress, ask=ask)
-    found = fastest_prepared(request, resolved, prepared)
+    found = fastest_prepared(request, prepared)
     return replace(found, files=_write(found, request))
 
 
@@ -351,7 +347,3 @@ def _priced_ratio(trials: Trials, pricing: Pricing) -> float:
     """Measured over priced, of the original's largest batch."""
     largest = max(trials.of(ORIGINAL), key=lambda run: run.batch, default=None)
     return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)
-
-
-def _ended(request: BatchRequest) -> str:
-    return f"The search was ended after {request.search_limit_s:.3g} s (--search-time)."

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, UsageError
-from memopt_cli.pipeline.climb import found_row
+from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.in_backward import InBackwardPlans
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.started_search import StartedSearch
 from memopt_cli.plan.planner import Planner, nondominated
 from memopt_cli.plan.questions import Priced
 from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemory, ParetoPoint, describe
@@ -38,19 +39,21 @@ _FAR = 2.0
 class GoalSearch:
     """Asks the planner, and believes the measurement."""
 
-    planner: Planner
+    search: StartedSearch
     measurements: PlanMeasurements
-    level: int
-    dry_run: bool
-    """The planner's peaks come from dry runs, so they are predictions."""
     in_backward: InBackwardPlans
     """Its plans again, with the optimizer in backward."""
-    notes: list[str]
-    original_s: float = math.inf
-    """Step time of the original, as measured."""
     most_slowdown: float | None = None
     """No plan may be predicted to be slower, nor one of a frontier be measured so; ``None``: within a budget any may,
     see :data:`FRONTIER_SLOWDOWN`."""
+
+    @property
+    def _planner(self) -> Planner:
+        return self.search.planner
+
+    @property
+    def _level(self) -> int:
+        return self.search.options.level
 
     @property
     def _most(self) -> float:
@@ -76,7 +79,7 @@ class GoalSearch:
             if found is not None:
                 require_fast(found, self._most)
             elif least is None:
-                least = self.planner.least(self.level, self._most)
+                least = self._planner.least(self._level, self._most)
                 limit = tried[-1] - 1 if tried else budget_bytes * (1 + _DOUBT)
                 found = least if not least.plan.is_empty and least.peak_bytes <= limit else None
             if found is None:
@@ -108,7 +111,7 @@ class GoalSearch:
                 hint="Lower --budget, or take a smaller batch (--dim B=… where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
-        least_bytes = min(measured) if measured else self._lower(least or self.planner.least(self.level)).peak_bytes
+        least_bytes = min(measured) if measured else self._lower(least or self._planner.least(self._level)).peak_bytes
         raise nothing_fits(budget_bytes, least_bytes)
 
     def _fastest(self, target_bytes: int) -> Priced | None:
@@ -117,24 +120,24 @@ class GoalSearch:
         Without a segment that costs no time, so it is tried first where the original does not fit.
         """
         if not self.in_backward.is_allowed:
-            return self.planner.within(self.level, target_bytes)
-        original = self.planner.dry_runs.smallest(0)
+            return self._planner.within(self._level, target_bytes)
+        original = self._planner.dry_runs.smallest(0)
         alone = self.in_backward.of(original) if original.peak_bytes > target_bytes else None
         if alone is not None and alone.peak_bytes <= target_bytes:
             return alone
-        found = self.planner.within(self.level, target_bytes)
+        found = self._planner.within(self._level, target_bytes)
         return self._faster_in_backward(found, target_bytes) or found
 
     def _faster_in_backward(self, found: Priced | None, target_bytes: int) -> Priced | None:
         """Of the plans that are faster than ``found`` and too large, the fastest that fits with the optimizer in
         backward; ``None``: none does."""
-        least = self.planner.dry_runs.smallest(self.level, self._most)
+        least = self._planner.dry_runs.smallest(self._level, self._most)
         room = least.peak_bytes - self.in_backward.least_of(least)
         if (found is not None and found.plan.is_empty) or not room:
             return None
-        self.planner.within(self.level, target_bytes + room)  # its plans are the ones that may
+        self._planner.within(self._level, target_bytes + room)  # its plans are the ones that may
         limit = min(self._most, math.inf if found is None else math.nextafter(found.slowdown, 0))
-        larger = (p for p in self.planner.dry_runs.up_to(self.level) if p.peak_bytes > target_bytes)
+        larger = (p for p in self._planner.dry_runs.up_to(self._level) if p.peak_bytes > target_bytes)
         hopeful = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
         fastest = sorted(hopeful, key=lambda p: (p.slowdown, p.peak_bytes))
         for priced in [*fastest[:_TRIED], *[p for p in fastest[_TRIED:] if p is least]]:
@@ -149,10 +152,11 @@ class GoalSearch:
 
     def _or_faster(self, found: Priced, outcome: Measurement, budget_bytes: int) -> tuple[Priced, Measurement]:
         """What fits; or where its step takes far longer than predicted, another that does and is measured faster."""
-        best = found, outcome
-        while outcome.step_s > _FAR * found.slowdown * self.original_s:
-            other = self.planner.within(self.level, found.peak_bytes - 1)
-            if other is None or other.slowdown > min(self._most, best[1].step_s / self.original_s):
+        best, original = (found, outcome), self.search.original.outcome
+        original_s = original.step_s if isinstance(original, Measurement) else math.inf
+        while outcome.step_s > _FAR * found.slowdown * original_s:
+            other = self._planner.within(self._level, found.peak_bytes - 1)
+            if other is None or other.slowdown > min(self._most, best[1].step_s / original_s):
                 break
             self._measuring(other)
             answer = self.measurements.measure(other.plan)
@@ -164,31 +168,32 @@ class GoalSearch:
 
     def worth_showing(self) -> list[Priced]:
         """As many plans of the frontier, from the original to the least peak, as may be run; none seems too slow."""
-        found = _apart(self.planner.frontier(self.level, self._most_shown))
+        found = _apart(self._planner.frontier(self._level, self._most_shown))
         lower = [priced for priced in map(self.in_backward.of, found) if priced is not None]
         both = nondominated([*found[1:], *lower]) if lower else found[1:]
         return _spread(_apart([*found[:1], *both]), _MEASURED + 1)
 
-    def frontier(self, found: Sequence[Priced], original: LevelRow) -> list[ParetoPoint]:
+    def frontier(self, found: Sequence[Priced]) -> list[ParetoPoint]:
         """The plans, measured; in the order of their predictions.  A note names those whose steps are too long."""
-        assert original.outcome is not None
         points: list[ParetoPoint] = []
         slow: list[str] = []
         for done, priced in enumerate(found):
             self._measuring(priced, done, len(found))
-            point = self._within_time(self._point(priced, original.outcome), original)
+            point = self._within_time(self._point(priced))
             if point.slowdown is None or point.slowdown <= self._most_shown:
                 points.append(point)
             else:
                 slow.append(f"{format_bytes(point.predicted_allocated_peak_bytes)} ({point.slowdown:.2f}×)")
         if slow:
-            self.notes.append(
+            self.search.found.notes.append(
                 f"Not on the frontier, as their steps take more than {self._most_shown:g} times as long when measured: "
                 f"plans of {', '.join(slow)}. A higher --max-slowdown shows them."
             )
         return points
 
-    def _point(self, priced: Priced, original: Measurement | Failure) -> ParetoPoint:
+    def _point(self, priced: Priced) -> ParetoPoint:
+        original = self.search.original.outcome
+        assert original is not None, "it was measured"
         return ParetoPoint(
             plan=priced.plan,
             predicted_allocated_peak_bytes=priced.peak_bytes,
@@ -197,14 +202,14 @@ class GoalSearch:
             original_step_s=original.step_s if isinstance(original, Measurement) else None,
         )
 
-    def _within_time(self, point: ParetoPoint, original: LevelRow) -> ParetoPoint:
+    def _within_time(self, point: ParetoPoint) -> ParetoPoint:
         """One whose step seems too long, as it is timed in turns with the original: a busy machine hides no plan."""
         if point.slowdown is None or point.slowdown <= self._most_shown:
             return point
         outcome = self.measurements.confirm(self.row_of(point, time.monotonic()), self._most_shown).outcome
         if outcome == point.outcome:  # they could not be timed in turns
             return point
-        beside = self.measurements.measure(original.plan)
+        beside = self.measurements.measure(ORIGINAL)
         assert outcome is not None
         assert isinstance(beside, Measurement)
         return replace(point, outcome=outcome, original_step_s=beside.step_s)
@@ -214,13 +219,13 @@ class GoalSearch:
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
         """A picked plan's line in the summary."""
-        found = self.planner.dry_runs.known(point.plan.of_model)
+        found = self._planner.dry_runs.known(point.plan.of_model)
         assert found is not None, "it is of the frontier"
         return self._row((self._lower(found) if point.plan.in_backward else found, point.outcome), started)
 
     def _row(self, measured: tuple[Priced, Measurement | Failure], started: float) -> LevelRow:
         found, outcome = measured
-        row = found_row(self.level, found, len(self.planner.dry_runs), started, dry_run=self.dry_run)
+        row = self.search.row(self._level, found, len(self._planner.dry_runs), started)
         return replace(row, outcome=outcome)
 
 

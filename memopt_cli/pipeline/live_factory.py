@@ -10,9 +10,9 @@ from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
+from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.live_model import called_here
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
-from memopt_cli.pipeline.reach import UserFunction
 from memopt_cli.progress import Progress
 from memopt_cli.records import LoadedModel, Plan
 from memopt_cli.trace import built_without_data, fake_mode

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import sys
 import tempfile
 import threading
@@ -25,18 +24,15 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
-from memopt_cli.module_calls import module_hooks, unwrapped
+from memopt_cli.measure.reach import UserFunction, main_script, unreachable
+from memopt_cli.module_calls import unwrapped
 from memopt_cli.pipeline.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.reach import UserFunction, main_script, unreachable
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.policy import Resolved
-from memopt_cli.progress import Progress, Span
 from memopt_cli.records import (
     InputSpec,
     LoadedModel,
     ModelSource,
-    ModuleTrace,
     OptimizeRequest,
     Plan,
     StepSettings,
@@ -44,19 +40,16 @@ from memopt_cli.records import (
     Trust,
     Verification,
 )
-from memopt_cli.runtime import refusal, reset_hidden_state
-from memopt_cli.runtime.compressor import OWN_COMPRESSOR, OwnCompressor
+from memopt_cli.runtime import reset_hidden_state
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.spec_text import format_tensor, parse_tensor
 from memopt_cli.step import Step, place
-from memopt_cli.trace import asked_compressor, record_inputs
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
 """Of a model's forward, by position or by name."""
 FORMAT = "live"
 """As in :attr:`memopt_cli.records.LoadedModel.format`."""
-_LOG = logging.getLogger("memopt_cli")
 _thread = threading.local()
 
 
@@ -273,64 +266,12 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-# ---------------------------------------------------------------------------------------------- its modules
-
-
-def observed_modules(model: nn.Module, inputs: Arguments, settings: StepSettings) -> tuple[ModuleTrace, ...]:
-    """The modules that a forward in training mode calls, with their inputs; nothing is kept for backward.
-
-    It runs in this process, on a copy of the model and of the inputs.  Raises what :func:`detached_copy` or the model
-    raises.
-    """
-    with undisturbed():
-        return record_inputs(_step_of_copies(model, inputs, settings))
-
-
-def codecs_failing_on_zeros(model: nn.Module, inputs: Arguments, settings: StepSettings) -> dict[str, str]:
-    """Path of a module -> what its own codec does not give back of zeros, in place of the inputs of one forward.
-
-    Zeros are what a codec of any kind holds; these fit no input of that shape and dtype.  As :func:`observed_modules`.
-    """
-    found: dict[str, str] = {}
-
-    def enter(path: str, module: nn.Module, given: Any) -> None:
-        if asked_compressor(module) == OWN_COMPRESSOR:
-            codec = OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
-            reasons = (codec.misfit(torch.zeros_like(tensor)) for tensor in tensors_of(given))
-            found.setdefault(path, next(filter(None, reasons), ""))
-
-    step = _step_of_copies(model, inputs, settings)
-    with undisturbed(), torch.no_grad(), module_hooks(step.model, enter, lambda *_: None):
-        step.forward()
-    return {path: reason for path, reason in found.items() if reason}
-
-
-def _step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
+def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
+    """A step of copies of a model and its inputs, to be run in this process.  Raises as :func:`detached_copy`."""
     copied = place(detached_copy(model), settings)
     given = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
     args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
     return Step(model=copied, args=args, kwargs=kwargs, settings=settings)
-
-
-def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
-    """Every module, in the model's order, where nothing is known of its inputs and calls."""
-    return tuple(
-        ModuleTrace(
-            path=path,
-            class_name=type(module).__name__,
-            calls=0,
-            order=order,
-            input_bytes=0,
-            packed_input_bytes=0,
-            compressor=asked_compressor(module) or "null",
-            input_shape=(),
-            output_bytes=0,
-            saved_bytes=0,
-            refusal=refusal(module),
-            spatial_split=hasattr(module, "__spatial_split__"),
-        )
-        for order, (path, module) in enumerate(model.named_modules())
-    )
 
 
 def _copied(leaf: Any, device: str) -> Any:
@@ -357,7 +298,7 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
     return "", (str(main_script()),) if needs_script else ()
 
 
-# ---------------------------------------------------------------------------------------------- what is told, and where
+# ---------------------------------------------------------------------------------------------- what is told
 
 
 def taken_off_note(carried: Plan) -> list[str]:
@@ -365,12 +306,12 @@ def taken_off_note(carried: Plan) -> list[str]:
     return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
 
 
-def found_and_proven(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
+def found_and_proven(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """What :func:`~memopt_cli.pipeline.optimization.find` finds.
 
     Raises :class:`VerificationError` for a plan that does not compute the same.
     """
-    found = find(request, resolved, prepared)
+    found = find(request, prepared)
     if found.verification is not None and not found.verification.passed:
         raise difference_error(found.verification)
     return found
@@ -382,34 +323,3 @@ def difference_error(found: Verification) -> VerificationError:
         f"the optimized model differs from the original: {found.difference}, at batch {found.batch}",
         hint="The model is as it was; a lower level may pass. Please report it.",
     )
-
-
-class _Logged(Progress):
-    """Writes every line to the log."""
-
-    def stage(self, text: str, takes: Span | None = None) -> None:
-        _LOG.info("%s", text)
-
-    def update(self, done: int, total: int | None, text: str) -> None:
-        _LOG.info("  %s", text)
-
-    def note(self, text: str) -> None:
-        _LOG.info("%s", text)
-
-
-@contextlib.contextmanager
-def logged(verbose: bool) -> Iterator[Progress]:
-    """Progress that is seen if asked for, with or without logging set up."""
-    if not verbose:
-        yield Progress()
-        return
-    level, handler = _LOG.level, None if _LOG.hasHandlers() else logging.StreamHandler()
-    if handler is not None:
-        _LOG.addHandler(handler)
-    _LOG.setLevel(logging.INFO)
-    try:
-        yield _Logged()
-    finally:
-        _LOG.setLevel(level)
-        if handler is not None:
-            _LOG.removeHandler(handler)

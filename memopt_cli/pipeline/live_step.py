@@ -11,9 +11,9 @@ from pathlib import Path
 from memopt_cli.loading.factory import step_made
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import undisturbed
+from memopt_cli.measure.reach import main_script, unreachable
 from memopt_cli.pipeline.live_model import Arguments, prepared_here, save_inputs
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.reach import main_script, unreachable
 from memopt_cli.records import STEP, InputSpec, ModelSource, StepSettings, Trust
 from memopt_cli.user_step import Step, StepModels
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.batch_advice import begin_advice
 from memopt_cli.pipeline.batch_probes import check_varied
-from memopt_cli.pipeline.begun_advice import begin_advice
 from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere
@@ -24,12 +24,11 @@ from memopt_cli.pipeline.proof import Prover, applied_row
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.policy import Resolved, resolve
+from memopt_cli.plan.policy import resolve
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,
-    Failure,
     LevelRow,
     Measurement,
     OptimizeRequest,
@@ -38,8 +37,7 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     SearchGoal,
-    SearchOptions,
-    Verification,
+    SearchOverrides,
     describe,
 )
 from memopt_cli.write import check_targets, output_paths
@@ -52,8 +50,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     verification is reported and not written.
     """
     started = time.monotonic()
-    resolved = resolve(request.search)
-    check_goal(request.goal, resolved)
+    check_goal(request.goal, request.search)
     check_request(request)
     paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
@@ -61,7 +58,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     try:
         opening = opening_elsewhere(request) if is_elsewhere(request) else opening_of(request, request.settings)
         prepared = prepare(opening, progress=progress, ask=ask)
-        found = find(request, resolved, prepared)
+        found = find(request, prepared)
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
@@ -71,38 +68,38 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     return kept.result()
 
 
-def check_goal(goal: SearchGoal, resolved: Resolved) -> None:
-    """Raises :class:`OptionError` for one that the level cannot reach."""
-    if goal != SearchGoal() and resolved.options.level == 0:
+def check_goal(goal: SearchGoal, search: SearchOverrides) -> None:
+    """Raises :class:`OptionError` for one that the level cannot reach, and as :func:`resolve`."""
+    if resolve(search).options.level == 0 and goal != SearchGoal():
         raise OptionError(
             "a budget, the frontier and a pick of it are searched for, which level 0 does not", hint="Raise --level."
         )
 
 
-def find(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
+def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """As :func:`find_plan`, and where a dimension has a range a plan by length."""
     if request.dim_range is None:
-        return find_plan(request, resolved, prepared)
-    return find_by_length(request, request.dim_range, resolved, prepared, find_plan=find_plan)
+        return find_plan(request, prepared)
+    return find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
 
 
-def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
+def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Search, measure and verify; writes nothing.
 
     A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
     """
-    prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))
-    if not resolved.options.targets and resolved.options.modules is None:
-        prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
+    options = resolve(request.search).options
+    chooses = not options.targets and options.modules is None
+    prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
     if is_elsewhere(request):
-        return find_elsewhere(request, resolved, prepared)
-    measurements = PlanMeasurements(prepared=prepared, warm_up=resolved.options.warmup_in_profile_workers)
-    job = _Job(request, resolved.options, measurements, Findings.begun(request, resolved, prepared))
-    found = job.found
+        return find_elsewhere(request, prepared)
+    measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
+    found = Findings.begun(request, prepared)
+    job = _Job(request, measurements, found, Prover(measurements=measurements, found=found))
     found.rows = job.search()
     best = found.rows[0]
     if request.goal.applies:
-        best, found.verification = job.prove()
+        best, found.verification = job.prover.prove(job.applied)
     found.plan, found.applied_level = best.plan, best.level
     found.notes += [IN_BACKWARD] * best.plan.in_backward
     return found
@@ -113,14 +110,12 @@ class _Job:
     """One run of :func:`optimize`: what the stages need of each other."""
 
     request: OptimizeRequest
-    options: SearchOptions
     measurements: PlanMeasurements
     found: Findings
     """What is known so far."""
+    prover: Prover
     applied: LevelRow | None = None
     """Of the levels, that whose plan is to be applied."""
-    proofs: dict[Plan, Verification | Failure] = field(default_factory=dict)
-    """Of plans that were verified while others were searched."""
 
     @property
     def prepared(self) -> Prepared:
@@ -134,27 +129,24 @@ class _Job:
         search: StartedSearch | None = None
         try:
             with Sessions(self.prepared, "full size", self.found.notes) as sessions:
-                original = self.measurements.measure_in(sessions(), Plan())
-                if not isinstance(original, Measurement | OutOfMemory):
-                    raise_failure(original)
-                if isinstance(original, OutOfMemory):  # the next full step might be killed as well
+                outcome = self.measurements.measure_in(sessions(), ORIGINAL)
+                if not isinstance(outcome, Measurement | OutOfMemory):
+                    raise_failure(outcome)
+                if isinstance(outcome, OutOfMemory):  # the next full step might be killed as well
                     sessions.smaller()
                 spent_s = time.monotonic() - started
-                rows = [LevelRow(level=0, plan=ORIGINAL, outcome=original, dry_runs=0, search_s=spent_s)]
-                if self.options.level == 0:
-                    return rows
+                original = LevelRow(level=0, plan=ORIGINAL, outcome=outcome, dry_runs=0, search_s=spent_s)
+                if self.found.resolved.options.level == 0:
+                    return [original]
                 search = start_search(self.request, self.found, sessions, original)
-                rows[0] = replace(rows[0], search_s=time.monotonic() - started)
-                if search.traced.has_dry_runs:
-                    rows[0] = rows[0].predicted(search.first.counted)
-                rows += self._seek(search, rows[0])
+                rows = [search.original, *self._seek(search)]
                 if search.traced.has_dry_runs:
                     self._foresee(rows, sessions)
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
             is_second = self.found.interrupted
             if search is None or is_second or not self.request.interruptible or isinstance(err, Terminated):
                 raise
-            rows = [rows[0], *self._seek_again(search, rows[0])]
+            rows = [search.original, *self._seek_again(search)]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
         self.found.notes += search.obstacles(self.prepared.facts.sync_norms)
         if search.probes.over:
@@ -185,18 +177,18 @@ class _Job:
             prepared.progress.note("Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop.")
             self.found.interrupted = True
 
-    def _seek(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
+    def _seek(self, search: StartedSearch) -> list[LevelRow]:
         if not self.found.by_goal:
-            return self._climb(search, original)
+            return self._climb(search)
         try:
-            return self._meet_goal(search, original)
+            return self._meet_goal(search)
         except (NothingFitsError, UsageError) as err:
             longer = "A longer search may find a better plan." if search.probes.over else ""
             hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer]
             message = "; ".join(filter(None, [err.message, search.probes.over]))
             raise type(err)(message, hint="\n".join(filter(None, hints))) from err
 
-    def _seek_again(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
+    def _seek_again(self, search: StartedSearch) -> list[LevelRow]:
         """The same search as far as it came, without anything more being tried.
 
         Raises :class:`KeyboardInterrupt` if it had found nothing.
@@ -211,24 +203,20 @@ class _Job:
         self.found.skipped.clear()
         del self.found.notes[search.notes :]
         try:
-            rows = self._seek(search, original)
+            rows = self._seek(search)
         except NothingFitsError as err:
             raise KeyboardInterrupt(err.message) from err
-        if not self.found.by_goal and applied_row([original, *rows], self.applied).plan.is_empty:
+        if not self.found.by_goal and applied_row([search.original, *rows], self.applied).plan.is_empty:
             raise KeyboardInterrupt
         return rows
 
-    def _meet_goal(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
+    def _meet_goal(self, search: StartedSearch) -> list[LevelRow]:
         """The fastest plan within a budget, or the plans between least time and least memory."""
         goal, most_slowdown, started = self.request.goal, self.request.search.get("max_slowdown"), time.monotonic()
         planned = GoalSearch(
-            planner=search.planner,
+            search=search,
             measurements=self.measurements,
-            level=self.options.level,
-            dry_run=search.traced.has_dry_runs,
-            in_backward=self._plans_in_backward(search, original, most_slowdown or math.inf),
-            notes=self.found.notes,
-            original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
+            in_backward=self._plans_in_backward(search, most_slowdown or math.inf),
             most_slowdown=most_slowdown,
         )
         rows: list[LevelRow] = []
@@ -237,12 +225,12 @@ class _Job:
         if goal.pick is not None:
             check_pick(goal.pick, len(found))
         if goal.budget is not None:
-            measured = original.outcome
-            peak = measured.allocated_peak_bytes if isinstance(measured, Measurement) else search.first.peak_bytes
-            self.found.budget_bytes = budget_bytes(goal.budget, peak)
+            measured = search.original.outcome
+            whole = measured if isinstance(measured, Measurement) else search.first
+            self.found.budget_bytes = budget_bytes(goal.budget, whole.allocated_peak_bytes)
             rows.append(planned.within(self.found.budget_bytes))
         if goal.frontier:
-            self.found.frontier = planned.frontier(found, original)
+            self.found.frontier = planned.frontier(found)
         if goal.pick is not None:
             check_pick(goal.pick, len(self.found.frontier))
             rows.append(planned.row_of(self.found.frontier[goal.pick - 1], started))
@@ -251,47 +239,37 @@ class _Job:
         self._choose(search, rows[-1].plan if rows else Plan())
         return rows
 
-    def _climb(self, search: StartedSearch, original: LevelRow) -> list[LevelRow]:
+    def _climb(self, search: StartedSearch) -> list[LevelRow]:
         """A row for every level."""
         climb = Climb(
-            planner=search.planner,
-            original=original,
-            original_bytes=search.first.peak_bytes,
-            options=self.options,
+            search=search,
             measurements=self.measurements,
-            dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
-            search_left=search.probes.left,
-            prolong_search=search.probes.prolong,
         )
         rows = climb.rows()
-        self.found.notes += climb.notes
-        self.found.skipped += climb.skipped
-        self.applied = self._in_backward(search, original, rows, climb.applied)
-        self._choose(search, applied_row([original, *rows], self.applied).plan, refused=climb.too_slow)
+        self.applied = self._in_backward(search, rows, climb.applied)
+        self._choose(search, applied_row([search.original, *rows], self.applied).plan, refused=climb.too_slow)
         return rows
 
-    def _in_backward(
-        self, search: StartedSearch, original: LevelRow, rows: list[LevelRow], applied: LevelRow | None
-    ) -> LevelRow | None:
+    def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
         """The row to apply, with the optimizer in backward where that lowers its peak; in ``rows`` as well."""
         if applied is None:
             return applied
-        row = replace(applied, plan=applied_row([original, *rows], applied).plan)
-        known, most_slowdown = search.planner.dry_runs.known(row.plan), self.options.max_slowdown or math.inf
+        row = replace(applied, plan=applied_row([search.original, *rows], applied).plan)
+        known, most_slowdown = search.planner.dry_runs.known(row.plan), search.options.max_slowdown or math.inf
         assert known is not None, "the planner has found it"
-        found = self._plans_in_backward(search, original, most_slowdown).of_level(row, known)
+        found = self._plans_in_backward(search, most_slowdown).of_level(row, known)
         if found is None:  # beside the original as it is timed now
             timed = replace(applied, outcome=self.measurements.measure(applied.plan))
             found = self.measurements.confirm(timed, most_slowdown)
         rows[rows.index(applied)] = found
         return found
 
-    def _plans_in_backward(self, search: StartedSearch, original: LevelRow, most_slowdown: float) -> InBackwardPlans:
+    def _plans_in_backward(self, search: StartedSearch, most_slowdown: float) -> InBackwardPlans:
         return InBackwardPlans(
             count=search.counted_late,
             measurements=self.measurements,
-            fault=self._prover([original]).fault,
+            fault=self.prover.fault,
             most_slowdown=most_slowdown,
             notes=self.found.notes,
             is_allowed=may_run_in_backward(self.prepared.subject.settings)
@@ -309,7 +287,7 @@ class _Job:
     def _choose(self, search: StartedSearch, plan: Plan, *, refused: Collection[Plan] = ()) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
         modules, by_goal = search.traced.trace.modules, self.found.by_goal
-        self.found.selection = selected(modules, plan, self.options, by_goal=by_goal)
+        self.found.selection = selected(modules, plan, search.options, by_goal=by_goal)
         self.found.notes += left_out(self.found.selection.refused)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:
@@ -318,20 +296,3 @@ class _Job:
                 f"A plan of {len(failed.segments)} segments could not run{more}: {describe(failure)}."
             )
         self.found.faster, self.found.smaller = search.planner.neighbours(plan, refused)
-
-    def prove(self) -> tuple[LevelRow, Verification]:
-        """The row to apply, verified; the rows that were found change where a plan has to."""
-        prover = self._prover(self.found.rows)
-        proven = prover.prove(self.applied)
-        if prover.replaced:
-            self.found.faster = self.found.smaller = None
-        return proven
-
-    def _prover(self, rows: list[LevelRow]) -> Prover:
-        return Prover(
-            measurements=self.measurements,
-            rows=rows,
-            is_asked_for=self.found.by_goal,
-            notes=self.found.notes,
-            known=self.proofs,
-        )

@@ -9,7 +9,7 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.scaled_models import ScaledModels, seconds_at
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
+from memopt_cli.plan.interface import NotTried, Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, Counted, Failure, Plan, SearchOptions, StepTrace, break_down
@@ -85,7 +85,7 @@ class Pricing:
                 late=self.probes.late,
             )
             trace = self.models.known(ORIGINAL, batch).trace
-            self._planners[batch] = Planner(trace, CountedPlan(plan=ORIGINAL, counted=first), probes, self.options)
+            self._planners[batch] = Planner(trace, first, probes, self.options)
         return self._planners[batch]
 
     def _trace(self, plan: Plan, batch: int) -> StepTrace | Failure | NotTried:

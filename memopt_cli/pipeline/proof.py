@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import MeasurementError
-from memopt_cli.measure.jobs import VerifyJob
+from memopt_cli.measure.jobs import ORIGINAL, VerifyJob
 from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import fault_in, verified, verified_by_fingerprints
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan, StepFailed, Verification, describe
 
@@ -38,32 +39,30 @@ class Prover:
     """Verifies one of the rows, and puts another in its place where that fails."""
 
     measurements: PlanMeasurements
-    rows: list[LevelRow]
-    """The first is the original.  Changed where a plan is."""
-    is_asked_for: bool
-    """The last row is what was asked for: no other will do."""
-    notes: list[str] = field(default_factory=list)
+    found: Findings
+    """Its rows change where a plan does, and the neighbours of that are not known."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """What was verified before."""
-    replaced: bool = False
-    """The row is another than the search chose: its neighbours are not known."""
 
     def prove(self, chosen: LevelRow | None) -> tuple[LevelRow, Verification]:
-        """The row to apply, verified.  ``chosen``: of the levels.
+        """The row to apply, verified: where one was asked for, no other.  ``chosen``: of the levels.
 
         Where the model cannot run in float64, in which chunks are verified, that is the best row without chunks.
         """
-        best = self.rows[-1] if self.is_asked_for else applied_row(self.rows, chosen)
+        rows, is_asked_for = self.found.rows, self.found.by_goal
+        best = rows[-1] if is_asked_for else applied_row(rows, chosen)
         if not isinstance(best.outcome, Measurement):
             assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
         found = self._verify(best.plan)
-        if isinstance(found, StepFailed) and best.plan.has_chunks and not self.is_asked_for:
-            self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
+        if isinstance(found, StepFailed) and best.plan.has_chunks and not is_asked_for:
+            self.found.notes.append(
+                f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}"
+            )
             best = self._without_chunks()
             found = self._verify(best.plan)
         found = required(found, "verification could not be run: ")
-        return (best, found) if found.passed or self.is_asked_for else self._narrowed(best, found)
+        return (best, found) if found.passed or is_asked_for else self._narrowed(best, found)
 
     def fault(self, plan: Plan) -> str:
         """What a plan's verification finds, which is known from then on; empty if it passes."""
@@ -72,18 +71,19 @@ class Prover:
 
     def _without_chunks(self) -> LevelRow:
         """The best row whose plan runs nothing in chunks."""
-        rows = self.rows
+        rows = self.found.rows
         at = max(at for at, row in enumerate(rows) if not row.plan.has_chunks)
         if rows[at].outcome is None:
             rows[at] = replace(rows[at], outcome=self.measurements.measure(rows[at].plan))
-        self.replaced = True
+        self.found.faster = self.found.smaller = None
         return applied_row(rows, rows[at])
 
     def _narrowed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
         """The row without the segments that differ, in place of it, verified; the failure where that does not help."""
         self.measurements.prepared.progress.stage("finding what differs")
         plan, left_out = self._agreeing(best.plan, failed)
-        row = self.rows[0]
+        rows = self.found.rows
+        row = rows[0]
         if plan.segments or plan.packed:
             narrowed = replace(
                 best,
@@ -94,13 +94,13 @@ class Prover:
                 predicted_slowdown=None,
                 repeats=None,
             )
-            self.rows[self.rows.index(best)] = narrowed
-            row = applied_row(self.rows, narrowed)
-            self.replaced = True
+            rows[rows.index(best)] = narrowed
+            row = applied_row(rows, narrowed)
+            self.found.faster = self.found.smaller = None
         found = self._verify(row.plan)
         if not isinstance(found, Verification) or not found.passed:
             return best, failed
-        self.notes += [
+        self.found.notes += [
             f"'{path or '(root)'}' is not a segment: with it {reason}." for path, reason in sorted(left_out.items())
         ]
         return row, found
@@ -122,5 +122,4 @@ class Prover:
         steps = self.measurements.steps_of(plan)
         if steps is not None:
             return verified_by_fingerprints(prepared, plan, steps)
-        fits = isinstance(self.rows[0].outcome, Measurement)
-        return verified(prepared, plan, fits=fits)
+        return verified(prepared, plan, fits=isinstance(self.measurements.measure(ORIGINAL), Measurement))

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from memopt_cli.batch_size.memory_limit import limits_elsewhere
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import read_plan
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, looped_over, memory_left_out
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.memory_limit import limits_elsewhere
 from memopt_cli.pipeline.prediction import without_data
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions

@@ -13,15 +13,16 @@ from typing import Any
 from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.batch_size.accumulation import accumulate
 from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
+from memopt_cli.batch_size.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.batch_size.length_strategies import read_lengths
+from memopt_cli.batch_size.memory_limit import limits_elsewhere, limits_of
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, Data, ProbeJob
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out
-from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
-from memopt_cli.pipeline.memory_limit import limits_elsewhere, limits_of
+from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Ask, Progress
@@ -33,7 +34,6 @@ from memopt_cli.records import (
     BatchRecommendation,
     BatchRequest,
     DimRange,
-    Failure,
     FileHeader,
     LengthBatching,
     ModelFacts,
@@ -262,16 +262,17 @@ class _Job:
         return None if wanted is None else accumulate(wanted, self._chosen(main), self.request.multiple_of)
 
     def _compare(self, lengths: Sequence[int], main: Case, session: Sessions) -> tuple[LengthBatching, ...]:
-        """Ways to batch the user's sequences, by runs of shorter ones."""
+        """Ways to batch the user's sequences, by runs of shorter ones.  Raises where one gives no number."""
         self.prepared.progress.stage("comparing ways to batch sequences")
         ((symbol, longest),) = self.longest.items()
 
-        def probe(size: int, steps: int) -> BatchProbe | Failure:
-            if steps == longest and size in main.search.runs:
-                return main.search.runs[size]
-            self.length_runs += 1
-            self.prepared.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
-            return session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
+        def probe(size: int, steps: int) -> BatchProbe:
+            found = main.search.runs.get(size) if steps == longest else None
+            if found is None:
+                self.length_runs += 1
+                self.prepared.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
+                found = session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
+            return required(found, f"batch {size} of {steps} steps, which --lengths needs, could not be run: ")
 
         batch, runnable = self._chosen(main), main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1
         return compare_lengths(

@@ -19,7 +19,6 @@ from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prediction import predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, opening_of, prepare_with_plan
-from memopt_cli.pipeline.profiling import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Baseline,
@@ -43,6 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.regression import KEPT, compare, differences, terms
 from memopt_cli.spec_text import is_built_in
+from memopt_cli.step_peaks import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.write import check_targets, content, write_all
 
 

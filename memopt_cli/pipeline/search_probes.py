@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from memopt_cli.measure.jobs import ChunkingFound, ChunkingJob, CountJob, Job, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, ChunkingFound, ChunkingJob, CountJob, Job, Traced, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
+from memopt_cli.plan.interface import NotTried, Probes
 from memopt_cli.progress import Progress, Span
 from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
 from memopt_cli.units import counted, format_bytes
@@ -73,10 +73,10 @@ class SearchProbes:
         """How the module at a path may run in chunks, if it may."""
         return _rule_in(self.ask(ChunkingJob(path=path, allow_inexact=allow_inexact)))
 
-    def improved(self, original: CountedPlan) -> bool:
+    def improved(self, original: Counted) -> bool:
         """Whether a plan was tried that lowers the peak."""
         counted = (found for found in self._answers.values() if isinstance(found, Counted))
-        return any(found.allocated_peak_bytes < original.peak_bytes for found in counted)
+        return any(found.allocated_peak_bytes < original.allocated_peak_bytes for found in counted)
 
     @property
     def refusals(self) -> dict[str, str]:
@@ -96,16 +96,16 @@ def _rule_in(answer: object) -> ChunkRule | Refused:
 
 
 def planner_probes(
-    probes: SearchProbes, original: CountedPlan, progress: Progress, *, fake: bool, allow_inexact: bool
+    probes: SearchProbes, original: Counted, progress: Progress, *, fake: bool, allow_inexact: bool
 ) -> Probes:
     """What a planner may ask, with its progress shown.
 
     ``fake``: of tensors without data; ``allow_inexact``: chunks that differ by their batch statistics alone will do.
     """
-    reporter = _Reporter(progress, original.peak_bytes)
+    reporter = _Reporter(progress, original.allocated_peak_bytes)
 
     def count(plan: Plan) -> Counted | Failure | NotTried:
-        found = original.counted if plan == original.plan else probes.ask(CountJob(plan=plan, fake=fake))
+        found = original if plan == ORIGINAL else probes.ask(CountJob(plan=plan, fake=fake))
         return reporter.counted(plan, found)
 
     def trace(plan: Plan) -> StepTrace | Failure | NotTried:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from memopt_cli.measure.jobs import CountJob, Traced
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.interface import CountedPlan, NotTried
+from memopt_cli.plan.interface import NotTried
 from memopt_cli.plan.planner import Planner
-from memopt_cli.records import Counted, Failure, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
+from memopt_cli.plan.questions import Priced
+from memopt_cli.records import Counted, Failure, LevelRow, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
 from memopt_cli.units import format_bytes
 
 _SEARCH_S, _SEARCH_STEPS = 10, 10
@@ -27,12 +29,33 @@ class StartedSearch:
     """What a search starts from, and what it may ask."""
 
     traced: Traced
-    first: CountedPlan
+    first: Counted
     """The original."""
+    original: LevelRow
+    """The same, as it was measured first."""
     probes: SearchProbes
     planner: Planner
+    found: Findings
+    """What is known so far."""
     notes: int
     """How many there were when it began."""
+
+    @property
+    def options(self) -> SearchOptions:
+        """What it may do."""
+        return self.found.resolved.options
+
+    def row(self, level: int, found: Priced, tried: int, started: float) -> LevelRow:
+        """What the planner found, not measured yet; its peak is a prediction where dry runs are possible."""
+        row = LevelRow(
+            level=level,
+            plan=found.plan,
+            outcome=None,
+            predicted_slowdown=found.slowdown,
+            dry_runs=tried,
+            search_s=time.monotonic() - started,
+        )
+        return row.predicted(found.counted) if self.traced.has_dry_runs else row
 
     def counted_late(self, plan: Plan) -> Counted | Failure | NotTried:
         """What a plan takes, even if the time of the search is over."""
@@ -45,40 +68,47 @@ class StartedSearch:
                 yield f"'{path or '(root)'}' does not run in chunks: {reason}."
 
 
-def start_search(
-    request: OptimizeRequest, found: Findings, sessions: Sessions, original: Measurement | Failure
-) -> StartedSearch:
-    """Record and count a step of the original, whose measurement is known.
+def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, original: LevelRow) -> StartedSearch:
+    """Record and count a step of the original, which was measured, unless it is not run here.
 
     Raises :class:`MemoptError` where that does not run.
     """
-    options, notes, progress = found.resolved.options, found.notes, sessions.prepared.progress
+    started, options, outcome = time.monotonic(), found.resolved.options, original.outcome
     traced = record_step(
         sessions(),
-        Plan(),
-        original,
-        notes,
-        smaller=sessions.smaller if isinstance(original, Measurement) else None,
+        ORIGINAL,
+        outcome,
+        found.notes,
+        smaller=sessions.smaller if isinstance(outcome, Measurement) else None,
         consequence="every plan is run to be counted",
     )
-    answer = sessions().ask(CountJob(plan=Plan(), fake=traced.has_dry_runs))
-    start = required(answer, "a step of the model could not be counted: ")
-    if not isinstance(original, Measurement):
-        notes.append(
+    fake = traced.has_dry_runs
+    answer = sessions().ask(CountJob(plan=ORIGINAL, fake=fake))
+    counted = required(answer, "a step of the model could not be counted: ")
+    if isinstance(outcome, Failure):
+        found.notes.append(
             f"The original does not fit here; its peak of "
-            f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
+            f"{format_bytes(counted.allocated_peak_bytes)} is predicted on tensors without data."
         )
-    first = CountedPlan(plan=Plan(), counted=start)
-    probes = SearchProbes(sessions, limit_s=_limit_s(request, options, original))
-    asked = planner_probes(probes, first, progress, fake=traced.has_dry_runs, allow_inexact=options.allow_inexact)
-    planner = Planner(traced.trace, first, asked, options)
-    return StartedSearch(traced=traced, first=first, probes=probes, planner=planner, notes=len(notes))
+    probes = SearchProbes(sessions, limit_s=_limit_s(request, found, outcome))
+    progress, allow_inexact = sessions.prepared.progress, options.allow_inexact
+    asked = planner_probes(probes, counted, progress, fake=fake, allow_inexact=allow_inexact)
+    original = replace(original, search_s=original.search_s + time.monotonic() - started)
+    return StartedSearch(
+        traced=traced,
+        first=counted,
+        original=original.predicted(counted) if fake else original,
+        probes=probes,
+        planner=Planner(traced.trace, counted, asked, options),
+        found=found,
+        notes=len(found.notes),
+    )
 
 
-def _limit_s(request: OptimizeRequest, options: SearchOptions, original: Measurement | Failure) -> float | None:
+def _limit_s(request: OptimizeRequest, found: Findings, original: Measurement | Failure | None) -> float | None:
     """Who asks for a budget or the frontier waits for it."""
     said = request.search_limit_s is not None or request.goal != SearchGoal()
     if said or not isinstance(original, Measurement):
         return request.search_limit_s
-    times = 1 if options.max_slowdown is not None else _AT_ANY_PRICE
+    times = 1 if found.resolved.options.max_slowdown is not None else _AT_ANY_PRICE
     return times * (_SEARCH_S + _SEARCH_STEPS * min(original.step_times_s))

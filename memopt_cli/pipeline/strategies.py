@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from memopt_cli.batch_size.lines import fit_line
+from memopt_cli.batch_size.memory_limit import limits_of
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.contents import read_plan
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, VerifyJob
 from memopt_cli.online.jobs import AgreementJob, OnlineJob
-from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.recommendation import check_inputs
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     ONLINE_RULES,
@@ -100,16 +99,15 @@ class _Job:
 
     def searched_plan(self) -> Plan | StepFailed:
         """The plan of the search at the smallest number of time steps, or why there is none."""
-        search = SearchOverrides(level=_SEARCHED_LEVEL)
         request = OptimizeRequest(
             source=self.request.source,
             spec=self.prepared.subject.spec,
             settings=self.request.settings,
-            search=search,
+            search=SearchOverrides(level=_SEARCHED_LEVEL),
             recommend_batch=False,
         )
         try:
-            found = find_plan(request, resolve(search), self.prepared)
+            found = find_plan(request, self.prepared)
         except MemoptError as error:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
         self.notes.append(f"The plan is that of level {found.applied_level} at {self._where(self.steps.low)}.")

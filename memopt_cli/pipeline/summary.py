@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memopt_cli.pipeline.begun_advice import BegunAdvice
+from memopt_cli.pipeline.batch_advice import BegunAdvice
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.plan.interface import is_within
-from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
+from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend, resolve
 from memopt_cli.plan.ways import spent_by
 from memopt_cli.records import (
     BatchAdvice,
@@ -68,8 +68,9 @@ class Findings:
     """Of a plan by length."""
 
     @classmethod
-    def begun(cls, request: OptimizeRequest, resolved: Resolved, prepared: Prepared) -> Findings:
+    def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
         """Before anything is searched."""
+        resolved = resolve(request.search)
         return cls(
             resolved=resolved,
             asked_codecs=prepared.facts.asked_codecs,

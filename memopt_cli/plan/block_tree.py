@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.plan.cost_model import CostModel, Passes, Work, packed_inputs, packing_s
+from memopt_cli.plan.cost_model import CostModel, Rerun, packed_inputs, packing_s
 from memopt_cli.plan.keeping import Costly, costly_calls
 from memopt_cli.plan.operator_bytes import OperatorBytes
 from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace
@@ -42,18 +42,10 @@ class Block:
     would hold it by itself."""
     resident_bytes: int = 0
     """Of ``peak_bytes``, what stays whatever is done here: parameters, their gradients so far, inputs."""
-    forward_s: float = 0.0
-    """What running its forward again takes, which ends when autograd has what it saved."""
-    passes: Passes = field(default_factory=Passes)
-    """What gathers the statistics of its batch norms, if it does so."""
+    rerun: Rerun = field(default_factory=Rerun)
+    """What running its forward again takes."""
     costly: tuple[Costly, ...] = ()
     """Its costly calls and those of what is below, in their order."""
-    stop: int = 0
-    """The operator before which running it again ends."""
-    work: Work = field(default_factory=Work)
-    """That of its forward."""
-    overhead: float = 1.0
-    """See :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
     input_bytes: int = 0
     """Of what a segment would hold as it is and nobody else holds."""
     packed_input_bytes: int = 0
@@ -187,12 +179,10 @@ class _Builder:
         module = self._model.modules[call.path]
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
         paid = [self._trace.storages[s] for s in inputs if self._bytes.payer.get(s, call.start) >= call.start]
-        own = self._span(call.path, call.forward, call.backward, self._model.recomputed_until(call))
+        rerun = self._model.rerun(call)
+        own = self._span(call.path, call.forward, call.backward, rerun.stop)
         own.forward_bytes = self._bytes.forward_alone(call)
-        own.forward_s = self._model.elapsed[own.stop] - self._model.elapsed[call.start]
-        own.passes = self._model.passes(call, own.stop)
-        own.work = self._model.work(call)
-        own.overhead = self._trace.segment_overhead
+        own.rerun = rerun
         own.input_bytes = sum(storage.nbytes for storage in paid)
         own.packing_s = packing_s(self._trace, sum(storage.packing_bytes for storage in paid), len(inputs))
         own.packed_input_bytes, own.compressor = self._packed(module, call)
@@ -227,7 +217,7 @@ class _Builder:
         gaps = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
         for index, gap in enumerate(gaps):
             span = self._span("", gap, backward[index], gap.stop)
-            if span.kept_bytes or span.work.ops:
+            if span.kept_bytes or gap:
                 yield span
             if index < len(parts):
                 yield self._block(parts[index])
@@ -251,10 +241,8 @@ class _Builder:
             packed_peak_bytes=max((known.base[i] + passed_whole[i] + known.whole[i] for i in ops), default=fallback),
             again_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
             resident_bytes=max((known.resident[i] for i in backward), default=0),
-            forward_s=self._model.elapsed[forward.stop] - self._model.elapsed[forward.start],
-            work=Work(ops=len(forward)),
             costly=tuple(self._costly[first:last]),
-            stop=stop,
+            refusal="no module runs these operators alone",
             signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),
         )
 

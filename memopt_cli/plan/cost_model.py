@@ -71,17 +71,6 @@ def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What a run of a module's forward is made of, of which each takes time however small its tensors are."""
-
-    ops: int = 0
-    products: int = 0
-    """Of these, convolutions and products of matrices."""
-    modules: int = 0
-    """In it, itself among them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Passes:
     """Those over the chunks of a segment that each gather the statistics of one more of its batch norms, together."""
 
@@ -93,23 +82,36 @@ class Passes:
     """What these add in forward and in recomputation together."""
 
 
-def overhead_s(segment: SegmentPlan, *, forward_s: float, work: Work, passes: Passes, scale: float = 1.0) -> float:
-    """What one call of a segment takes beside running its forward again and packing its inputs, in seconds.
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """What running the forward of one call again takes, and what it is made of: each takes time, however small."""
 
-    ``forward_s`` and ``work``: of its forward.  ``passes``: those that precede it if the segment gathers
-    batch statistics.  ``scale``: :attr:`~memopt_cli.records.StepTrace.segment_overhead`.
-    """
-    if not segment.gathers:
-        passes = Passes()
-    runs = segment.chunks * (1 + passes.norms)
-    times = segment.chunks * (1 + passes.ops / max(1, work.ops))  # that an operator runs, in all of them together
-    per_op_s = SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)
-    watched_s = runs * (SEGMENT_S + work.modules * MODULE_S) + times * work.ops * per_op_s
-    chunked_s = 3 * (times - 1) * (work.ops * OP_S + work.products * PRODUCT_S)
-    met = passes.norms * (passes.norms + 3) // 2  # one norm in the first pass, two in the second, ... all in the last
-    norms_s = segment.chunks * met * NORM_S
-    states_s = forward_s * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
-    return scale * (watched_s + chunked_s + norms_s) + passes.seconds + states_s
+    stop: int = 0
+    """The operator before which it ends: autograd has then what it saved."""
+    seconds: float = 0.0
+    ops: int = 0
+    """Of the whole forward."""
+    products: int = 0
+    """Of these, convolutions and products of matrices."""
+    modules: int = 0
+    """In it, itself among them."""
+    passes: Passes = Passes()
+    """Those that precede it if it gathers batch statistics."""
+    scale: float = 1.0
+    """See :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
+
+    def overhead_s(self, segment: SegmentPlan) -> float:
+        """What the call takes as a segment beside that and packing its inputs, in seconds."""
+        passes = self.passes if segment.gathers else Passes()
+        runs = segment.chunks * (1 + passes.norms)
+        times = segment.chunks * (1 + passes.ops / max(1, self.ops))  # that an operator runs, in all of them together
+        per_op_s = SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)
+        watched_s = runs * (SEGMENT_S + self.modules * MODULE_S) + times * self.ops * per_op_s
+        chunked_s = 3 * (times - 1) * (self.ops * OP_S + self.products * PRODUCT_S)
+        met = passes.norms * (passes.norms + 3) // 2  # one norm in the first pass, two in the second ... all at last
+        norms_s = segment.chunks * met * NORM_S
+        states_s = self.seconds * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
+        return self.scale * (watched_s + chunked_s + norms_s) + passes.seconds + states_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,7 @@ class CostModel:
         """Births, in their order, of what is there when the step has ended."""
         self._left_bytes = [0, *accumulate(s.nbytes for s in left)]
         self._predicted: dict[Plan, Prediction] = {}
+        self._reruns: dict[tuple[str, int], Rerun] = {}
 
     def predict(self, plan: Plan) -> Prediction:
         """The step under ``plan``: allocated peak, when it happens, and time; every plan once."""
@@ -256,29 +259,29 @@ class CostModel:
         )
 
     def _added_s(self, block: ReplayedSegment) -> float:
-        forward_s = self.elapsed[block.stop] - self.elapsed[block.call.start]
+        rerun = self.rerun(block.call)
         saved_s = sum(self.recompute_s[op] for op in block.kept)
         packed_bytes = sum(self.trace.storages[s].packing_bytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
-        work, scale = self.work(block.call), self.trace.segment_overhead
-        passes = self.passes(block.call, block.stop) if block.segment.gathers else Passes()
-        overhead = overhead_s(block.segment, forward_s=forward_s, work=work, passes=passes, scale=scale)
-        return forward_s - saved_s + overhead + packing
+        return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + packing
 
-    def work(self, call: ModuleCall) -> Work:
-        """That of its forward."""
-        products = self._products[call.end] - self._products[call.start]
-        return Work(call.end - call.start, products, self._modules_in[call.path])
-
-    def passes(self, call: ModuleCall, stop: int) -> Passes:
-        """Over the chunks of a call whose recomputation ends at an operator, if they gather batch statistics."""
-        given_bytes = trained_input_bytes(self.trace, call)
-        return statistics_passes(self.elapsed, self.norms, call.start, stop, given_bytes)
-
-    def recomputed_until(self, call: ModuleCall) -> int:
-        """The operator before which a recomputation of the call ends."""
-        last = bisect.bisect_left(self._ends, (call.end, 0)) - 1
-        return max(call.start, self._ends[last][1]) if last >= 0 else call.start
+    def rerun(self, call: ModuleCall) -> Rerun:
+        """Of a call, worked out once."""
+        key = call.path, call.start
+        if key not in self._reruns:
+            last = bisect.bisect_left(self._ends, (call.end, 0)) - 1
+            stop = max(call.start, self._ends[last][1]) if last >= 0 else call.start
+            given_bytes = trained_input_bytes(self.trace, call)
+            self._reruns[key] = Rerun(
+                stop=stop,
+                seconds=self.elapsed[stop] - self.elapsed[call.start],
+                ops=call.end - call.start,
+                products=self._products[call.end] - self._products[call.start],
+                modules=self._modules_in[call.path],
+                passes=statistics_passes(self.elapsed, self.norms, call.start, stop, given_bytes),
+                scale=self.trace.segment_overhead,
+            )
+        return self._reruns[key]
 
     def _blocks(self, plan: Plan) -> list[ReplayedSegment]:
         """Outer ones first, in the order of their forward."""
@@ -294,7 +297,7 @@ class CostModel:
             if not call.backward:
                 continue  # nothing in it is differentiated: it runs as a plain module
             block = ReplayedSegment(call, segment, around[-1] if around else None)
-            block.stop = self.recomputed_until(call)
+            block.stop = self.rerun(call).stop
             block.state_bytes = self.modules[call.path].state_bytes
             if segment.gathers:
                 first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))

@@ -3,28 +3,82 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.improvements import Improvements
-from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
+from memopt_cli.plan.interface import NotTried, Probes
 from memopt_cli.plan.levels import CHUNKS, NESTED, allowed_at
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.policy import most_segments
 from memopt_cli.plan.proposals import Proposals
-from memopt_cli.plan.questions import ChunkQuestions, DryRuns, TimeIsUp
+from memopt_cli.plan.questions import ChunkQuestions, DryRuns, Priced, TimeIsUp
 from memopt_cli.plan.targets import asked_for
 from memopt_cli.plan.ways import Limits
-from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan, StepTrace
+from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepTrace
+
+WORTH_LOWERING = 0.02
+"""Share of a peak by which another must be lower to count as lower."""
+_WORTH_ASKING = 0.05
+"""Share of the original step that chunks must save, if all go well, to be asked for where a plan fits without them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """A recorded step, what is proposed for it, and what was learned of it."""
+    """A recorded step, what is proposed for it, and what was learned of it.
+
+    Modules are asked for chunks where its level allows them, and they could change the answer by enough.
+    """
 
     proposals: Proposals
     questions: ChunkQuestions
     improvements: Improvements
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether the level and the limits leave room for chunks."""
+        return self.proposals.allowed.may_cut
+
+    def learn(self, plan: Plan) -> bool:
+        """Ask of a module that stands at the plan's peak, if that may be."""
+        return self.may_cut and self.questions.learn(plan)
+
+    def hopeful(self) -> Mapping[str, tuple[ChunkRule, int]]:
+        """What may run in chunks, if all go well that may be asked."""
+        may_ask = self.may_cut and self.questions.may_ask
+        return self.questions.hopeful() if may_ask else self.proposals.allowed.chunks
+
+    def lower(self, to_beat: int, most_slowdown: float) -> Plan | None:
+        """The plan of the least peak that is no slower, where chunks of modules lower the peak by enough.
+
+        A question takes longer than sums, so these say which plan it would be if all went well, and what that plan runs
+        in chunks is asked for.  Where something goes otherwise they are done again.
+        """
+        proposals, questions = self.proposals, self.questions
+        while self.may_cut:
+            solvers = proposals.supposing(self.hopeful(), proposals.solvers.packings)
+            hope = solvers.least(to_beat, most_slowdown)
+            if hope is None or proposals.peak_of(hope) >= (1 - WORTH_LOWERING) * to_beat:
+                break
+            asked = questions.questions
+            if questions.confirm(hope):
+                return hope
+            if questions.questions == asked:
+                break
+        return None
+
+    def may_give_a_faster(self, best: Priced | None, target: int) -> bool:
+        """Whether chunks could give the first plan within a budget, or about one that is faster by enough."""
+        if not self.may_cut or not self.questions.may_ask:
+            return False
+        if best is None:
+            return True
+        wanted = best.slowdown - _WORTH_ASKING
+        if wanted <= self.proposals.least_slowdown:
+            return False
+        plan = self.proposals.supposing(self.hopeful(), [False]).fastest(packed=False, budget_bytes=target)
+        return plan is not None and self.proposals.slowdown(plan) < wanted
 
 
 class Grounds:
@@ -49,15 +103,10 @@ class Grounds:
         """That of the highest level so far."""
         return self._headed or self.plain
 
-    @property
-    def may_cut(self) -> bool:
-        """Whether the limits leave room for chunks."""
-        return self.limits.cuts != 0
-
     def at(self, level: int) -> Ground:
         """That of a level, with its means allowed.  Raises :class:`TimeIsUp`."""
         self._tick()
-        if level >= CHUNKS and self._headed is None and self.may_cut and self._asked is None:
+        if level >= CHUNKS and self._headed is None and self.limits.cuts != 0 and self._asked is None:
             self._headed = next(self._with_heads(), None)
         ground = self.highest if level >= CHUNKS else self.plain
         self._allow(ground, level)
@@ -105,25 +154,25 @@ class Grounds:
         """
         starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            found = with_heads(start, self._trace, self._counted)
-            if heads := heads_of(found.plan):
+            found = with_heads(start.plan, start.peak_bytes, self._trace, self._peak_of)
+            if heads := heads_of(found):
                 trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):
                     yield self._headed_by(found, trace)
-                self._dry_runs.count(found.plan, self.plain.proposals)
+                self._dry_runs.count(found, self.plain.proposals)
 
-    def _counted(self, plan: Plan) -> CountedPlan | None:
+    def _peak_of(self, plan: Plan) -> float:
         """What a plan takes in time is known when the step is recorded with its heads."""
         counted = self._probes.count(plan)
         if isinstance(counted, NotTried):
             raise TimeIsUp
-        return CountedPlan(plan=plan, counted=counted) if isinstance(counted, Counted) else None
+        return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
 
-    def _headed_by(self, found: CountedPlan, trace: StepTrace) -> Ground:
+    def _headed_by(self, found: Plan, trace: StepTrace) -> Ground:
         seconds = [sum(op.seconds for op in step.ops) for step in (self._trace, trace)]
         slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
-        proposals = Proposals(trace, self._tick, heads=heads_of(found.plan), slowdown=slowdown)
-        for plan in (found.plan, Plan(segments=proposals.heads)):
+        proposals = Proposals(trace, self._tick, heads=heads_of(found), slowdown=slowdown)
+        for plan in (found, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)
         return self._ground(proposals)
 

@@ -9,19 +9,6 @@ from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountedPlan:
-    """A plan with the step it leads to."""
-
-    plan: Plan
-    counted: Counted
-
-    @property
-    def peak_bytes(self) -> int:
-        """Allocated peak in bytes."""
-        return self.counted.allocated_peak_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NotTried:
     """A plan that was not counted: the search is over, and what was found so far is the answer."""
 

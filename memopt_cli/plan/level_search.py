@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from memopt_cli.plan.at_level import DOUBT, WORTH_LOWERING, LevelChunks, LevelRuns
-from memopt_cli.plan.grounds import Ground
-from memopt_cli.plan.questions import Priced
-from memopt_cli.records import Plan, SearchOptions
+from memopt_cli.plan.grounds import WORTH_LOWERING, Ground, Grounds, heads_of
+from memopt_cli.plan.interface import is_within
+from memopt_cli.plan.levels import NESTED
+from memopt_cli.plan.questions import DryRuns, Priced
+from memopt_cli.records import Plan, SearchOptions, SegmentPlan
 
 _DRY_RUNS = 6
 """Dry runs for one budget, with packing and without."""
@@ -23,6 +25,73 @@ _PATIENCE = 2
 question."""
 _REARRANGEMENTS = 4
 """Of the plans that differ by one rearrangement, those that are dry-run."""
+_DOUBT = 0.05
+"""A plan is not dry-run that the cost model puts further above what it must be below to be of use."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelRuns:
+    """Dry runs of plans that a level allows, of one recorded step."""
+
+    level: int
+    ground: Ground
+    grounds: Grounds
+    dry_runs: DryRuns
+
+    def count(self, plan: Plan) -> Priced | None:
+        """A plan that cannot run forbids the segment that it cannot run with, if there is one."""
+        found = self.dry_runs.count(plan, self.ground.proposals)
+        if found is None and (segment := self._failing(plan)):
+            self.grounds.forbid(segment.path, self.ground, self.level)
+        return found
+
+    def is_allowed(self, plan: Plan) -> bool:
+        """Whether none of its segments was forbidden since it was made."""
+        return all(s.through_loss or self.ground.proposals.allowed.targets(s.path) for s in plan.segments)
+
+    def fastest(self, budget_bytes: int) -> Priced | None:
+        """Of those within the budget so far."""
+        return self.dry_runs.fastest(self.level, budget_bytes)
+
+    def would_be_fastest(self, plan: Plan, budget_bytes: int) -> bool:
+        """Whether a plan is faster than all within the budget so far."""
+        best = self.fastest(budget_bytes)
+        return best is None or self.ground.proposals.slowdown(plan) < best.slowdown
+
+    def smallest(self, most_slowdown: float) -> Priced | None:
+        """Of the plans that the recorded step is one of: with its heads."""
+        heads = self.ground.proposals.heads
+        here = [found for found in self.dry_runs.up_to(self.level) if heads_of(found.plan) == heads]
+        usable = [found for found in here if found.slowdown <= most_slowdown]
+        return min(usable, key=lambda found: (found.peak_bytes, found.slowdown), default=None)
+
+    def smallest_with_heads(self, most_slowdown: float) -> Plan:
+        """The smallest plan of the step without heads, with them: sums of the step with heads may miss it."""
+        plan, heads = self.dry_runs.smallest(NESTED, most_slowdown).plan, self.ground.proposals.heads
+        others = (s for s in plan.segments if not any(is_within(head.path, s.path) for head in heads))
+        return replace(plan, segments=(*others, *heads))
+
+    def to_beat(self, found: Priced) -> int:
+        """The peak that others are compared with by their predictions: its own may be off, too."""
+        return max(found.peak_bytes, self.ground.proposals.peak_of(found.plan))
+
+    def may_be_smallest(self, plan: Plan, most_slowdown: float) -> bool:
+        """Of those that are no slower; a dry run may be a little below the prediction."""
+        best = self.smallest(most_slowdown)
+        return best is None or self.ground.proposals.peak_of(plan) < (1 + _DOUBT) * self.to_beat(best)
+
+    def _failing(self, plan: Plan) -> SegmentPlan | None:
+        """The segment that fails alone, found by halving; ``None`` where it takes several to fail, or packing."""
+
+        def fails(segments: Sequence[SegmentPlan]) -> bool:
+            part = Plan(segments=(*segments, *self.ground.proposals.heads))
+            return self.dry_runs.count(part, self.ground.proposals) is None
+
+        suspects = [segment for segment in plan.segments if not segment.through_loss]
+        while len(suspects) > 1:
+            half = suspects[: len(suspects) // 2]
+            suspects = half if fails(half) else suspects[len(half) :]
+        return suspects[0] if suspects and fails(suspects) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +100,6 @@ class LevelSearch:
 
     ground: Ground
     runs: LevelRuns
-    chunks: LevelChunks
     options: SearchOptions
 
     def approach(self, budget_bytes: int) -> None:
@@ -73,9 +141,9 @@ class LevelSearch:
         """The plan of the least peak once modules were asked for chunks; ``None`` if none was."""
         best, questions = self.runs.smallest(most_slowdown), self.ground.questions
         if math.isinf(most_slowdown) or best is None:  # at any price chunks of what stands at it nearly always lower it
-            return self._least_plan(most_slowdown) if self.chunks.learn(plan) else None
+            return self._least_plan(most_slowdown) if self.ground.learn(plan) else None
         asked = questions.questions
-        lower = self.chunks.lower(self.runs.to_beat(best), most_slowdown)
+        lower = self.ground.lower(self.runs.to_beat(best), most_slowdown)
         return self._least_plan(most_slowdown) if lower is None and asked < questions.questions else lower
 
     def _approach_by(self, packed: bool, budget_bytes: int, *, may_learn: bool) -> None:
@@ -91,7 +159,7 @@ class LevelSearch:
                 break
             predicted_bytes = self.ground.proposals.peak_of(plan)
             peak_bytes = int(predicted_bytes * bias)
-            if peak_bytes <= (1 + DOUBT) * budget_bytes and self.runs.would_be_fastest(plan, budget_bytes):
+            if peak_bytes <= (1 + _DOUBT) * budget_bytes and self.runs.would_be_fastest(plan, budget_bytes):
                 found = self.runs.count(plan)
                 dry_runs += 1
                 peak_bytes = found.peak_bytes if found else budget_bytes + 1
@@ -112,9 +180,9 @@ class LevelSearch:
                 if self.ground.questions.confirm(plan):
                     return plan
                 continue
-            learns = may_learn and self.chunks.may_give_a_faster(self.runs.fastest(budget_bytes), target)
+            learns = may_learn and self.ground.may_give_a_faster(self.runs.fastest(budget_bytes), target)
             least = self._least_plan() if learns else None
-            if least is None or not self.chunks.learn(least):
+            if least is None or not self.ground.learn(least):
                 return None
 
     def _least_plan(self, most_slowdown: float = math.inf) -> Plan | None:
@@ -145,7 +213,7 @@ class LevelSearch:
     def _rearranged(self, best: Priced, most_slowdown: float) -> list[Plan]:
         """Those of the lowest peaks."""
         proposals, most = self.ground.proposals, self.options.max_candidates_per_round
-        others = self.ground.improvements.rearranged(best.plan, self.chunks.hopeful())
+        others = self.ground.improvements.rearranged(best.plan, self.ground.hopeful())
         plans = [plan for plan in others if self._seems_below(plan, best)]
         quick = [plan for plan in plans if proposals.slowdown(plan) <= most_slowdown]
         ranked = sorted(quick, key=lambda plan: (proposals.peak_of(plan), proposals.slowdown(plan)))

@@ -36,6 +36,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
         compress=options.compress_x,
         chunk_factor=options.temporal_split_factor,
         keep=level >= KEPT,
+        may_cut=level >= CHUNKS and limits.cuts != 0,
         limits=limits if level >= CHUNKS else replace(limits, cuts=None),
     )
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from memopt_cli.plan.interface import CountedPlan, is_within
+from memopt_cli.plan.interface import is_within
 from memopt_cli.records import ModuleTrace, Plan, SegmentPlan, StepTrace
 
 _LEAST_ROWS = 128
@@ -15,18 +15,18 @@ _ON_THE_WAY = {"aten::_to_copy", "aten::clone"}
 _LOSS = "aten::_log_softmax"
 
 
-def with_heads(start: CountedPlan, trace: StepTrace, count: Callable[[Plan], CountedPlan | None]) -> CountedPlan:
-    """The plan with every head through its loss that does not raise the peak, if that lowers it in the end.
+def with_heads(start: Plan, peak_bytes: int, trace: StepTrace, peak_of: Callable[[Plan], float]) -> Plan:
+    """The plan with every head through its loss that does not raise its peak, if that lowers it in the end.
 
-    Of two that stand equally high one alone changes nothing.  ``count`` dry-runs a plan, ``None`` if it cannot run.
+    Of two that stand equally high one alone changes nothing.  ``peak_of``: by a dry run, infinite where that fails.
     """
-    best = start
+    best, lowest = start, float(peak_bytes)
     for head in loss_heads(trace):
-        others = tuple(s for s in best.plan.segments if not is_within(head.path, s.path))
-        found = count(replace(best.plan, segments=(*others, head)))
-        if found is not None and found.peak_bytes <= best.peak_bytes:
-            best = found
-    return best if best.peak_bytes < start.peak_bytes else start
+        others = tuple(s for s in best.segments if not is_within(head.path, s.path))
+        plan = replace(best, segments=(*others, head))
+        if (peak := peak_of(plan)) <= lowest:
+            best, lowest = plan, peak
+    return best if lowest < peak_bytes else start
 
 
 def loss_heads(trace: StepTrace) -> tuple[SegmentPlan, ...]:

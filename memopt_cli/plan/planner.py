@@ -7,12 +7,11 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from memopt_cli.plan.at_level import WORTH_LOWERING, LevelChunks, LevelRuns
-from memopt_cli.plan.grounds import Ground, Grounds
-from memopt_cli.plan.interface import CountedPlan, Probes
-from memopt_cli.plan.level_search import LevelSearch
+from memopt_cli.plan.grounds import WORTH_LOWERING, Ground, Grounds
+from memopt_cli.plan.interface import Probes
+from memopt_cli.plan.level_search import LevelRuns, LevelSearch
 from memopt_cli.plan.questions import DryRuns, Priced, TimeIsUp
-from memopt_cli.records import Outlook, Plan, SearchOptions, StepTrace
+from memopt_cli.records import Counted, Outlook, Plan, SearchOptions, StepTrace
 from memopt_cli.units import format_bytes
 
 _FRONTIER_POINTS = 8
@@ -33,7 +32,7 @@ class Planner:
     Any question may be asked when time is up or after Ctrl-C: the answer is then the best of what was counted.
     """
 
-    def __init__(self, trace: StepTrace, original: CountedPlan, probes: Probes, options: SearchOptions) -> None:
+    def __init__(self, trace: StepTrace, original: Counted, probes: Probes, options: SearchOptions) -> None:
         self._probes = probes
         self._options = options
         self.dry_runs = DryRuns(probes, original)
@@ -134,7 +133,6 @@ class Planner:
         return LevelSearch(
             ground=ground,
             runs=LevelRuns(level, ground, self._grounds, self.dry_runs),
-            chunks=LevelChunks(level, ground, self._grounds),
             options=self._options,
         )
 

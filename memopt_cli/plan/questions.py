@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from memopt_cli.plan.block_tree import Block
-from memopt_cli.plan.interface import CountedPlan, NotTried, Probes, is_within
+from memopt_cli.plan.interface import NotTried, Probes, is_within
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.proposals import Proposals
 from memopt_cli.records import MOST_NORMS, ChunkRule, Counted, Failure, ModuleTrace, Plan, SearchOptions, SegmentPlan
@@ -21,21 +21,28 @@ class TimeIsUp(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced(CountedPlan):
+class Priced:
     """A plan that was counted by a dry run, with the step time that the cost model gives it."""
 
+    plan: Plan
+    counted: Counted
     level: int
     """The least that allows all that the plan does."""
     slowdown: float
     """Step time over that of the original."""
 
+    @property
+    def peak_bytes(self) -> int:
+        """Allocated peak in bytes."""
+        return self.counted.allocated_peak_bytes
+
 
 class DryRuns:
     """Plans that were counted: what is found for one level or budget may be the answer for another."""
 
-    def __init__(self, probes: Probes, original: CountedPlan) -> None:
+    def __init__(self, probes: Probes, original: Counted) -> None:
         self._probes = probes
-        first = Priced(plan=original.plan, counted=original.counted, level=level_of(original.plan), slowdown=1.0)
+        first = Priced(plan=Plan(), counted=original, level=0, slowdown=1.0)
         self._found: dict[Plan, Priced | None] = {first.plan: first}
         self.failures: dict[Plan, Failure] = {}
         """Plans that could not be counted, and why."""

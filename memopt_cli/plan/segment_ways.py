@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.plan.block_tree import Block
-from memopt_cli.plan.cost_model import chunk_counts, cut_by, longest_share, overhead_s
+from memopt_cli.plan.cost_model import chunk_counts, cut_by, longest_share
 from memopt_cli.plan.keeping import choices, keep_names, numbered
 from memopt_cli.plan.replay import chunk_state_bytes
 from memopt_cli.plan.ways import Limits, Spent, Way, cuts, together
@@ -29,6 +29,8 @@ class Allowed:
     compress: bool = True
     chunks: Mapping[str, tuple[ChunkRule, int]] = field(default_factory=dict)
     """Modules that may run in chunks: how, and the length of the axis."""
+    may_cut: bool = True
+    """Whether others may be asked whether they can."""
     chunk_factor: int = 2
     packed: bool = False
     """What is saved outside of segments is packed."""
@@ -67,7 +69,7 @@ class Segments:
     def keeps(self, block: Block, around: Around) -> list[frozenset[int]]:
         """What a segment may keep: nothing where an outer one would run it again all the same."""
         may_keep = self._allowed.keep and not around.recomputed
-        return choices([c for c in block.costly if c.op < block.stop]) if may_keep else []
+        return choices([c for c in block.costly if c.op < block.rerun.stop]) if may_keep else []
 
     def around(self, block: Block, inside: Way, kept: frozenset[int], around: Around, *, counts: bool) -> Iterator[Way]:
         """A segment around a way of its inside, whole or in chunks.
@@ -92,10 +94,8 @@ class Segments:
             if not self._allowed.limits.admit(spent):
                 continue
             highest = peak + beside if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
-            overhead = overhead_s(
-                segment, forward_s=block.forward_s, work=block.work, passes=block.passes, scale=block.overhead
-            )
-            added = block.forward_s + inside.added_s + overhead + (block.packing_s if packed else 0.0)
+            again_s = block.rerun.seconds + block.rerun.overhead_s(segment)
+            added = again_s + inside.added_s + (block.packing_s if packed else 0.0)
             yield Way(
                 stored + states,
                 max(stored + states, highest),

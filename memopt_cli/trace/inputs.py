@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch import nn
+
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.records import ModuleTrace
 from memopt_cli.runtime import find_part
+from memopt_cli.runtime.compressor import OWN_COMPRESSOR, OwnCompressor
+from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step
 from memopt_cli.trace.contents import Contents
 from memopt_cli.trace.log import StorageLog, active, module_stack
-from memopt_cli.trace.modules import ModuleNotes, taking_notes
+from memopt_cli.trace.modules import ModuleNotes, asked_compressor, taking_notes
 
 
 def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
@@ -29,3 +35,21 @@ def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
         note.to_record(path, find_part(step.named, path), order, saved_bytes=0)
         for order, (path, note) in enumerate(notes.items())
     )
+
+
+def codecs_failing_on_zeros(step: Step) -> dict[str, str]:
+    """Path of a module -> what its own codec does not give back of zeros, in place of the inputs of one forward.
+
+    Zeros are what a codec of any kind holds; these fit no input of that shape and dtype.  The model's state advances.
+    """
+    found: dict[str, str] = {}
+
+    def enter(path: str, module: nn.Module, given: Any) -> None:
+        if asked_compressor(module) == OWN_COMPRESSOR:
+            codec = OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
+            reasons = (codec.misfit(torch.zeros_like(tensor)) for tensor in tensors_of(given))
+            found.setdefault(path, next(filter(None, reasons), ""))
+
+    with torch.no_grad(), module_hooks(step.model, enter, lambda *_: None):
+        step.forward()
+    return {path: reason for path, reason in found.items() if reason}

@@ -151,3 +151,24 @@ def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) ->
     codec = COMPRESSORS.get(name) or OwnCompressor(cast("Codec", module.x_compressor))
     with aside():
         return sum(map(codec.packed_bytes, tensors))
+
+
+def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
+    """Every module, in the model's order, where nothing is known of its inputs and calls."""
+    return tuple(
+        ModuleTrace(
+            path=path,
+            class_name=type(module).__name__,
+            calls=0,
+            order=order,
+            input_bytes=0,
+            packed_input_bytes=0,
+            compressor=asked_compressor(module) or "null",
+            input_shape=(),
+            output_bytes=0,
+            saved_bytes=0,
+            refusal=refusal(module),
+            spatial_split=hasattr(module, "__spatial_split__"),
+        )
+        for order, (path, module) in enumerate(model.named_modules())
+    )

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.search_probes import SearchProbes
+from memopt_cli.pipeline.started_search import StartedSearch
+from memopt_cli.pipeline.summary import Findings
+from memopt_cli.plan.policy import Resolved
+from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
-from memopt_cli.records import Breakdown, LevelRow, Measurement, Plan
+from memopt_cli.records import Breakdown, Counted, Failure, LevelRow, Measurement, Plan, SearchOptions
 
 NOTHING = Breakdown(
     parameters_bytes=0,
@@ -42,3 +49,43 @@ def measurements_by(
 ) -> Any:
     """Stands in for measurements of plans."""
     return SimpleNamespace(measure=measure, confirm=confirm, prepared=SimpleNamespace(progress=Progress()))
+
+
+def counted(peak: int, gradients: int = 0) -> Counted:
+    """With this peak, at which so many bytes of gradients stand."""
+    return Counted(
+        tensor_peak_bytes=peak,
+        allocated_peak_bytes=peak,
+        resident_bytes=0,
+        breakdown=replace(NOTHING, gradients_bytes=gradients),
+        holders=(),
+    )
+
+
+def priced(peak: int, plan: Plan, slowdown: float) -> Priced:
+    """A plan that a dry run gives this peak."""
+    return Priced(plan=plan, counted=counted(peak), level=1, slowdown=slowdown)
+
+
+def started(planner: Any, original: Measurement | Failure, options: SearchOptions) -> StartedSearch:
+    """A search that a planner made by hand answers."""
+
+    def nobody() -> Any:
+        raise AssertionError("no job is asked")
+
+    row = LevelRow(level=0, plan=ORIGINAL, outcome=original, dry_runs=0, search_s=0.0)
+    first = counted(1000)
+    return StartedSearch(
+        traced=SimpleNamespace(has_dry_runs=True),  # type: ignore[arg-type]
+        first=first,
+        original=row.predicted(first),
+        probes=SearchProbes(nobody, limit_s=None),
+        planner=planner,
+        found=Findings(
+            resolved=Resolved(options=options, requested_level=options.level, notes=()),
+            asked_codecs=(),
+            model_format="",
+            device="cpu",
+        ),
+        notes=0,
+    )

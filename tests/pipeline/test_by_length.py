@@ -267,7 +267,7 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
     varied = DimRange(symbol="S", low=10, high=100)
     request: Any = SimpleNamespace(interruptible=True)
     given: Any = None
-    search = by_length._ByLength(request, given, given, varied, counts, given, Work.of(counts))
+    search = by_length._ByLength(request, given, varied, counts, given, Work.of(counts))
     monkeypatch.setattr(by_length._ByLength, "find", found)
     monkeypatch.setattr(by_length._ByLength, "_plain", lambda *given: iter(()))
     parts = search.all_ranges(by_length._part(100, found(search, 100)), 100)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.pipeline.climb import Climb, found_row
+from memopt_cli.pipeline.climb import Climb
 from memopt_cli.plan.questions import Priced
 from memopt_cli.records import (
-    Counted,
     Failure,
     LevelRow,
     Measurement,
@@ -21,19 +20,18 @@ from memopt_cli.records import (
     SearchOptions,
     SegmentPlan,
 )
-from tests.pipeline.measurements import NOTHING, measured, measurements_by
+from tests.pipeline import measurements
+from tests.pipeline.measurements import measured, measurements_by, started
 from tests.plan.subjects import drawn, without_norms
 
 ORIGINAL = 1000
+MEASURED = measured(ORIGINAL)
 
 
 def priced(peak: int, slowdown: float) -> Priced:
     """A plan of its own for every peak."""
     segments = () if peak == ORIGINAL else (SegmentPlan(path=f"m{peak}"),)
-    counted = Counted(
-        tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=()
-    )
-    return Priced(plan=Plan(segments=segments), counted=counted, level=1, slowdown=slowdown)
+    return measurements.priced(peak, Plan(segments=segments), slowdown)
 
 
 class FakeDryRuns:
@@ -80,11 +78,12 @@ def climb(
     max_slowdown: float | None = 1.33,
     measure_all: bool = False,
     confirmed: Measurement | None = None,
+    original: Measurement | Failure = MEASURED,
 ) -> tuple[Climb, list[int]]:
     """The climb to the highest of the levels, and the peaks that were measured."""
     asked: list[int] = []
 
-    known: dict[Plan, Any] = {Plan(): measured(ORIGINAL)}
+    known: dict[Plan, Any] = {Plan(): original}
 
     def measure(plan: Plan) -> Any:
         if plan not in known:
@@ -96,15 +95,10 @@ def climb(
         known[row.plan] = confirmed or row.outcome
         return replace(row, outcome=known[row.plan])
 
-    planner: Any = FakePlanner(plans)
-    original = replace(found_row(0, priced(ORIGINAL, 1.0), 0, 0.0, dry_run=True), outcome=measured(ORIGINAL))
+    options = SearchOptions(level=max(plans), max_slowdown=max_slowdown)
     made = Climb(
-        planner=planner,
-        original=original,
-        original_bytes=ORIGINAL,
-        options=SearchOptions(level=max(plans), max_slowdown=max_slowdown),
+        search=started(FakePlanner(plans), original, options),
         measurements=measurements_by(measure, confirm),
-        dry_run=True,
         measure_all=measure_all,
     )
     return made, asked
@@ -117,7 +111,7 @@ def test_the_last_level_is_measured_and_those_below_are_predicted() -> None:
     assert [row.predicted_slowdown for row in rows] == [1.1, 1.1, 1.2]
     assert [row.outcome for row in rows] == [None, None, measured(600)]
     assert [row.repeats for row in rows] == [None, 1, None]
-    assert found.skipped == ["level2:no_spatial_candidates"]
+    assert found.search.found.skipped == ["level2:no_spatial_candidates"]
     assert found.applied == rows[-1]
     assert asked == [600]
 
@@ -140,12 +134,11 @@ def test_what_is_confirmed_is_believed() -> None:
     (row,) = found.rows()
     assert found.applied == row
     assert row.outcome == measured(600, 1.25)
-    assert (asked, found.notes) == ([600], [])
+    assert (asked, found.search.found.notes) == ([600], [])
 
 
 def test_where_the_original_does_not_fit_any_plan_that_runs_is_welcome() -> None:
-    found, _ = climb({1: {990: 3.0}}, measured)
-    found.original = replace(found.original, outcome=OutOfMemory(detail=""))
+    found, _ = climb({1: {990: 3.0}}, measured, original=OutOfMemory(detail=""))
     assert found.rows()[-1].outcome == measured(990)
 
 
@@ -160,7 +153,7 @@ def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -
     (row,) = found.rows()
     assert (row.predicted_allocated_peak_bytes, row.outcome) == (800, measured(800, 1.1))
     assert asked == [600, 800]
-    assert found.notes == ["A plan of 600 B is not applied: its step takes 1.70 times as long."]
+    assert found.search.found.notes == ["A plan of 600 B is not applied: its step takes 1.70 times as long."]
     assert [plan.segments[0].path[1:] for plan in found.too_slow] == ["600"]
 
 
@@ -201,15 +194,16 @@ def test_no_level_is_shown_above_one_below_that_could_have_been_smaller() -> Non
     planner = step.planner(without_norms(step))
     made, _ = climb({4: {}}, measured, max_slowdown=math.inf)
     by_dry_runs = measurements_by(lambda plan: measured(step.dry_run(plan)))
-    made = replace(made, planner=planner, measurements=by_dry_runs, original_bytes=10**9)
+    search = replace(made.search, planner=planner, first=measurements.counted(10**9))
+    made = replace(made, search=search, measurements=by_dry_runs)
     peaks = [row.predicted_allocated_peak_bytes or 0 for row in made.rows()]
     assert peaks == sorted(peaks, reverse=True)
 
 
-def test_another_plan_is_given_time() -> None:
+def test_another_plan_is_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = {1: {600: 1.3}}
     found, asked = climb(plans, lambda peak: measured(peak, 1.5 if peak == 600 else 1.2))
-    found.prolong_search = lambda: plans[1].update({700: 1.15})
+    monkeypatch.setattr(found.search.probes, "prolong", lambda: plans[1].update({700: 1.15}))
     (row,) = found.rows()
     assert asked == [600, 700]
     assert row.outcome == measured(700, 1.2)
@@ -221,7 +215,7 @@ def test_where_every_plan_takes_too_long_the_original_stays() -> None:
     assert row.plan == Plan()
     assert row.outcome == measured(ORIGINAL)
     assert 1 <= len(asked) <= 3
-    assert len(found.notes) == len(asked)
+    assert len(found.search.found.notes) == len(asked)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +228,7 @@ def test_the_limit_is_held_by_the_slowdown_that_is_shown(step_times_s: tuple[flo
     assert measured(600, *step_times_s).slowdown(measured(ORIGINAL)) == shown
     assert is_applied is (shown <= 1.33)
     refused = [f"A plan of 600 B is not applied: its step takes {shown:.2f} times as long."]
-    assert found.notes == ([] if is_applied else refused)
+    assert found.search.found.notes == ([] if is_applied else refused)
 
 
 def test_where_no_plan_is_as_fast_as_asked_the_next_faster_one_is_measured() -> None:
@@ -247,7 +241,7 @@ def test_where_no_plan_is_as_fast_as_asked_the_next_faster_one_is_measured() -> 
 def test_without_a_limit_no_step_is_too_long() -> None:
     found, asked = climb({1: {600: 3.0}}, lambda peak: measured(peak, 5.0), max_slowdown=None)
     assert found.rows()[-1].predicted_allocated_peak_bytes == 600
-    assert (asked, found.notes) == ([600], [])
+    assert (asked, found.search.found.notes) == ([600], [])
 
 
 @pytest.mark.parametrize(
@@ -258,5 +252,5 @@ def test_what_saves_next_to_nothing_for_its_time_is_not_applied(peak: int, slowd
     (row,) = found.rows()
     assert bool(row.plan.segments) is applied
     assert asked == [peak] * applied
-    assert bool(found.notes) is (not applied and peak < ORIGINAL)
+    assert bool(found.search.found.notes) is (not applied and peak < ORIGINAL)
     assert row.predicted_allocated_peak_bytes == (peak if applied else ORIGINAL)

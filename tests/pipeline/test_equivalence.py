@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
 from memopt_cli.errors import OptionError, StepError
+from memopt_cli.fingerprints import causes
 from memopt_cli.measure.jobs import ORIGINAL, FollowJob, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.pipeline import causes
 from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import (

@@ -20,7 +20,6 @@ from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, RecordJob, S
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import explain, explanation
 from memopt_cli.pipeline.explanation import _told
-from memopt_cli.pipeline.profiling import live_bytes
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     ExplainRequest,
@@ -36,6 +35,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
+from memopt_cli.step_peaks import live_bytes
 
 pytestmark = pytest.mark.usefixtures("in_process")
 

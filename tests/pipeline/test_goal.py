@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
-from memopt_cli.pipeline.climb import found_row
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.in_backward import InBackwardPlans
 from memopt_cli.plan.questions import Priced
@@ -23,20 +22,19 @@ from memopt_cli.records import (
     Measurement,
     OutOfMemory,
     Plan,
+    SearchOptions,
     SegmentPlan,
     StepFailed,
     TimedOut,
 )
-from tests.pipeline.measurements import NOTHING, measured, measurements_by
+from tests.pipeline import measurements
+from tests.pipeline.measurements import counted, measured, measurements_by, started
 
 
 def priced(peak: int) -> Priced:
     """A plan that a dry run gives this peak; the smaller, the slower."""
     segments = tuple(SegmentPlan(path=f"m{n}") for n in range((1000 - peak) // 100))
-    counted = Counted(
-        tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=()
-    )
-    return Priced(plan=Plan(segments=segments), counted=counted, level=1, slowdown=2 - peak / 1000)
+    return measurements.priced(peak, Plan(segments=segments), 2 - peak / 1000)
 
 
 class FakeDryRuns:
@@ -79,14 +77,10 @@ def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, l
         asked.append(1000 - 100 * len(plan.segments))
         return outcome(asked[-1])
 
-    planner: Any = FakePlanner()
     search = GoalSearch(
-        planner=planner,
+        search=started(FakePlanner(), measured(1000), SearchOptions(level=3)),
         measurements=measurements_by(measure),
-        level=3,
-        dry_run=True,
         in_backward=not_in_backward(),
-        notes=[],
     )
     return search, asked
 
@@ -112,7 +106,7 @@ HELD = 150
 
 def in_backward(search: GoalSearch, fault: str = "") -> GoalSearch:
     """The same, whose plans hold gradients at their peaks, and the optimizer may run in backward."""
-    planner: Any = search.planner
+    planner: Any = search.search.planner
     planner.plans = tuple(holding(found) for found in FakePlanner.plans)
     planner.dry_runs = FakeDryRuns()
     planner.dry_runs.up_to = lambda level: list(planner.plans)
@@ -124,16 +118,6 @@ def in_backward(search: GoalSearch, fault: str = "") -> GoalSearch:
         return counted(peaks[plan.of_model] - (HELD if plan.segments else 0))
 
     return replace(search, in_backward=plans_in_backward(count, fault, is_allowed=True))
-
-
-def counted(peak: int, gradients: int = 0) -> Counted:
-    return Counted(
-        tensor_peak_bytes=peak,
-        allocated_peak_bytes=peak,
-        resident_bytes=0,
-        breakdown=replace(NOTHING, gradients_bytes=gradients),
-        holders=(),
-    )
 
 
 def holding(found: Priced) -> Priced:
@@ -178,7 +162,7 @@ def test_a_frontier_has_plans_with_the_optimizer_in_backward() -> None:
     assert shown[0].plan.is_empty
     assert all(found.plan.in_backward for found in shown[1:])
     assert shown[-1].peak_bytes == 300 - HELD
-    points = search.frontier(shown, replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000)))
+    points = search.frontier(shown)
     assert search.row_of(points[-1], 0.0).predicted_allocated_peak_bytes == 300 - HELD
 
 
@@ -262,7 +246,7 @@ def test_a_step_far_longer_than_predicted_makes_it_try_others(slow: tuple[int, .
         return measured(peak, 25 - peak / 100 if peak in slow else 1.5)
 
     search, asked = goal(outcome)
-    row = replace(search, original_s=1.0).within(750)
+    row = search.within(750)
     assert row.outcome == outcome(kept)
     assert row.plan == FakePlanner.plans[(1000 - kept) // 100].plan
     assert asked[0] == 700
@@ -272,22 +256,20 @@ def test_a_step_far_longer_than_predicted_makes_it_try_others(slow: tuple[int, .
 @pytest.mark.parametrize("other", [OutOfMemory(detail=""), TimedOut(limit_s=1.0), measured(800, 1.5)])
 def test_what_fits_is_kept_where_another_does_not_run_or_fit(other: Measurement | Failure) -> None:
     search, asked = goal(lambda peak: measured(700, 18.0) if peak == 700 else other)
-    assert replace(search, original_s=1.0).within(750).outcome == measured(700, 18.0)
+    assert search.within(750).outcome == measured(700, 18.0)
     assert asked == [700, 600]
 
 
 def test_what_fits_is_kept_where_others_are_too_slow() -> None:
     search, asked = goal(lambda peak: measured(peak, 18.0))
-    assert replace(search, original_s=1.0, most_slowdown=1.35).within(750).outcome == measured(700, 18.0)
+    assert replace(search, most_slowdown=1.35).within(750).outcome == measured(700, 18.0)
     assert asked == [700]
 
 
 def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> None:
     search, asked = goal(measured)
-    original = found_row(0, priced(1000), 0, 0.0, dry_run=True)
-    original = replace(original, outcome=measured(1000))
-    points = search.frontier(search.worth_showing(), original)
-    assert points[0].outcome is original.outcome
+    points = search.frontier(search.worth_showing())
+    assert points[0].outcome is search.search.original.outcome
     assert len(asked) <= 6
     assert points[-1].predicted_allocated_peak_bytes == 300
     peaks = [point.predicted_allocated_peak_bytes for point in points]
@@ -297,7 +279,7 @@ def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> Non
 def test_a_frontier_ends_where_steps_take_ten_times_as_long_if_nothing_is_said() -> None:
     search, _ = goal(measured)
     slow = {1000: 1.0, 900: 2.0, 890: 5.0, 700: 9.0, 400: 11.0}
-    search.planner.plans = tuple(replace(priced(peak), slowdown=slowdown) for peak, slowdown in slow.items())
+    search.search.planner.plans = tuple(replace(priced(peak), slowdown=slowdown) for peak, slowdown in slow.items())
 
     def shown(most: float | None) -> list[int]:
         return [found.peak_bytes for found in replace(search, most_slowdown=most).worth_showing()]
@@ -314,11 +296,10 @@ def test_a_frontier_has_no_plan_that_is_measured_to_take_longer_than_it_may(
 ) -> None:
     times = {1000: 1.0, 800: 2.0, 600: 18.0, 500: 12.0}
     search, _ = goal(lambda peak: measured(peak, times[peak]))
-    search.planner.plans = tuple(priced(peak) for peak in times)
-    original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
-    points = replace(search, most_slowdown=most).frontier(search.planner.plans, original)
+    search.search.planner.plans = tuple(priced(peak) for peak in times)
+    points = replace(search, most_slowdown=most).frontier(search.search.planner.plans)
     assert [point.predicted_allocated_peak_bytes for point in points] == shown
-    [note] = search.notes
+    [note] = search.search.found.notes
     assert f"more than {limit} times as long" in note
     assert "600 B (18.00×), 500 B (12.00×)" in note
 
@@ -331,13 +312,12 @@ def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier() -> None:
         times[1000], times[700] = 2.0, 4.0
         return replace(row, outcome=measured(700, 4.0))
 
-    original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
-    search.planner.plans = (priced(1000), priced(700))
+    search.search.planner.plans = (priced(1000), priced(700))
     first, second = replace(search, measurements=measurements_by(search.measurements.measure, in_turns)).frontier(
-        search.planner.plans, original
+        search.search.planner.plans
     )
     assert (first.slowdown, second.slowdown) == (1.0, 2.0)
-    assert search.notes == []
+    assert search.search.found.notes == []
 
 
 @pytest.mark.parametrize(("number", "is_there"), [(0, False), (1, True), (7, True), (8, False)])
@@ -352,8 +332,7 @@ def test_plans_that_take_longer_than_they_may_are_left_out() -> None:
     assert search.within(750).predicted_allocated_peak_bytes == 700
     with pytest.raises(NothingFitsError, match=r"of 600 B, makes the step 1\.40 times as long"):
         search.within(650)
-    original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
-    points = search.frontier(search.worth_showing(), original)
+    points = search.frontier(search.worth_showing())
     assert [point.predicted_slowdown for point in points] == [1.0, 1.1, 1.2, 1.3]
 
 

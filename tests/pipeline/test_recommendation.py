@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan
 from memopt_cli.batch_size.accumulation import accumulate
-from memopt_cli.batch_size.length_strategies import BatchExtent
 from memopt_cli.batch_size.samplers import TokenBudgetSampler
 from memopt_cli.contents import plan_yaml
 from memopt_cli.errors import NothingFitsError, StepError, UsageError
@@ -27,7 +24,6 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import prepare as prepare_module
 from memopt_cli.pipeline import recommend_batch
-from memopt_cli.pipeline.length_comparison import Fit, fit
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchAdvice,
@@ -429,25 +425,6 @@ def header() -> FileHeader:
     return FileHeader(
         schema_version=1, memopt="0", torch="2", model="net.pt", sha256=None, spec=spec, seed=0, device="cpu"
     )
-
-
-@given(st.floats(0, 1e6), st.floats(0, 1e4), st.floats(0, 100))
-def test_a_fit_is_exact_where_it_can_be(constant: float, linear: float, quadratic: float) -> None:
-    truth = Fit(constant, linear, quadratic)
-    extents = [extent(4, 40), extent(4, 20), extent(8, 20)]
-    found = fit([(e, truth(e)) for e in extents])
-    other = extent(3, 33)
-    assert found(other) == pytest.approx(truth(other), rel=1e-6, abs=1e-3)
-
-
-def test_a_fit_does_not_fall_with_the_steps() -> None:
-    noisy = [(extent(4, 40), 1.0), (extent(4, 20), 0.6), (extent(8, 20), 1.2)]
-    assert fit(noisy).quadratic == 0
-    assert fit(noisy)(extent(16, 20)) > 1.2
-
-
-def extent(sequences: int, steps: int) -> BatchExtent:
-    return BatchExtent(sequences=sequences, steps=steps, positions=sequences * steps)
 
 
 @pytest.mark.parametrize(

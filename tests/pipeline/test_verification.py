@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.fingerprints import compared
+from memopt_cli.fingerprints.steps import compared
 from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, RoundedJob, Subject, VerifyJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.worker import Worker

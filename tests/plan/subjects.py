@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import CountedPlan, Probes, is_within
+from memopt_cli.plan.interface import Probes, is_within
 from memopt_cli.plan.planner import Planner
 from memopt_cli.records import (
     ChunkRule,
@@ -76,8 +76,8 @@ class Subject:
         self.model = CostModel(self.trace)
 
     @functools.cached_property
-    def original(self) -> CountedPlan:
-        return CountedPlan(plan=Plan(), counted=self.count(Plan()))
+    def original(self) -> Counted:
+        return self.count(Plan())
 
     def dry_run(self, plan: Plan) -> int:
         return self.count(plan).allocated_peak_bytes

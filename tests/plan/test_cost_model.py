@@ -29,9 +29,8 @@ from memopt_cli.plan.cost_model import (
     BatchNorm,
     CostModel,
     Passes,
-    Work,
+    Rerun,
     chunk_counts,
-    overhead_s,
     statistics_passes,
 )
 from memopt_cli.plan.interface import is_within
@@ -204,7 +203,7 @@ def test_nested_segments_are_close_to_their_dry_run() -> None:
 def keeping(subject: Subject, root: Block, chance: random.Random) -> Plan:
     """Some segments, none in another, each keeping some costly outputs."""
     blocks = {block.path: block for block in root}
-    worthy = {p: choices([c for c in blocks[p].costly if c.op < blocks[p].stop]) for p in subject.usable}
+    worthy = {p: choices([c for c in blocks[p].costly if c.op < blocks[p].rerun.stop]) for p in subject.usable}
     able = [path for path, sets in worthy.items() if sets]
     chosen = chance.sample(able, min(len(able), chance.randint(1, 5)))
     outermost = [p for p in able if p in chosen and not any(p != o and is_within(p, o) for o in chosen)]
@@ -243,8 +242,8 @@ def test_a_segment_of_operators_that_take_no_time_takes_some(
     model = CostModel(replace(subject.trace, ops=ops, segment_overhead=scale))
     (call,) = (call for call in subject.trace.calls if call.path == "blocks.2")
     added_s = model.predict(Plan(segments=(SegmentPlan(path="blocks.2", keep=keep),))).step_s - model.step_s
-    work = model.work(call)
-    watched_s = SEGMENT_S + MODULE_S * work.modules + per_op_s * work.ops
+    rerun = model.rerun(call)
+    watched_s = SEGMENT_S + MODULE_S * rerun.modules + per_op_s * rerun.ops
     assert added_s == pytest.approx(scale * watched_s, rel=0.01)
 
 
@@ -292,6 +291,29 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None,
         assert predicted.step_s - model.step_s == pytest.approx(added_s)
 
 
+class Between(nn.Module):
+    """Runs operators of its own around its one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.layer.weight.sum() * x.tanh().sin()).tanh().sin()
+        return out
+
+
+def test_what_a_model_runs_between_its_modules_is_no_segment_where_it_is_one_itself() -> None:
+    model = Subject(Between(), torch.randn(512, 64)).model
+    solver = Solver(block_tree(model), Allowed(chunks={"": (ChunkRule(axis=0, seq_inputs=1, seq_outputs=1), 512)}))
+    found = [solver.fastest(model.peak_bytes * share // 20) for share in range(20, 8, -1)]
+    ways = [way for way in found if way is not None]
+    assert any(segment.path == "" for way in ways for segment in way.segments())
+    for way in ways:
+        predicted = model.predict(Plan(segments=tuple({s.path: s for s in way.segments()}.values())))
+        assert predicted.step_s - model.step_s == pytest.approx(way.added_s)
+
+
 def test_every_norm_costs_a_pass_over_what_precedes_it() -> None:
     """In forward and in recomputation, but in forward the next pass is handed what the norm is given."""
     relu = 2  # convolution, norm, relu, convolution, norm
@@ -323,10 +345,10 @@ def test_the_runs_that_are_priced_are_those_that_chunks_take(norms: int) -> None
     ops, segments_run = 2 * norms, runs.count(layers[0])
     norms_met = sum(isinstance(module, nn.BatchNorm2d) for module in runs)
     passes = statistics_passes([0.0] * (ops + 1), [BatchNorm(op, op - 1) for op in range(1, ops, 2)], 0, ops, 0)
-    work = Work(ops=ops, products=norms, modules=ops + 1)
+    rerun = Rerun(ops=ops, products=norms, modules=ops + 1, passes=passes)
     again = len(runs) / ops - 1
-    assert overhead_s(segment, forward_s=0.0, work=work, passes=passes) == pytest.approx(
-        (SEGMENT_S + MODULE_S * work.modules) * segments_run
+    assert rerun.overhead_s(segment) == pytest.approx(
+        (SEGMENT_S + MODULE_S * rerun.modules) * segments_run
         + SEGMENT_OP_S * len(runs)
         + 3 * again * (OP_S * ops + PRODUCT_S * norms)
         + NORM_S * norms_met
@@ -334,8 +356,9 @@ def test_the_runs_that_are_priced_are_those_that_chunks_take(norms: int) -> None
 
 
 def test_passes_cost_nothing_where_no_statistics_are_gathered() -> None:
-    price = functools.partial(overhead_s, SegmentPlan(path="", chunks=4), forward_s=1.0, work=Work(ops=9))
-    assert price(passes=Passes(norms=2, ops=7, seconds=5.0)) == price(passes=Passes())
+    segment, rerun = SegmentPlan(path="", chunks=4), Rerun(seconds=1.0, ops=9)
+    with_norms = replace(rerun, passes=Passes(norms=2, ops=7, seconds=5.0))
+    assert with_norms.overhead_s(segment) == rerun.overhead_s(segment)
 
 
 def test_a_recomputation_ends_where_autograd_has_what_it_saved() -> None:
@@ -635,7 +658,7 @@ def test_what_is_packed_is_whole_again_where_backward_uses_it_in_the_sums_too() 
     proposals = Proposals(subject.trace, lambda: None)
     proposals.allow(Allowed())
     for share in (0.85, 0.9, 0.95):
-        budget = int(share * subject.original.peak_bytes)
+        budget = int(share * subject.original.allocated_peak_bytes)
         plan = proposals.solvers.fastest(True, budget)
         assert plan is not None
         assert proposals.peak_of(plan) <= 1.01 * budget

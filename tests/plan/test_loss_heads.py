@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
-from memopt_cli.plan.interface import CountedPlan, NotTried
+from memopt_cli.plan.interface import NotTried
 from memopt_cli.plan.loss_heads import loss_heads, with_heads
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
@@ -87,7 +88,7 @@ def test_level_3_takes_the_head_first(loss: Callable[[Tensor, Tensor], object]) 
     found = plans.least(3)
     assert head in found.plan.segments
     assert found.level == 3
-    assert found.peak_bytes < 0.7 * subject.original.peak_bytes
+    assert found.peak_bytes < 0.7 * subject.original.allocated_peak_bytes
     assert subject.dry_run(found.plan) == found.peak_bytes
 
 
@@ -109,30 +110,32 @@ def test_heads_that_stand_equally_high_go_together(
     monkeypatch.setattr("memopt_cli.plan.loss_heads.loss_heads", lambda trace: heads)
     tried: list[Plan] = []
 
-    def count(plan: Plan) -> CountedPlan | None:
+    def peak_of(plan: Plan) -> float:
         tried.append(plan)
         paths = {segment.path for segment in plan.segments}
-        share = 2.0 if "worse" in paths else both if len(paths) == 2 else 1.0
-        counted = subject.original.counted
-        peak_bytes = int(share * counted.allocated_peak_bytes)
-        return CountedPlan(plan=plan, counted=replace(counted, allocated_peak_bytes=peak_bytes))
+        return 1000.0 * (2.0 if "worse" in paths else both if len(paths) == 2 else 1.0)
 
-    found = with_heads(subject.original, subject.trace, count)
-    assert [segment.path for segment in found.plan.segments] == kept
+    found = with_heads(Plan(), 1000, subject.trace, peak_of)
+    assert [segment.path for segment in found.segments] == kept
     assert len(tried) == 3
 
 
 def test_a_head_that_cannot_run_through_its_loss_stays() -> None:
     subject = subject_of(alone)
-    assert with_heads(subject.original, subject.trace, lambda plan: None) is subject.original
+    assert with_heads(Plan(), 1000, subject.trace, lambda plan: math.inf) == Plan()
 
 
 def test_a_head_takes_the_place_of_the_segments_in_it() -> None:
     subject = subject_of(alone)
     (head,) = heads_of(subject)
-    start = replace(subject.original, plan=Plan(segments=(SegmentPlan(path="head"), SegmentPlan(path="blocks"))))
+    start = Plan(segments=(SegmentPlan(path="head"), SegmentPlan(path="blocks")))
     tried: list[Plan] = []
-    with_heads(start, subject.trace, lambda plan: tried.append(plan))
+
+    def peak_of(plan: Plan) -> float:
+        tried.append(plan)
+        return math.inf
+
+    with_heads(start, 1000, subject.trace, peak_of)
     assert [plan.segments for plan in tried] == [(SegmentPlan(path="blocks"), head)]
 
 

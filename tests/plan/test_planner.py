@@ -83,7 +83,7 @@ def best(any_step: Subject) -> dict[int, Priced]:
 def test_no_level_is_above_the_one_below(any_step: Subject, best: dict[int, Priced]) -> None:
     plans = any_step.planner(without_norms(any_step))
     for found in ([plans.least(level) for level in LEVELS], [best[level] for level in LEVELS]):
-        peaks = [any_step.original.peak_bytes, *(priced.peak_bytes for priced in found)]
+        peaks = [any_step.original.allocated_peak_bytes, *(priced.peak_bytes for priced in found)]
         assert peaks == sorted(peaks, reverse=True)
         for level, priced in zip(LEVELS, found, strict=True):
             assert level_of(priced.plan) == priced.level <= level
@@ -152,7 +152,7 @@ def test_what_is_nearly_the_least_lowers_the_peak_by_enough_too() -> None:
 def test_a_level_takes_no_more_time_than_is_asked(any_step: Subject) -> None:
     plans = any_step.planner(without_norms(any_step))
     for level in (2, 4):
-        lowest = any_step.original.peak_bytes
+        lowest = any_step.original.allocated_peak_bytes
         for most in (1.0, 1.1, 1.33, 2.0, math.inf):
             found = plans.best(level, most)
             assert found.slowdown <= most
@@ -216,7 +216,7 @@ def test_limits_hold_in_every_plan(name: str, limit: str) -> None:
     plans = subject.planner(lambda path: asked.append(path) or chunking(path), **options)
     for level in LEVELS:
         assert holds(plans.best(level).plan)
-        found = plans.within(level, subject.original.peak_bytes * 3 // 4)
+        found = plans.within(level, subject.original.allocated_peak_bytes * 3 // 4)
         assert found is None or holds(found.plan)
     assert all(holds(found.plan) for found in plans.frontier(4))
     assert not [found.plan for found in counted(plans) if not holds(found.plan)]
@@ -230,7 +230,7 @@ def test_limits_leave_something_to_do(limit: str) -> None:
     options, _ = LIMITS[limit]
     subject = small("chain")
     plans = subject.planner(lambda path: rule_along(0), **options)
-    assert plans.least(4).peak_bytes < subject.original.peak_bytes
+    assert plans.least(4).peak_bytes < subject.original.allocated_peak_bytes
 
 
 @functools.cache
@@ -289,7 +289,7 @@ def test_a_pair_of_normalized_layers_runs_in_chunks_together(layers: int, whole:
 @pytest.mark.slow
 def test_every_budget_that_can_be_met_is(subject: Subject) -> None:
     plans = subject.planner()
-    least, high = plans.least(4).peak_bytes, subject.original.peak_bytes
+    least, high = plans.least(4).peak_bytes, subject.original.allocated_peak_bytes
     slowdowns = []
     for quarter in range(5):
         budget = least + (high - least) * quarter // 4
@@ -309,7 +309,7 @@ def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
     found = plans.frontier(4)
     peaks = [priced.peak_bytes for priced in found]
     assert peaks == sorted(set(peaks), reverse=True)
-    assert peaks[0] <= subject.original.peak_bytes
+    assert peaks[0] <= subject.original.allocated_peak_bytes
     assert [p.slowdown for p in found] == sorted({p.slowdown for p in found})
     assert found == plans.frontier_so_far
     for at, priced in enumerate(found):
@@ -367,7 +367,7 @@ def test_nothing_is_solved_when_the_time_is_up(search: str, dry_runs: int, monke
 
     monkeypatch.setattr(Solver, "fastest", solve)
     plans = subject.planner_asking(replace(subject.probes(), count=count, late=lambda: bool(refused)))
-    SEARCHES[search](plans, subject.original.peak_bytes)
+    SEARCHES[search](plans, subject.original.allocated_peak_bytes)
     assert len(plans.dry_runs) == len(answered) == dry_runs
     assert len(refused) == 1
 
@@ -379,7 +379,7 @@ def test_sums_end_when_the_time_is_up(search: str, asked: int) -> None:
     subject = small("chain")
     ticks = itertools.count()
     over: list[bool] = []
-    peaks = [subject.original.peak_bytes]
+    peaks = [subject.original.allocated_peak_bytes]
 
     def late() -> bool:
         if next(ticks) >= asked:
@@ -490,10 +490,10 @@ def test_no_more_modules_are_asked_than_the_limits_allow() -> None:
 def test_only_those_are_asked_for_chunks_that_a_lower_plan_needs() -> None:
     asked: list[str] = []
     subject = known("chain")
-    chunks = subject.planner(lambda path: asked.append(path) or rule_along(0))._at(3).chunks
-    assert chunks.lower(1, 10.0) is None
+    ground = subject.planner(lambda path: asked.append(path) or rule_along(0))._at(3).ground
+    assert ground.lower(1, 10.0) is None
     assert not asked
-    plan = chunks.lower(subject.original.peak_bytes, 10.0)
+    plan = ground.lower(subject.original.allocated_peak_bytes, 10.0)
     assert plan is not None
     assert set(asked) == {segment.path for segment in plan.segments if segment.chunks > 1}
 
@@ -517,9 +517,9 @@ def test_no_plan_is_dry_run_that_cannot_be_the_smallest() -> None:
 @pytest.mark.slow
 def test_what_is_refused_is_planned_without() -> None:
     subject = known("chain")
-    chunks = subject.planner(lambda path: Refused(reason="no"))._at(3).chunks
-    assert chunks.lower(subject.original.peak_bytes // 4, 10.0) is None
-    whole = chunks.lower(subject.original.peak_bytes, 10.0)
+    ground = subject.planner(lambda path: Refused(reason="no"))._at(3).ground
+    assert ground.lower(subject.original.allocated_peak_bytes // 4, 10.0) is None
+    whole = ground.lower(subject.original.allocated_peak_bytes, 10.0)
     assert whole is not None
     assert all(segment.chunks == 1 for segment in whole.segments)
 
@@ -534,7 +534,7 @@ def test_where_nothing_at_the_peak_saves_by_chunks_what_it_lies_in_is_asked() ->
         asked.append(path)
         return Refused(reason="no") if path == "0.0" else rule_along(0)
 
-    high = subject.original.peak_bytes
+    high = subject.original.allocated_peak_bytes
     found = subject.planner(chunking).within(4, high * 2 // 3)
     assert found is not None
     assert asked == ["0.0", "0"]
@@ -573,7 +573,7 @@ def test_what_no_plan_may_cut_is_not_asked() -> None:
 def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.plan.at_level._WORTH_ASKING", worth)
+    monkeypatch.setattr("memopt_cli.plan.grounds._WORTH_ASKING", worth)
     subject = known("chain")
     asked: list[str] = []
 
@@ -608,12 +608,12 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
         return planned, first.peak_bytes
 
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis))
-    assert plans.chunks.may_give_a_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
+    assert plans.ground.may_give_a_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
     monkeypatch.setattr(plans.ground.questions, "_learned", 12)
-    assert not plans.chunks.may_give_a_faster(plans.runs.fastest(budget), budget)
+    assert not plans.ground.may_give_a_faster(plans.runs.fastest(budget), budget)
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis), Plan())
-    assert not plans.chunks.may_give_a_faster(
-        plans.runs.fastest(subject.original.peak_bytes), budget
+    assert not plans.ground.may_give_a_faster(
+        plans.runs.fastest(subject.original.allocated_peak_bytes), budget
     )  # the original is within that
 
 
@@ -724,7 +724,7 @@ def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut
     plans = small("chain").planner(lambda path: rule_along(0))
     plans.least(3)
     search = plans._at(level)
-    rearranged = search.ground.improvements.rearranged(segments("blocks.1"), search.chunks.hopeful())
+    rearranged = search.ground.improvements.rearranged(segments("blocks.1"), search.ground.hopeful())
     assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
 

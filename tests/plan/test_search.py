@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memopt_cli.plan import ways
 from memopt_cli.plan.block_tree import Block
-from memopt_cli.plan.cost_model import SEGMENT_S, Passes, Work, overhead_s
+from memopt_cli.plan.cost_model import SEGMENT_S, Rerun
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import Costly, choices
 from memopt_cli.plan.search import Solver
@@ -31,12 +31,14 @@ def block(path: str, children: tuple[Block, ...] = (), **numbers: int | float) -
         kept_bytes=int(numbers.get("kept", 0)),
         peak_bytes=int(numbers.get("peak", 0)),
         forward_bytes=int(numbers.get("forward", 0)),
-        forward_s=float(numbers.get("seconds", 0)) + sum(c.forward_s for c in children),
+        rerun=Rerun(
+            stop=sys.maxsize,
+            seconds=float(numbers.get("seconds", 0)) + sum(c.rerun.seconds for c in children),
+            ops=int(numbers.get("ops", 0)),
+        ),
         input_bytes=int(numbers.get("input", 0)),
-        work=Work(ops=int(numbers.get("ops", 0))),
         children=children,
     )
-    made.stop = sys.maxsize
     made.costly = tuple(c for child in children for c in child.costly)
     if numbers.get("output"):
         own = Costly(
@@ -72,11 +74,6 @@ def paths(root: Block) -> list[str]:
     return [b.path for b in root if b.path]
 
 
-def overhead_of(block: Block, segment: SegmentPlan) -> float:
-    """Of one without norms."""
-    return overhead_s(segment, forward_s=block.forward_s, work=block.work, passes=Passes())
-
-
 def step(root: Block, segments: frozenset[str]) -> tuple[int, int, float]:
     """(kept, peak, added time) of a plan, straight from the definition."""
     if root.children:
@@ -90,7 +87,7 @@ def step(root: Block, segments: frozenset[str]) -> tuple[int, int, float]:
         kept, peak, added = root.kept_bytes, root.kept_bytes + root.peak_bytes, 0.0
     if root.path not in segments:
         return kept, peak, added
-    added += root.forward_s + overhead_of(root, SegmentPlan(path=""))
+    added += root.rerun.seconds + root.rerun.overhead_s(SegmentPlan(path=""))
     return root.input_bytes, max(root.input_bytes, peak, root.forward_bytes), added
 
 
@@ -209,8 +206,8 @@ def chunked_step(root: Block, plan: Chunked) -> tuple[int, int, float]:
             root.output_bytes + 2 * root.given_bytes,
             2 * root.output_bytes,
         )
-    overhead = overhead_of(root, SegmentPlan(path="", chunks=chunks))
-    return root.input_bytes, max(root.input_bytes, peak), added + root.forward_s + overhead
+    overhead = root.rerun.overhead_s(SegmentPlan(path="", chunks=chunks))
+    return root.input_bytes, max(root.input_bytes, peak), added + root.rerun.seconds + overhead
 
 
 @pytest.mark.slow
@@ -281,7 +278,7 @@ def keeping_step(root: Block, segments: Kept, around: frozenset[int] = frozenset
         return kept, peak, added, held
     stored = root.input_bytes + held
     segment = SegmentPlan(path="", keep=("costly",) if inner else ())
-    added += root.forward_s + overhead_of(root, segment)
+    added += root.rerun.seconds + root.rerun.overhead_s(segment)
     return stored, max(stored, peak, root.forward_bytes + held), added, 0
 
 

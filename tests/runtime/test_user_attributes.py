@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
 from memopt_cli.errors import PlanError
-from memopt_cli.plan.interface import CountedPlan, Probes
+from memopt_cli.plan.interface import Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.targets import matching_targets
 from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepSettings
@@ -254,8 +254,7 @@ def climbed(step: Step, level: int, *targets: str, tried: list[Plan] | None = No
 
     options = SearchOptions(level=level, targets=targets)
     probes = Probes(count=probe, chunking=chunking, report=lambda _: None)
-    original = CountedPlan(plan=Plan(), counted=probe(Plan()))
-    return Planner(record(step, 8, contents=True), original, probes, options).least(level).plan
+    return Planner(record(step, 8, contents=True), probe(Plan()), probes, options).least(level).plan
 
 
 class Spikes(torch.autograd.Function):

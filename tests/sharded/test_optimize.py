@@ -99,7 +99,7 @@ def test_nothing_is_done_with_a_model_that_does_not_fit(
     """``free``: bytes of memory for one of the model.  The search begins if there are more."""
     model = models.shorter()
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    monkeypatch.setattr(elsewhere, "record_step", lambda *_: pytest.fail("the search began"))
+    monkeypatch.setattr(elsewhere, "start_search", lambda *_: pytest.fail("the search began"))
     monkeypatch.setattr(elsewhere, "runnable_bytes", lambda device: int(free * size))
     spread = ["--ranks", "4", "--parallel", f"{MODELS}:shard", "-i", INPUTS, "--level", "1", "-q"]
     assert main(["optimize", f"{MODELS}:{build}", *spread, *flags]) == 3

@@ -1,11 +1,11 @@
-"""What bounds the steps that ``memopt recommend-batch`` runs and recommends."""
+"""What bounds the steps that a search for a batch runs, and those that it recommends."""
 
 from __future__ import annotations
 
 import math
 
 from memopt_cli.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
-from memopt_cli.batch_size.runs import Limits
+from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.errors import UsageError
 from memopt_cli.records import DeviceProfile
 from memopt_cli.units import exact_bytes, format_bytes
@@ -26,6 +26,20 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
         name=name,
         longest_step_s=longest_step_s,
         multiple_of=multiple_of,
+    )
+
+
+def limits_of_device(device: str, longest_step_s: float, *, aim: float) -> Limits:
+    """Where no memory is asked for: the usual share of all that the device has, free or not."""
+    capacity = device_capacity(device)
+    budget = int(capacity.device_bytes * TARGET_SHARE)
+    return Limits(
+        budget_bytes=budget,
+        device_bytes=capacity.device_bytes,
+        runnable_bytes=budget,
+        name=f"{100 * TARGET_SHARE:g} % of {capacity.limited_by}",
+        longest_step_s=longest_step_s,
+        aim=aim,
     )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from memopt_cli.batch_size.accumulation import accumulate
+from memopt_cli.batch_size.pair_search import PairSearch
 from memopt_cli.batch_size.runs import Limits
-from memopt_cli.pipeline.pair_search import PairSearch
 from memopt_cli.records import BatchProbe, Failure, OutOfMemory, Plan, SegmentPlan
 
 PLANS = [Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(count))) for count in range(8)]

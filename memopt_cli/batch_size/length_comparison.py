@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from memopt_cli.batch_size.length_strategies import TOKEN_BUDGET, BatchExtent, StrategyReport, compare_length_strategies
 from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.failures import required
-from memopt_cli.records import BatchProbe, DimRange, Failure, InputSpec, LengthBatching
+from memopt_cli.records import BatchProbe, DimRange, InputSpec, LengthBatching
 
 RUNS = 2
 """Beside that of the batch that is recommended."""
@@ -72,16 +71,16 @@ def compare_lengths(
     runnable: int,
     budget_bytes: int,
     seed: int,
-    probe: Callable[[int, int], BatchProbe | Failure],
+    probe: Callable[[int, int], BatchProbe],
 ) -> tuple[LengthBatching, ...]:
     """The four ways to make batches, of ``batch`` sequences or of as many positions.
 
     ``batch`` of the longest fit into ``budget_bytes``.  ``probe(batch, steps)`` measures ``runnable`` sequences, and
-    as many positions in shorter ones.  Raises :class:`MemoptError` where a run gives no number.
+    as many positions in shorter ones.
     """
     longest = max(2, *lengths)
     sizes = ((runnable, longest), (runnable, longest // 2), (2 * runnable, longest // 2))
-    runs = [_measured(probe, *size) for size in sizes]
+    runs = [(BatchExtent(sequences=n, steps=steps, positions=n * steps), probe(n, steps)) for n, steps in sizes]
     memory = fit([(extent, run.allocated_peak_bytes) for extent, run in runs])
     step_s = fit([(extent, run.step_s) for extent, run in runs])
     fastest_s = min(run.step_s / extent.positions for extent, run in runs)
@@ -116,11 +115,3 @@ def compare_lengths(
 
 def _tokens_peak(reports: Sequence[StrategyReport]) -> int:
     return next(report.peak_bytes or 0 for report in reports if report.strategy == TOKEN_BUDGET)
-
-
-def _measured(
-    probe: Callable[[int, int], BatchProbe | Failure], batch: int, steps: int
-) -> tuple[BatchExtent, BatchProbe]:
-    context = f"batch {batch} of {steps} steps, which --lengths needs, could not be run: "
-    extent = BatchExtent(sequences=batch, steps=steps, positions=batch * steps)
-    return extent, required(probe(batch, steps), context)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from memopt_cli.pipeline.gaps import gaps_between
+from memopt_cli.fingerprints.gaps import gaps_between
 from memopt_cli.records import CallPrint, Cause, ChoicePrint, StepPrint, TensorGap, TensorPrint
 
 _NO_GRADIENTS = "None of the inputs have requires_grad=True"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from memopt_cli.errors import StepError
-from memopt_cli.fingerprints import ROUNDING_SHARE, relative, typical
+from memopt_cli.fingerprints.steps import ROUNDING_SHARE, relative, typical
 from memopt_cli.records import NOT_FINITE, Followed, StepPrint, TensorGap, TensorPrint
 
 _Rename = Callable[[str], str]

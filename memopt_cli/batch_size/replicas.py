@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.batch_size.runs import Limits
-from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.records import BatchProbe, Failure, NoBatchFits, OutOfMemory, ReplicaAdvice, StepFailed, describe
 from memopt_cli.units import format_bytes, format_copies
 
@@ -35,10 +34,10 @@ class ReplicaSearch:
     outcomes: dict[int, BatchProbe | Failure] = field(default_factory=dict)
     """What became of each number that was run."""
 
-    def fastest(self, sizes: Sequence[int]) -> ReplicaAdvice | NoBatchFits:
-        """Run ``sizes``, ascending, as far as they fit and train faster; the latter if not even the fewest fit.
+    def fastest(self, sizes: Sequence[int]) -> ReplicaAdvice | NoBatchFits | Failure:
+        """Run ``sizes``, ascending, as far as they fit and train faster.
 
-        Raises the error that says why a model cannot be batched.
+        No batch fits where not even the fewest do; a failure is that of the last run, and no copies can be batched.
         """
         stop = ""
         for size in sizes:
@@ -47,6 +46,10 @@ class ReplicaSearch:
                 self._run_most()
             if stop := stop or self._run(size):
                 break
+        last = [*self.outcomes.values()][-1]
+        if isinstance(last, StepFailed) or not (self.runs or isinstance(last, OutOfMemory)):
+            assert not isinstance(last, BatchProbe)
+            return last
         if not self.fitting:
             return NoBatchFits(batch=self.batch, budget_bytes=self.limits.budget_bytes, reason=stop)
         return self.advice(stop or f"--replicas {sizes[-1]}")
@@ -87,9 +90,6 @@ class ReplicaSearch:
         """Run so many copies; why no more are to be run, empty if they may be."""
         found = self.outcomes[size] = self.probe(size)
         if not isinstance(found, BatchProbe):
-            is_known = self.runs or isinstance(found, OutOfMemory)
-            if isinstance(found, StepFailed) or not is_known:
-                raise_failure(found, f"{format_copies(size)} with batch {self.batch}: ")
             return f"a run of {format_copies(size)}: {describe(found)}"
         if found.allocated_peak_bytes > self.limits.budget_bytes:
             return self.limits.name
