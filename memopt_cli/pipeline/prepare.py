@@ -31,6 +31,8 @@ from memopt_cli.records import (
 )
 from memopt_cli.spec_text import format_tensor
 
+TAKEN_OFF = "The file carries a plan already; it was taken off first."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
@@ -48,6 +50,13 @@ class Prepared:
     """Of each answer of a session."""
     progress: Progress = field(default_factory=Progress)
     """Is told what is done with it."""
+
+    def without_carried(self, note: str) -> Prepared:
+        """The same where it does not matter that the file carries a plan, which ``note`` says, if it does."""
+        if self.carried == ORIGINAL:
+            return self
+        self.progress.note(note)
+        return replace(self, carried=ORIGINAL, notes=(note, *self.notes))
 
     @property
     def batch(self) -> int:
@@ -116,18 +125,12 @@ def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:
     return InputSpec(tensors=spec.tensors, dims=spec.dims, source=source) if spec.tensors else None
 
 
-def prepare(opening: Opening, *, progress: Progress, ask: Ask | None, with_plan: str = "") -> Prepared:
+def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """Load the model in a subprocess, without the plan that it may carry, and find its inputs and its device.
 
-    ``with_plan``: a sentence on how to have the step with such a plan.
     What the user vouches for when asked goes to later subprocesses too.  Raises :class:`MemoptError`.
     """
-    prepared = prepare_with_plan(opening, progress=progress, ask=ask)
-    if prepared.carried == ORIGINAL:
-        return prepared
-    note = f"The file carries a plan already; it was taken off first.{with_plan}"
-    progress.note(note)
-    return replace(prepared, carried=ORIGINAL, notes=(note, *prepared.notes))
+    return prepare_with_plan(opening, progress=progress, ask=ask).without_carried(TAKEN_OFF)
 
 
 def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:

@@ -23,7 +23,7 @@ from memopt_cli.measure.jobs import ORIGINAL, Data, ProbeJob
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
+from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, file_header, opening_of, prepare_with_plan, recorded_here
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -60,9 +60,11 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
     opening = opening_of(request, settings)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
-    named = "" if plan else " The batches with it: --plan FILE."
-    prepared = prepare(opening, progress=progress, ask=ask, with_plan=named)  # which tells if a plan does not fit
-    return recommend_prepared(request, prepared, plan, lengths)
+    prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # which tells if a plan does not fit
+    note = TAKEN_OFF
+    if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
+        plan, note = prepared.carried, "The file carries a plan: the rows are without it and with it."
+    return recommend_prepared(request, prepared.without_carried(note), plan, lengths)
 
 
 def _check_replicas(request: BatchRequest) -> None:

@@ -144,13 +144,17 @@ class TestInProcess:
         assert peak_of(lstm, "4x9x16", batch) <= 2 * MIB
         assert peak_of(lstm, "4x9x16", batch + max(1, math.ceil(0.05 * batch))) > 2 * MIB
 
-    def test_a_plan_in_the_file_is_named_where_it_is_wanted(self, tmp_path: Path) -> None:
+    def test_a_plan_in_the_file_stands_beside_the_original(self, tmp_path: Path) -> None:
         net, plan = conv_net(), Plan(segments=(SegmentPlan(path="0"),))
         apply_plan(net, plan)
         location = saved(tmp_path / "net.memopt.pt", net)
         found = recommended(location, "4x1x16x16", memory=4 * MIB)
-        note = "The file carries a plan already; it was taken off first."
-        assert f"{note} The batches with it: --plan FILE." in found.notes
+        assert [row.planned for row in found.rows] == [False, True]
+        assert "The file carries a plan: the rows are without it and with it." in found.notes
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
+        named = recommended(location, "4x1x16x16", memory=4 * MIB, plan_path=str(tmp_path / "p.plan.yaml"))
+        assert [row.planned for row in named.rows] == [False, True]
+        assert "The file carries a plan already; it was taken off first." in named.notes
 
     def test_a_model_that_wants_data(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", Reading())
