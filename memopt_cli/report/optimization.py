@@ -344,8 +344,8 @@ def _allowed(found: Verification) -> str:
 
 
 def _batch(advice: BatchAdvice) -> str:
-    budget = f"{format_bytes(advice.budget_bytes)} of {format_bytes(advice.device_bytes)}"
-    text = f"batch {advice.recommended_batch} recommended, run within {budget}; limited by {advice.limited_by}"
+    budget = f"{format_bytes(advice.budget_bytes)} of the {format_bytes(advice.device_bytes)} here"
+    text = f"batch {advice.recommended_batch} recommended: it was run and fits {budget}; limited by {advice.limited_by}"
     if advice.estimated_batch == advice.recommended_batch:
         return text
     return f"{text}; a line through {len(advice.probes)} runs says that about {advice.estimated_batch} would fit"

@@ -171,7 +171,7 @@ level  plan                                    peak  predicted  level 0       pe
 level 1: out of memory (limit 400 MiB)
 level 3: the plan of level 2
 verified: 83 tensors equal bit for bit, at batch 4
-batch 16 recommended, run within 8.0 GiB of 10.0 GiB; limited by the budget
+batch 16 recommended: it was run and fits 8.0 GiB of the 10.0 GiB here; limited by the budget
 Try level 4.
 inputs are a [guess] from conv1
 wrote model.memopt.pt
