@@ -188,7 +188,7 @@ class _Builder:
         own.packed_input_bytes, own.compressor = self._packed(module, call)
         own.input_shape = tuple(module.input_shape)
         own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
-        own.output_bytes = sum(self._trace.storages[s].nbytes for s in call.outputs)
+        own.output_bytes = sum(self._trace.storages[s].nbytes for s in {*call.outputs})
         own.state_bytes = module.state_bytes
         own.refusal = module.refusal if call.backward else "nothing in it is differentiated"
         own.children = children

@@ -460,7 +460,7 @@ class Replay:
         """
         storages = self._trace.storages
         share = int(block.parent.shares) if block.parent else 1
-        outputs = sum(storages[s].nbytes for s in block.call.outputs if storages[s].born >= block.call.start)
+        outputs = sum(storages[s].nbytes for s in {*block.call.outputs} if storages[s].born >= block.call.start)
         for around in _outwards(block.parent):
             if around is None or block.call.end <= around.stop:
                 self._ledger.extra[self._order.at(around, block.call.end - 1)] += outputs // share

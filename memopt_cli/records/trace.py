@@ -131,7 +131,7 @@ class ModuleCall:
     inputs: tuple[int, ...]
     """Storages of its tensor arguments."""
     outputs: tuple[int, ...]
-    """Storages of what it returned."""
+    """Storages of what it returned, in turn: that of several views as often."""
 
     @property
     def forward(self) -> range:

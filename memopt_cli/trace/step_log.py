@@ -163,7 +163,8 @@ class StepLog(StorageLog):
         def leave(path: str, module: nn.Module, output: Any) -> None:
             if self.phase == "forward":
                 call = self.calls[self._innermost]
-                call.end, call.outputs = len(self.ops), self._indices(tensors_of(output))
+                seen = filter(None, map(self.known, tensors_of(output)))
+                call.end, call.outputs = len(self.ops), tuple(storage.index for storage in seen)
                 self._turn(call.caller)
 
         with module_hooks(model, enter, leave, always_leave=True), saved_tensors_hooks(self._save, lambda alias: alias):

@@ -710,3 +710,24 @@ def test_chunks_behind_an_axis_that_is_not_cut_are_not_packed(axis: int) -> None
     planner.least(3)
     chunked = [s for found in planner.dry_runs.up_to(3) for s in found.plan.segments if s.chunks > 1]
     assert {segment.compressor for segment in chunked if segment.path in paths} == ({"bit"} if axis == 0 else {"null"})
+
+
+class CallsItself(nn.Module):
+    """Its outer call begins with the inner one, before any operator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        x = self(x, times - 1) if times > 1 else x
+        return self.layer(x).sin()
+
+
+def test_running_a_call_again_is_priced_apart_from_one_that_begins_with_it() -> None:
+    step = Step(model=nn.Sequential(CallsItself()), args=(torch.randn(4, 8),), kwargs={}, settings=StepSettings())
+    trace = record(step, 4, contents=False)
+    outer, inner = (call for call in trace.calls if call.path == "0")
+    assert outer.start == inner.start
+    model = CostModel(trace)
+    assert [model.rerun(call).ops for call in (outer, inner)] == [len(outer.forward), len(inner.forward)]

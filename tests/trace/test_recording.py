@@ -628,3 +628,47 @@ def test_a_dry_run_knows_how_what_chunks_give_packs() -> None:
         assert fake.count(codecs=codecs_of(trace, trace)).tensor_peak_bytes == really
         remove_plan(fake.step.model)
     assert codecs_of(trace, trace).outputs == {("fires.0", 0): "bit", ("fires.1", 0): "bit"}
+
+
+class SharesOutputs(nn.Module):
+    """Two views of one tensor, another twice, and a mask, all of which are saved until the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares = Shares()
+        self.scale, self.other = nn.Parameter(torch.ones(32, 64)), nn.Parameter(torch.ones(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        *values, mask = self.shares(x * self.scale)
+        total = sum((value * self.scale).sum() for value in values) + (mask * self.scale[:8]).sum()
+        for _ in range(5):
+            x = (x * self.other).sin()
+        return total + x.sum()
+
+
+class Shares(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        values, again = torch.cat((x.tanh(), x.cos()), 1).sigmoid(), x.tanh() * 3
+        return *values.chunk(2, 1), again, again, (x[:, :8] > 0.5).float() + 0 * x[:, :8]
+
+
+def test_a_dry_run_knows_which_output_of_chunks_packs_where_others_share_storages() -> None:
+    torch.manual_seed(0)
+    step = step_of(SharesOutputs(), torch.randn(16, 32, 64))
+    trace = record(step, 16, contents=True)
+    plan = Plan(packed=True, segments=(SegmentPlan(path="shares", chunks=4, seq_outputs=5),))
+    apply_plan(step.model, plan)
+    really = count(step).tensor_peak_bytes
+    remove_plan(step.model)
+    fake = FakeStep(step)
+    apply_plan(fake.step.model, plan)
+    assert codecs_of(trace, trace).outputs == {("shares", 4): "bit"}
+    assert fake.count(codecs=codecs_of(trace, trace)).tensor_peak_bytes == really
+
+
+def test_bytes_of_outputs_that_share_a_storage_count_once() -> None:
+    trace = record(step_of(SharesOutputs(), torch.randn(16, 32, 64)), 16, contents=False)
+    (call,) = (call for call in trace.calls if call.path == "shares")
+    (block,) = (block for block in block_tree(CostModel(trace)) if block.path == "shares")
+    assert len(call.outputs) == 5
+    assert block.output_bytes == 16 * (64 + 32 + 8) * 64 * FLOAT
