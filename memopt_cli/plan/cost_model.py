@@ -239,7 +239,7 @@ class CostModel:
         """Births, in their order, of what is there when the step has ended."""
         self._left_bytes = [0, *accumulate(s.nbytes for s in left)]
         self._predicted: dict[Plan, Prediction] = {}
-        self._reruns: dict[ModuleCall, Rerun] = {}
+        self._reruns: dict[tuple[str, int, int], Rerun] = {}
 
     def predict(self, plan: Plan) -> Prediction:
         """The step under ``plan``: allocated peak, when it happens, and time; every plan once."""
@@ -267,11 +267,12 @@ class CostModel:
 
     def rerun(self, call: ModuleCall) -> Rerun:
         """Of a call, worked out once."""
-        if call not in self._reruns:
+        key = call.path, call.start, call.end
+        if key not in self._reruns:
             last = bisect.bisect_left(self._ends, (call.end, 0)) - 1
             stop = max(call.start, self._ends[last][1]) if last >= 0 else call.start
             given_bytes = trained_input_bytes(self.trace, call)
-            self._reruns[call] = Rerun(
+            self._reruns[key] = Rerun(
                 stop=stop,
                 seconds=self.elapsed[stop] - self.elapsed[call.start],
                 ops=call.end - call.start,
@@ -280,7 +281,7 @@ class CostModel:
                 passes=statistics_passes(self.elapsed, self.norms, call.start, stop, given_bytes),
                 scale=self.trace.segment_overhead,
             )
-        return self._reruns[call]
+        return self._reruns[key]
 
     def _blocks(self, plan: Plan) -> list[ReplayedSegment]:
         """Outer ones first, in the order of their forward."""
