@@ -266,6 +266,8 @@ class Measured:
 
     measurement: Measurement
     left: Fingerprint
+    not_as_planned: tuple[str, ...] = ()
+    """Of each segment that runs plainly or whole, because of what its forward does: a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

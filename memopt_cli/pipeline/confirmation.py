@@ -64,10 +64,15 @@ def confirmed(
     """Run the step here.  Raises :class:`MemoptError` where it does not run."""
     prepared.progress.stage("measuring a step with the plan")
     answer = prepared.ask(MeasureJob(plan=plan))
-    measured = required(answer, "the step could not be run with the plan: ").measurement
+    answered = required(answer, "the step could not be run with the plan: ")
+    measured = answered.measurement
     device = prepared.subject.settings.device
     confirmation = Confirmation(
-        device=device, measurement=measured, predicted=None, notes=memory_left_out(prepared), unlike=differs
+        device=device,
+        measurement=measured,
+        predicted=None,
+        notes=(*(f"{said}." for said in answered.not_as_planned), *memory_left_out(prepared)),
+        unlike=differs,
     )
     if predicted is None:
         return confirmation

@@ -91,7 +91,7 @@ def profile_prepared(
         raise StepError("a step of one's own calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
     with Sessions(prepared, data, notes) as sessions:
-        measured = _measure(sessions(), plan, prepared.progress) if data == "full size" else None
+        measured = _measure(sessions(), plan, prepared.progress, notes) if data == "full size" else None
         if isinstance(measured, OutOfMemory):
             notes.append("The step does not fit here: its peak is predicted on tensors without data.")
             sessions.smaller()
@@ -117,10 +117,14 @@ def _compiled(prepared: Prepared, plan: Plan, backend: str) -> CompiledStep | Ou
     return found if isinstance(found, OutOfMemory) else required(found, f"compiled by {backend}: ")
 
 
-def _measure(session: Session, plan: Plan, progress: Progress) -> Measurement | OutOfMemory:
+def _measure(session: Session, plan: Plan, progress: Progress, notes: list[str]) -> Measurement | OutOfMemory:
     progress.stage("measuring a step")
-    measured = session.ask(MeasureJob(plan=plan))
-    return measured if isinstance(measured, OutOfMemory) else required(measured).measurement
+    answer = session.ask(MeasureJob(plan=plan))
+    if isinstance(answer, OutOfMemory):
+        return answer
+    measured = required(answer)
+    notes.extend(f"{said}." for said in measured.not_as_planned)
+    return measured.measurement
 
 
 def record_step(
@@ -147,7 +151,7 @@ def record_step(
         if abs(predicted - true) > _TRUSTED_ERROR * true:
             notes.append(
                 f"On tensors without data the step takes {format_bytes(predicted)} instead of the measured "
-                f"{format_bytes(true)} (its kernels differ there); {consequence}."
+                f"{format_bytes(true)}; {consequence}."
             )
             on_data = replace(job, fake=False)
             traced = session.ask(on_data) if traced.fake else replace(traced, dry_run_bytes=None)

@@ -558,17 +558,25 @@ def _as_recorded(flat: Tensor) -> tuple[Tensor, ...] | None:
 
 
 def store(codec: SpikeCompressor, x: Tensor) -> Packed:
-    """``codec.compress(x)``; meanwhile :func:`is_packing` holds."""
-    _thread.packing = True
-    try:
+    """``codec.compress(x)``, :func:`beside_the_model`."""
+    with beside_the_model():
         return codec.compress(x)
+
+
+@contextlib.contextmanager
+def beside_the_model() -> Iterator[None]:
+    """Within, :func:`is_beside_the_model` holds."""
+    outer = is_beside_the_model()
+    _thread.beside = True
+    try:
+        yield
     finally:
-        _thread.packing = False
+        _thread.beside = outer
 
 
-def is_packing() -> bool:
-    """Whether a tensor is being packed: what is made meanwhile is no tensor of the model's."""
-    return getattr(_thread, "packing", False)
+def is_beside_the_model() -> bool:
+    """Whether a tensor is being packed, or the state of a segment copied: what is made is no tensor of the model's."""
+    return getattr(_thread, "beside", False)
 
 
 def _bits(flat: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from memopt_cli.runtime.compressor import (
     OWN_COMPRESSOR,
     OwnCompressor,
     SpikeCompressor,
+    beside_the_model,
     note_stored,
     store,
 )
@@ -97,7 +98,8 @@ def _call_now(
     run.hooks, run.is_checkpointed = hooks_on_saving(), is_checkpointed()
     run.gathers = inputs.of_chunk and config_of(module).batch_statistics
     if module in overwrites_input:
-        tensors = [t.clone() for t in tensors]
+        with beside_the_model():
+            tensors = [t.clone() for t in tensors]
     lent: Sequence[Tensor] = ()
     try:
         if is_nested():

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memopt_cli.runtime.compressor import beside_the_model
 from memopt_cli.runtime.copies import copies_of, remade
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import ModuleState, name_of
@@ -223,14 +224,16 @@ class StartingState:
         modules = list(module.modules())
         self._state = ModuleState(module, modules)
         code = itertools.chain.from_iterable(map(variables_of, self._state.kinds()))
-        self._objects = Objects((*self._state.others(), *others, *code))
+        with beside_the_model():
+            self._objects = Objects((*self._state.others(), *others, *code))
         self._parameters = _Parameters(modules)
         self._hooks = _Hooks([m for m in modules if m is not module])
         tensors = list(self._state.tensors())
         self._devices = {tensor.device for tensor in (*inputs, *self._parameters.tensors, *tensors)}
         self._generators = Generators(self._devices)
         self._taken = {id(t): (t, version_of(t), t.requires_grad) for t in tensors}
-        self._copies = copies_of(tensors)
+        with beside_the_model():
+            self._copies = copies_of(tensors)
         self._lent: list[int] = []
         self._read: dict[int, int] = {}
         """The id of a tensor that is not copied -> its version."""

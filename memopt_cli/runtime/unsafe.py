@@ -29,6 +29,8 @@ _whole: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """The same of one that runs in one chunk instead of several."""
 _reasons: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 """Of those, why."""
+_told: MutableMapping[nn.Module, str] = WeakKeyDictionary()
+"""Of those of both kinds, what was last said."""
 _checkpoints: MutableMapping[CheckpointCall, int] = WeakKeyDictionary()
 """A call of a checkpoint of the user's own -> the moment when a segment ran in it first."""
 _WAYS = ("warn", "raise")
@@ -61,7 +63,8 @@ def _mark(marked: MutableMapping[nn.Module, int], module: nn.Module, reason: str
         raise RuntimeError(f"{message}; take this module out of the plan")
     marked[module] = next(_moments)
     cannot_repeat()
-    warnings.warn(f"{message}: it runs {how} from now on", stacklevel=1)
+    _told[module] = f"{message}: it runs {how} from now on"
+    warnings.warn(_told[module], stacklevel=1)
 
 
 def cannot_repeat() -> None:
@@ -90,10 +93,15 @@ def why_whole(module: nn.Module) -> str:
     return _reasons.get(module, "")
 
 
+def told_of(module: nn.Module) -> list[str]:
+    """What was said of the parts of ``module`` that run plainly or whole: a sentence each."""
+    return [_told[part] for part in module.modules() if part in _told]
+
+
 def forget_marks(module: nn.Module) -> None:
     """Whatever is in ``module`` is tried anew: nothing that was run waits for its backward."""
     for part in module.modules():
-        for marked in (_marked, _whole, _reasons):
+        for marked in (_marked, _whole, _reasons, _told):
             marked.pop(part, None)
 
 

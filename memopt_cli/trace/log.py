@@ -23,7 +23,7 @@ from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import OwnStep, guessed_number
 from memopt_cli.records import Phase
 from memopt_cli.runtime import named_parts
-from memopt_cli.runtime.compressor import is_packing, recorded_shares
+from memopt_cli.runtime.compressor import is_beside_the_model, recorded_shares
 from memopt_cli.runtime.in_backward import is_updating
 from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.runtime.private_torch import (
@@ -133,7 +133,7 @@ class StorageLog(TorchDispatchMode):
         if path is None:
             path = self.module_running()
         record = self.storages.begin(storage, path, kind or self._kind(), share)
-        if kind is None and self.phase == "forward" and not is_packing():
+        if kind is None and self.phase == "forward" and not is_beside_the_model():
             record.rank = self._made[path]
             self._made[path] += 1
         return record

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 
 from memopt_cli.contents import plan_yaml, read_plan, read_prediction
 from memopt_cli.errors import UsageError
@@ -227,6 +227,27 @@ class Asked:
 
     def ask(self, job: object) -> Measured:
         return Measured(measurement=measured(), left=Fingerprint(tensors=(), put_off=(), repeats=True))
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("command", ["apply --confirm", "profile --plan"])
+def test_a_segment_that_runs_whole_is_told_of(memopt: Callable[..., Any], command: str) -> None:
+    torch.save(nn.Sequential(nn.Linear(33, 64), CumulativeSum()), "net.pt")
+    header = plan_yaml(HEADER, Plan(segments=(SegmentPlan(path="1", chunks=2),)), 3)
+    Path("net.plan.yaml").write_bytes(header)
+    name, flag = command.split()
+    files = ("net.plan.yaml", flag) if name == "apply" else (flag, "net.plan.yaml")
+    done = memopt(name, "net.pt", *files, "-i", "4x33", "--allow-package", "tests")
+    assert done.code == 0, done.err
+    assert "CumulativeSum at '1'" in done.out
+    assert "it runs whole from now on." in done.out
+
+
+class CumulativeSum(nn.Module):
+    """Along the batch: chunks differ from the whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(0)
 
 
 @pytest.mark.usefixtures("in_process")

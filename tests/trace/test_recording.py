@@ -672,3 +672,43 @@ def test_bytes_of_outputs_that_share_a_storage_count_once() -> None:
     (block,) = (block for block in block_tree(CostModel(trace)) if block.path == "shares")
     assert len(call.outputs) == 5
     assert block.output_bytes == 16 * (64 + 32 + 8) * 64 * FLOAT
+
+
+class FiresOnce(nn.Module):
+    """A spike where the potential that earlier calls have left is high enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = x if self.v is None else 0.9 * self.v + x
+        spikes = (v > 0.5).float() + 0 * v
+        self.v = v - spikes.detach()
+        return spikes
+
+
+class FiringEachStep(nn.Module):
+    """Calls it once a time step, and saves what fires outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fires = FiresOnce()
+        self.scale = nn.Parameter(torch.ones(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fires.v = None
+        return torch.stack([(self.fires(t * self.scale) * self.scale).sum() for t in x]).sum()
+
+
+def test_a_dry_run_knows_how_what_fires_packs_where_the_potential_is_copied_at_each_call() -> None:
+    torch.manual_seed(0)
+    step = step_of(FiringEachStep(), torch.randn(10, 32, 64))
+    trace = record(step, 10, contents=True)
+    plan = Plan(packed=True, segments=(SegmentPlan(path="fires"),))
+    fake = FakeStep(step)
+    apply_plan(step.model, plan)
+    really = count(step).tensor_peak_bytes
+    remove_plan(step.model)
+    apply_plan(fake.step.model, plan)
+    assert fake.count(codecs=codecs_of(trace, trace)).tensor_peak_bytes == pytest.approx(really, rel=0.01)

@@ -36,6 +36,7 @@ from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, Plan
 from memopt_cli.runtime import find_part
+from memopt_cli.runtime.unsafe import told_of
 from memopt_cli.step import Step, is_out_of_memory, reset_gradients, run_checked, seed_everything, synchronize, take
 from memopt_cli.verification import fingerprint, left_by, left_on, repeated
 
@@ -92,7 +93,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         spent_s=time.monotonic() - started,
         phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
     )
-    return Measured(measurement=measurement, left=left)
+    return Measured(measurement=measurement, left=left, not_as_planned=tuple(told_of(bench.model)))
 
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
