@@ -105,7 +105,7 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     if isinstance(model, StepModels):
         raise StepError(
             "a step of one's own is not a model that could be saved",
-            hint="In the training script: memopt_cli.apply_plan(step, 'PLAN.yaml').",
+            hint="In the training script: memopt_cli.apply_plan(step, PLAN).",
         )
     write_model(model, job.plan, file)
 
@@ -120,7 +120,7 @@ def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
     except (pickle.PicklingError, AttributeError, TypeError) as err:  # as pickle says it of what it cannot
         raise StepError(
             f"the model could not be saved: {first_line(err)}",
-            hint="In the training script: memopt_cli.apply_plan(model, 'PLAN.yaml').",
+            hint="With --plan-only none is written. In the training script: memopt_cli.apply_plan(model, PLAN).",
         ) from err
 
 
