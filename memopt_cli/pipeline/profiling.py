@@ -98,6 +98,8 @@ def profile_prepared(
         prepared.progress.stage("recording a step")
         smaller = sessions.smaller if isinstance(measured, Measurement) else None
         traced = record_step(sessions(), plan, measured, notes, smaller=smaller)
+    if data != "full size" and plan.has_chunks:
+        notes.append("Whether modules can run in chunks is not tried here; where one cannot, it runs whole.")
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))
     compiled = None if backend is None else _compiled(prepared, plan, backend)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.pipeline import profile, profiling
+from memopt_cli.pipeline.prepare import Opening, prepare
+from memopt_cli.pipeline.profiling import profile_prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     InputSpec,
@@ -222,6 +224,17 @@ def test_an_estimate_needs_no_memory(model_file: str) -> None:
     assert grown[0] == pytest.approx(grown[1] * HUGE / 1000, rel=0.01)
     assert found.breakdown.parameters_bytes == parameters
     assert all(op.seconds == 0 for op in found.trace.ops)
+
+
+@pytest.mark.slow
+def test_an_estimate_says_that_chunks_were_not_tried(model_file: str) -> None:
+    spec = InputSpec(tensors=(parse_tensor("128x256"),), source="here")
+    opening = Opening(source=ModelSource(location=model_file), spec=spec, settings=StepSettings(), data="small batch")
+    prepared = prepare(opening, progress=Progress(), ask=None)
+    for chunks, told in ((1, False), (2, True)):
+        plan = Plan(segments=(SegmentPlan(path="0", chunks=chunks),))
+        notes = profile_prepared(prepared, plan, data="small batch").notes
+        assert any("can run in chunks is not tried here" in note for note in notes) == told
 
 
 @pytest.mark.slow

@@ -323,6 +323,24 @@ def test_step_times_that_vary_are_called_rough(summary: MemOptSummary) -> None:
     assert "the steps of one plan differ by 33% among themselves" in shown(TextReport(), result(summary))
 
 
+@pytest.mark.parametrize(("beside", "said"), [((1.0, 1.1), False), ((0.3, 0.6), True)])
+def test_ratios_are_to_what_the_original_took_beside_the_plan(
+    beside: tuple[float, ...], said: bool, summary: MemOptSummary
+) -> None:
+    summary.frontier = [
+        ParetoPoint(
+            plan=Plan(),
+            predicted_allocated_peak_bytes=9,
+            predicted_slowdown=1.0,
+            outcome=measured(9, 1.0),
+            original_step_s=seconds,
+        )
+        for seconds in beside
+    ]
+    line = "each ratio is to the original's step as it was timed beside the plan: 300.0 ms to 600.0 ms"
+    assert (line in shown(TextReport(), result(summary)).splitlines()) == said
+
+
 def test_a_frontier_has_its_notes(summary: MemOptSummary) -> None:
     point = ParetoPoint(
         plan=Plan(), predicted_allocated_peak_bytes=9, predicted_slowdown=1.0, outcome=measured(617.9, 1.09)
