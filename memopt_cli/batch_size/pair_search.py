@@ -17,13 +17,13 @@ _MOST_BATCHES = 12
 _DOUBT = 0.1
 """A pair that by the sums is slower by so much than the best that ran is not run; before one was, the sums may be off
 by that."""
+_CLOSE = 0.03
+"""The same once one was run, which corrects the sums."""
 _WORTH_ANOTHER_RUN = 1.1
 """A batch that ran is followed by one that is so many times as large, if by its run that fits."""
 _LESS = (0.9, 0.8, 0.5)
 """A run out of memory is followed by one that takes so much of it, as an allocator keeps more than it hands out; the
 second in turn by one that takes so much of that, and so on."""
-_CLOSE = 0.03
-"""The same once one was run, which corrects the sums."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -71,7 +71,7 @@ def confirmed(
         device=device,
         measurement=measured,
         predicted=None,
-        notes=(*(f"{said}." for said in answered.not_as_planned), *memory_left_out(prepared)),
+        notes=(*answered.not_as_planned, *memory_left_out(prepared)),
         unlike=differs,
     )
     if predicted is None:

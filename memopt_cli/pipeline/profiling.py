@@ -125,7 +125,7 @@ def _measure(session: Session, plan: Plan, progress: Progress, notes: list[str])
     if isinstance(answer, OutOfMemory):
         return answer
     measured = required(answer)
-    notes.extend(f"{said}." for said in measured.not_as_planned)
+    notes.extend(measured.not_as_planned)
     return measured.measurement
 
 

@@ -95,7 +95,7 @@ def why_whole(module: nn.Module) -> str:
 
 def told_of(module: nn.Module) -> list[str]:
     """What was said of the parts of ``module`` that run plainly or whole: a sentence each."""
-    return [_told[part] for part in module.modules() if part in _told]
+    return [f"{_told[part]}." for part in module.modules() if part in _told]
 
 
 def forget_marks(module: nn.Module) -> None:
