@@ -5,8 +5,8 @@
 CPU time of one thread, medians of steps, plainly and with one segment in 1, 2 and 4 chunks.  What the segment adds
 beside one forward is a sum over its runs, the modules and operators in these, and the operators that chunks run more
 often; the constants are the least squares of the relative errors.  Then what it costs an operator that its segment
-keeps the outputs of products; a step of norms in a segment, which finds their statistics again or notes them, by the
-size of their input; and norms in chunks that gather the statistics of the batch, in one pass more than there are norms.
+keeps the outputs of products; norms in chunks that gather the statistics of the batch, in one pass more than there are
+norms; and the peer: blocks of a few numbers as segments, packed, and in PyTorch's own checkpoint, in turns.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.apply import apply_plan, remove_plan
@@ -34,7 +35,6 @@ from memopt_cli.plan.cost_model import (
     Rerun,
 )
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.runtime import found_statistics
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep
 
@@ -42,7 +42,6 @@ _LAYERS = 20
 _COUNTS = (5, 20, 60)
 _CHUNKS = 16
 _NORM_COUNTS = [1, 2, 4, 8]
-_NORM_SIZES = [2**power for power in range(14, 21)]
 
 
 class _Functions(nn.Module):
@@ -170,23 +169,6 @@ def _keep_row(name: str, product: str, rounds: int) -> list[str]:
     return [name, f"{(keeping_s - whole_s) / (2 * segment.rerun.ops) * 1e6:.0f} µs"]
 
 
-def _norm_row(elements: int, rounds: int) -> list[str]:
-    """Each of a few norms, whose statistics are found again and noted, in turns."""
-    x = torch.randn(elements // 1024, 16, 8, 8, requires_grad=True)
-    times: dict[int, list[float]] = {elements + 1: [], 0: []}
-    models = [nn.Sequential(nn.Sequential(*(nn.BatchNorm2d(16) for _ in range(_LAYERS)))) for _ in times]
-    for model in models:
-        apply_plan(model, Plan(segments=(SegmentPlan(path="0"),)))
-    for _ in range(rounds + 1):
-        for (least, taken), model in zip(times.items(), models, strict=True):
-            found_statistics._LEAST_ELEMENTS = least
-            started = time.process_time()
-            model(x).sum().backward()
-            taken.append(time.process_time() - started)
-    again, noted = (statistics.median(taken[1:]) / _LAYERS for taken in times.values())
-    return [f"{elements}", f"{again * 1e6:.0f} µs", f"{noted * 1e6:.0f} µs"]
-
-
 def _chunked_row(norms: int, rounds: int) -> list[str]:
     """Of each chunk, and of that what is left for every time it comes to a norm."""
     layers = [layer for _ in range(norms) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())]
@@ -206,6 +188,66 @@ def _chunked_row(norms: int, rounds: int) -> list[str]:
     return [f"{norms}", f"{chunk_s * 1e3:.1f} ms", f"{left_s / met * 1e6:.0f} µs"]
 
 
+class _LinearBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.second(F.relu(self.first(self.norm(x))))
+        return y
+
+
+class _ConvolutionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.layers = nn.Sequential(*(part for conv in convolutions for part in (conv, nn.BatchNorm2d(4), nn.ReLU())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.layers(x)
+        return y
+
+
+_BLOCKS: dict[str, tuple[type[nn.Module], Tensor]] = {
+    "LayerNorm, two Linear, ReLU, residual": (_LinearBlock, torch.randn(8, 8)),
+    "two Conv2d, two BatchNorm2d, residual": (_ConvolutionBlock, torch.randn(4, 4, 4, 4)),
+}
+_IN_A_ROW = 24
+_WAYS = ("plain", "PyTorch's checkpoint", "segments", "packing")
+
+
+def _beside_pytorch(rounds: int) -> str:
+    """Return the table of what a block costs in a step plainly, and what each way adds."""
+    rows = []
+    for name, (kind, x) in _BLOCKS.items():
+        plain_s, *added = _block_times(kind, x, rounds)
+        segment = f"{(added[1] - plain_s) / (added[0] - plain_s):.2f}"
+        rows.append([name, *(f"{s * 1e6:.0f} µs" for s in (plain_s, *(s - plain_s for s in added))), segment])
+    header = ["one block, a step", "plain", *(f"{way} adds" for way in _WAYS[1:]), "segments / checkpoint"]
+    return f"{_IN_A_ROW} blocks in a row, PyTorch {torch.__version__}.\n\n{table(header, rows)}"
+
+
+def _block_times(kind: type[nn.Module], x: Tensor, rounds: int) -> list[float]:
+    """Return the median seconds of a block in a step, each of the ways in its turn."""
+    models = {way: nn.Sequential(*(kind() for _ in range(_IN_A_ROW))) for way in _WAYS}
+    paths = [str(place) for place in range(_IN_A_ROW)]
+    apply_plan(models["segments"], Plan(segments=tuple(SegmentPlan(path=path) for path in paths)))
+    apply_plan(models["packing"], Plan(packed=True))
+    times: dict[str, list[float]] = {way: [] for way in _WAYS}
+    for _ in range(_WARM_UP + rounds):
+        for way, model in models.items():
+            started = time.process_time()
+            y = x.requires_grad_()
+            for block in model if way == "PyTorch's checkpoint" else ():
+                y = checkpoint(block, y, use_reentrant=False)
+            y = y if way == "PyTorch's checkpoint" else model(y)
+            y.sum().backward()
+            times[way].append((time.process_time() - started) / _IN_A_ROW)
+            model.zero_grad()
+    return [statistics.median(taken[_WARM_UP:]) for taken in times.values()]
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -215,12 +257,9 @@ def main() -> None:
     keeps = [_keep_row(*case, options.rounds) for case in _KEPT]
     kept = table(["layers", "keeping products adds to each operator of each run"], keeps)
     text = f"CPU time of one thread, medians of {options.rounds} steps.\n\n{_fitted(options.rounds)}\n\n{kept}"
-    norms = table(
-        ["elements", "a norm, found again", "noted"], [_norm_row(elements, options.rounds) for elements in _NORM_SIZES]
-    )
     header = ["norms", f"a chunk of {_CHUNKS} adds", "of that, a norm each time"]
     chunked = table(header, [_chunked_row(count, options.rounds) for count in _NORM_COUNTS])
-    text += f"\n\n{norms}\n\n{chunked}"
+    text += f"\n\n{chunked}\n\n{_beside_pytorch(options.rounds)}"
     write_section("Segments: cost beside their kernels", this_command(), text)
     print(text)
 

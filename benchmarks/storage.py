@@ -32,7 +32,6 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.records import Plan
 from memopt_cli.runtime.compressor import COMPRESSORS
-from memopt_cli.runtime.found_statistics import repeatable_norm
 from memopt_cli.trace import resident_bytes
 
 _SPIKES = 16 * 2**20
@@ -60,18 +59,7 @@ def kernels(options: argparse.Namespace) -> None:
     rows = [[name, f"{s * 1e3:.1f} ms", f"{medians['copy'] / s:.2f}"] for name, s in medians.items()]
     text = f"64 MiB of float32 spikes, {options.threads} threads, in turns, medians of {options.rounds}.\n\n"
     text += table(["", "time", "speed of a copy's"], rows)
-    _write("kernels", f"{text}\n\n{_norm(options)}")
-
-
-def _norm(options: argparse.Namespace) -> str:
-    """A batch norm in forward, and in a recomputation that is given the statistics."""
-    norm, x = torch.ops.aten.native_batch_norm.default, torch.randn(16, 64, 64, 64)
-    args = (x, torch.rand(64), torch.randn(64), torch.zeros(64), torch.ones(64), True, 0.1, 1e-5)
-    known = repeatable_norm(norm, args, norm(*args))
-    assert known is not None
-    medians = _in_turns({"forward": lambda: norm(*args), "recomputation": lambda: known.repeat(args)}, options.rounds)
-    rows = [[name, f"{s * 1e3:.1f} ms", f"{s / medians['forward']:.2f}"] for name, s in medians.items()]
-    return f"Batch norm of {tuple(x.shape)}.\n\n{table(['', 'time', 'of forward'], rows)}"
+    _write("kernels", text)
 
 
 def _in_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:

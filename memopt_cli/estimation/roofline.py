@@ -35,8 +35,7 @@ def rate_of(op: OpTrace, device: DeviceProfile) -> float:
 def timed(trace: StepTrace, device: DeviceProfile) -> StepTrace:
     """The step with the seconds of its operators on a device, and without the workspaces of kernels of another."""
     ops = tuple(
-        replace(op, seconds=operator_s(op, device), recompute_s=None, workspace_bytes=0, fixed_workspace_bytes=0)
-        for op in trace.ops
+        replace(op, seconds=operator_s(op, device), workspace_bytes=0, fixed_workspace_bytes=0) for op in trace.ops
     )
     rate = device.bandwidth_bytes_per_s / _PACKING_PASSES
     return replace(trace, ops=ops, allocated_peak_bytes=trace.tensor_peak_bytes, packing_bytes_per_s=rate)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.states import State
-from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.copies import version_of
 
 
 class Sizes:

@@ -18,7 +18,7 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.traces import Gate, Held, Use
 from memopt_cli.online.whole_batch import WholeBatch
-from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.private_torch import is_of_vmap, tree_flatten, tree_unflatten, without_transform
 
 

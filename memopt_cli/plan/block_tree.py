@@ -152,7 +152,7 @@ class _Builder:
     def __init__(self, model: CostModel) -> None:
         self._model = model
         self._trace = model.trace
-        self._costly = costly_calls(model.trace, model.recompute_s)
+        self._costly = costly_calls(model.trace, model.seconds)
         self._bytes = OperatorBytes(model.trace)
 
     def build(self) -> Block:

@@ -52,8 +52,6 @@ _PACKING_S = 150e-6
 """What packing a small tensor takes and unpacking it again."""
 KEEP_OP_S = 20e-6
 """What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
-REPEAT_S = 450e-6
-"""What repeating a norm by what forward found adds to its kernels, in both runs together."""
 NORM_S = 0.9e-3
 """What each norm adds to a chunk where batch statistics are gathered: it is a dozen small operators then,
 in forward, in recomputation and in backward, whether it is measured or normalizes."""
@@ -220,13 +218,11 @@ class CostModel:
         """Of what autograd saves, the bytes that packing makes less of."""
         self.peak_bytes = trace.allocated_peak_bytes
         """Of the original."""
-        measured = _timed_alike(trace) if timed else []
-        seconds = [s for s, _ in measured] or [max(_LEAST_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
-        self.step_s = sum(seconds)
-        """Time of the original step in seconds: of its operators, measured or estimated from their flops."""
-        self.recompute_s = [again for _, again in measured] or seconds
-        """Of every operator in a recomputation."""
-        self.elapsed = [0.0, *accumulate(self.recompute_s)]
+        self.seconds = _timed_alike(trace) if timed else [max(_LEAST_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        """Of every operator, measured or estimated from its flops."""
+        self.step_s = sum(self.seconds)
+        """Time of the original step in seconds."""
+        self.elapsed = [0.0, *accumulate(self.seconds)]
         """Seconds before every operator, and of all."""
         self.norms = batch_norms(trace)
         self._products = [0, *accumulate(op.flops > 0 for op in trace.ops)]
@@ -260,7 +256,7 @@ class CostModel:
 
     def _added_s(self, block: ReplayedSegment) -> float:
         rerun = self.rerun(block.call)
-        saved_s = sum(self.recompute_s[op] for op in block.kept)
+        saved_s = sum(self.seconds[op] for op in block.kept)
         packed_bytes = sum(self.trace.storages[s].packing_bytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
         return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + packing
@@ -387,8 +383,8 @@ class CostModel:
         return set(self.trace.ops[born].reads) if born >= 0 else set()
 
 
-def _timed_alike(trace: StepTrace) -> list[tuple[float, float]]:
-    """Seconds of every operator, and in a recomputation: of those that do the same on as many bytes the median.
+def _timed_alike(trace: StepTrace) -> list[float]:
+    """Return the seconds of every operator: of those that do the same on as many bytes the median.
 
     Each was timed once, the first of them often with cold caches, or while the machine did something else.
     """
@@ -401,13 +397,7 @@ def _timed_alike(trace: StepTrace) -> list[tuple[float, float]]:
     alike: dict[tuple[object, ...], list[OpTrace]] = defaultdict(list)
     for op, key in zip(trace.ops, kinds, strict=True):
         alike[key].append(op)
-    medians = {
-        key: (
-            statistics.median(op.seconds for op in ops),
-            statistics.median(op.seconds if op.recompute_s is None else op.recompute_s + REPEAT_S for op in ops),
-        )
-        for key, ops in alike.items()
-    }
+    medians = {key: statistics.median(op.seconds for op in ops) for key, ops in alike.items()}
     return [medians[key] for key in kinds]
 
 

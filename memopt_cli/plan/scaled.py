@@ -70,8 +70,7 @@ def _on_the_line(small: Any, large: Any, share: float) -> Any:
 
 
 def _paced(op: OpTrace, timed: OpTrace, pace: float) -> OpTrace:
-    again_s = None if timed.recompute_s is None else pace * timed.recompute_s
-    return replace(op, seconds=pace * timed.seconds, recompute_s=again_s)
+    return replace(op, seconds=pace * timed.seconds)
 
 
 def _packed_alike(storage: StorageTrace, small: StorageTrace, large: StorageTrace) -> StorageTrace:

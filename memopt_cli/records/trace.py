@@ -77,8 +77,6 @@ class OpTrace:
     """Bytes of its arguments and results, of a view only what it shows: at most so many are read and written."""
     seconds: float = 0.0
     """Measured time, or estimated for another device; 0 where only tensors without data ran."""
-    recompute_s: float | None = None
-    """Measured time of it in a recomputation; ``None``: as long as the first time."""
     workspace_bytes: int = 0
     """What its kernel holds for itself while it runs."""
     fixed_workspace_bytes: int = 0

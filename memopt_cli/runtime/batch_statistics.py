@@ -36,12 +36,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.generators import Generators
-from memopt_cli.runtime.held import saving_aside
 from memopt_cli.runtime.lengths import config_of, segment_of
 from memopt_cli.runtime.module_state import ModuleState, name_of
 from memopt_cli.runtime.norms import BATCH_NORMS, batch_norms
-from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
     buffers_of,
     has_gradient_hooks,
@@ -49,6 +48,7 @@ from memopt_cli.runtime.private_torch import (
     suggest_memory_format,
     version_counter,
 )
+from memopt_cli.runtime.running import saving_aside
 from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.tree import tensors_of
 

@@ -10,14 +10,15 @@ and spatial complexity in reverse automatic differentiation", 1992).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.generators import Generators
-from memopt_cli.runtime.module_state import ModuleState, name_of
+from memopt_cli.runtime.module_state import matrices_of, name_of
 from memopt_cli.runtime.state import StartingState
 
 
@@ -26,7 +27,7 @@ class _Chunk:
     start: StartingState
     needs_gradient: tuple[bool, ...]
     """Of the tensors of its starting state that are not held."""
-    run: Callable[[], object]
+    run: Callable[[Sequence[Any]], object]
 
 
 class ChunkStarts:
@@ -40,12 +41,12 @@ class ChunkStarts:
         """The place of a chunk -> the tensors it starts from; the first one's are held by its own starting state."""
         self._generators = Generators()
 
-    def add(self, start: StartingState, run: Callable[[], object]) -> Callable[[], list[Tensor]]:
+    def add(self, start: StartingState, run: Callable[[Sequence[Any]], object]) -> Callable[[], list[Tensor]]:
         """The next chunk starts at ``start``, and ``run`` runs its forward again.
 
         Returns what gives the tensors that :meth:`StartingState.replay` wants.
         """
-        tensors = ModuleState(self._module).large_tensors()
+        tensors = matrices_of(self._module)
         if not self._chunks:
             self._first = {id(t) for t in tensors}
         if self._first.issuperset(map(id, tensors)):  # the state has not moved
@@ -81,9 +82,10 @@ class ChunkStarts:
             return []
         # With a graph, for which a module may ask, but with nothing in it.
         nothing_saved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-        with nothing_saved, self._chunks[place].start.replay(tensors if self._chunks[place].needs_gradient else ()):
-            self._chunks[place].run()
-            made = ModuleState(self._module).large_tensors()
+        given = tensors if self._chunks[place].needs_gradient else ()
+        with nothing_saved, self._chunks[place].start.replay(given) as others:
+            self._chunks[place].run(others)
+            made = matrices_of(self._module)
         return [t.detach().requires_grad_(needed) for t, needed in zip(made, following, strict=True)]
 
 

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.runtime.copies import is_unchanged, version_of
 from memopt_cli.runtime.module_state import state_by_name
 from memopt_cli.runtime.norms import batch_norms
-from memopt_cli.runtime.objects import is_unchanged, version_of
 from memopt_cli.runtime.private_torch import InstanceNorm
 
 _SHARE: Final = 1e-3

@@ -18,44 +18,36 @@ from memopt_cli.runtime.compressor import (
     is_dense,
 )
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
-from memopt_cli.runtime.held import saving_aside
+from memopt_cli.runtime.frozen import freeze
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.lumps import LumpedCall, in_memory, lumped
 from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
-from memopt_cli.runtime.objects import Objects
 from memopt_cli.runtime.packing import note_joined
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
+    is_checkpointed,
     is_nested,
     is_recomputing,
     is_transformed,
     recomputing,
+    saving_aside,
     within_chunk,
 )
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import Unrepeatable
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.runtime.unsafe import as_of_checkpoint, cannot_repeat, run_whole, runs_plainly, runs_whole
+from memopt_cli.runtime.tree import Arguments, tensors_of
+from memopt_cli.runtime.unsafe import cannot_repeat, run_whole, runs_plainly, runs_whole
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A segment's forward in chunks.  Raises :class:`ValueError` if its arguments cannot be cut so."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if torch.compiler.is_compiling():
-        return _run_chunks_now(module, forward, args, kwargs)
-    with as_of_checkpoint():
-        return _run_chunks_now(module, forward, args, kwargs)
-
-
-def _run_chunks_now(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
     config = config_of(module)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     length = _length(config, sequences)
@@ -106,7 +98,7 @@ def _runs_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Whether chunks would save nothing, or were seen to do something else."""
     if torch.compiler.is_compiling():
         return False
-    if runs_plainly(module) or runs_whole(module) or is_transformed() or uninitialized(module):
+    if runs_plainly(module) or runs_whole(module) or is_transformed() or is_checkpointed() or uninitialized(module):
         return True
     return not needs_gradient(module, tensors_of((args, kwargs)))
 
@@ -246,6 +238,7 @@ class _FirstChunk:
         self._first, self._second = pieces[:2]
         self._length = sum(piece[0].shape[config_of(module).axis] for piece in pieces)
         self._moves = Moves(module)
+        self._others = Arguments.of((*self._first, *states), kwargs).others
         self._arguments = [_Argument(name, value) for name, value in _named(len(pieces[0]), states, kwargs)]
         self._start: StartingState | None = None
         self._lent: Sequence[Tensor] = ()
@@ -266,7 +259,7 @@ class _FirstChunk:
         if not reason and tries and chunk_rows.is_due(self._module):
             reason = chunk_rows.mixing(self._piece(starting))
         if reason:
-            raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent), is_certain=True)
+            raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent, self._others), is_certain=True)
 
     def failed(self, error: Exception) -> None:
         """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
@@ -278,7 +271,7 @@ class _FirstChunk:
             return
         uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
         what = f"gets {uncut} whole with every chunk, and " if uncut else ""
-        undo = functools.partial(self._start.enter, self._lent)
+        undo = functools.partial(self._start.enter, self._lent, self._others)
         raise _NotInChunks(f"{what}fails on a chunk ({line})", undo, is_certain=isinstance(error, Unrepeatable))
 
     def _uncut(self) -> Iterator[str]:
@@ -334,17 +327,22 @@ class _Argument:
     """Something that every chunk gets as it is, and should not find changed by the one before."""
 
     def __init__(self, name: str, value: Any) -> None:
-        self._name, self._kind = name, type(value).__name__
-        self._objects = Objects((value,))
+        self._name, self._value = name, value
+        self._data = self._frozen()
+
+    def _frozen(self) -> bytes:
+        return freeze(self._value, lambda tensor: None).data
 
     def has_moved(self) -> bool:
-        return self._objects.has_moved()
+        """Tell whether it holds other objects than it did."""
+        return self._data != self._frozen()
 
     def told(self) -> str:
         """What the first chunk did to it, a sentence without its subject."""
-        is_cache = "cache" in self._kind.lower()
+        kind = type(self._value).__name__
+        is_cache = "cache" in kind.lower()
         hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""
-        return f"writes to {self._name}, a {self._kind}, which the next chunk would read{hint}"
+        return f"writes to {self._name}, a {kind}, which the next chunk would read{hint}"
 
 
 def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -114,8 +114,9 @@ class NullSpikeCompressor(SpikeCompressor):
 
     name = "null"
 
-    def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        return None
+    def compress(self, x: Tensor) -> Packed:
+        """Hold ``x``."""
+        return _store_raw(x.detach())
 
 
 class BooleanSpikeCompressor(SpikeCompressor):
@@ -563,15 +564,16 @@ def store(codec: SpikeCompressor, x: Tensor) -> Packed:
         return codec.compress(x)
 
 
-@contextlib.contextmanager
-def beside_the_model() -> Iterator[None]:
-    """Within, :func:`is_beside_the_model` holds."""
-    outer = is_beside_the_model()
-    _thread.beside = True
-    try:
-        yield
-    finally:
-        _thread.beside = outer
+class beside_the_model:  # it reads as a statement
+    """Has :func:`is_beside_the_model` hold in the block."""
+
+    __slots__ = ("_outer",)
+
+    def __enter__(self) -> None:
+        self._outer, _thread.beside = is_beside_the_model(), True
+
+    def __exit__(self, *raised: object) -> None:
+        _thread.beside = self._outer
 
 
 def is_beside_the_model() -> bool:

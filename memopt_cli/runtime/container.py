@@ -29,9 +29,10 @@ from memopt_cli.runtime.compressor import (
     declared_compressor,
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
+from memopt_cli.runtime.learned import Learned, learned_of
 from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, config_of, length_told, misfit_by_length, segment_of
 from memopt_cli.runtime.lifted.module import LiftedModule
-from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of
+from memopt_cli.runtime.module_state import LEARNED_KEY, SEGMENT_KEY, name_of
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.private_torch import (
@@ -153,6 +154,7 @@ def _mixin(config: Settings) -> type[Installed]:
 def remove_segment(module: nn.Module) -> None:
     """Make a segment a plain module again; any other mixin put on in the meantime stays."""
     del vars(module)[SEGMENT_KEY]
+    vars(module).pop(LEARNED_KEY, None)
     module.__class__ = _without_segment(type(module))
 
 
@@ -218,7 +220,7 @@ def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn
             return restore, (_twin(self, original), asdict(vars(self)[SEGMENT_KEY]))
         reduced = object.__reduce_ex__(self, max(2, protocol))
         assert isinstance(reduced, tuple)
-        state = {key: value for key, value in reduced[2].items() if key != SEGMENT_KEY}
+        state = {key: value for key, value in reduced[2].items() if key not in (SEGMENT_KEY, LEARNED_KEY)}
         return restore, (original, asdict(vars(self)[SEGMENT_KEY])), state
 
     body = {
@@ -246,7 +248,7 @@ def _label(mixin: type[Installed], config: Settings) -> str:
 def _twin(module: nn.Module, original: type[nn.Module]) -> nn.Module:
     """The module as it was before it became a segment, with the same attributes."""
     twin = nn.Module.__new__(original)
-    vars(twin).update({key: value for key, value in vars(module).items() if key != SEGMENT_KEY})
+    vars(twin).update({key: value for key, value in vars(module).items() if key not in (SEGMENT_KEY, LEARNED_KEY)})
     return twin
 
 
@@ -291,7 +293,7 @@ def _acting(module: nn.Module) -> Run | None:
     Segments run uncompiled: a graph of one would be taken for another length, too.
     """
     config = segment_of(module)
-    if config is None:
+    if config is None or is_checkpointed():  # which runs it again when nobody tells the length
         return None
     mixin = _mixin(config)
     recomputes = issubclass(mixin, GCContainer) and torch.is_grad_enabled()
@@ -307,9 +309,13 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     if not config.spatial_split:
         return call_checkpointed(module, forward, args, kwargs, PackedInputs(codec), config.keep)
     output: Any = args
-    for stage in _stages(module):
+    learned = learned_of(module).stages
+    for place, stage in enumerate(_stages(module)):
         arguments = output if isinstance(output, tuple) else (output,)
-        output = call_checkpointed(stage, stage, arguments, kwargs, PackedInputs(codec), config.keep)
+        if place not in learned or not learned[place].belongs_to(stage):
+            learned[place] = Learned(stage)
+        inputs = PackedInputs(codec)
+        output = call_checkpointed(stage, stage, arguments, kwargs, inputs, config.keep, learned=learned[place])
         kwargs, codec = {}, COMPRESSORS["null"]
     return output
 

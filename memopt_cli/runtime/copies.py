@@ -10,8 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.compressor import is_dense
-from memopt_cli.runtime.private_torch import memory_of
+from memopt_cli.runtime.compressor import is_dense, same_bits
+from memopt_cli.runtime.private_torch import memory_of, version_counter
 
 
 @dataclass(slots=True)
@@ -126,3 +126,20 @@ def _within(shared: Tensor, like: Tensor, start: int) -> Tensor:
     """What lies in ``shared`` as ``like`` does in its memory, behind the first ``start`` bytes there."""
     place = like.storage_offset() - start // like.element_size()
     return shared.view(like.dtype).as_strided(like.shape, like.stride(), place)
+
+
+def version_of(tensor: Tensor | None) -> int:
+    """Return how often ``tensor`` was written in place; 0 for one of inference, which does not count."""
+    if tensor is None:
+        return 0
+    try:
+        return version_counter(tensor)
+    except RuntimeError:
+        return 0
+
+
+def is_unchanged(tensor: Tensor, copy: Tensor) -> bool:
+    """Tell whether ``tensor`` is as it was copied, a NaN too; one that holds no plain values counts as unchanged."""
+    if tensor.is_meta or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return True
+    return torch.equal(tensor, copy) or (not tensor.is_quantized and same_bits(tensor, copy))

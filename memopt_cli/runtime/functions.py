@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from memopt_cli.runtime.compressor import declared_compressor
 from memopt_cli.runtime.container import install_segment
 from memopt_cli.runtime.norms import batch_norms
-from memopt_cli.runtime.objects import held_fast
 from memopt_cli.runtime.segment_config import SegmentConfig
 
 
@@ -143,6 +142,19 @@ def _segment(
     return module
 
 
+def _held_by(value: Any) -> list[Any]:
+    """Return what a method, a partial or a function has to hand: its object, what it is given, its defaults."""
+    if isinstance(value, tuple | frozenset):
+        return [*value]
+    if isinstance(value, MethodType | BuiltinMethodType):
+        return [value.__self__, getattr(value, "__func__", None)]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        return [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return []
+
+
 def _modules_of(function: Any) -> Iterator[nn.Module]:
     """The modules that a call of ``function`` may run, as far as it refers to them."""
     pending, seen = [function], set[int]()
@@ -154,7 +166,7 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
         if isinstance(value, nn.Module):
             yield value
             continue
-        pending += held_fast(value)
+        pending += _held_by(value)
         attributes = getattr(value, "__dict__", {})
         pending += [held for held in attributes.values() if isinstance(held, nn.Module)]
         if isinstance(value, FunctionType):

@@ -19,51 +19,74 @@ from memopt_cli.runtime.private_torch import is_started, put_cuda_generator, uns
 class Generators:
     """Where the global random generators stand: Python's, NumPy's, and PyTorch's on the CPU and on devices."""
 
-    def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
-        """``devices``: those to look at, besides the CPU; ``None``: every one in use."""
-        self._devices = [torch.device("cpu"), *filter(_is_started, _every_device() if devices is None else devices)]
-        positions: dict[str | torch.device, Any] = {"Python": random.getstate()}
-        if "numpy" in sys.modules:
-            positions["NumPy"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
-        with unseen():  # a dry run's tensors have no values
-            positions |= {device: _position(device) for device in self._devices}
-        self._positions = {generator: _shared(generator, position) for generator, position in positions.items()}
+    def __init__(self, devices: Iterable[torch.device] | None = None, *, outside: bool = True) -> None:
+        """Read their positions.
+
+        ``devices``: those to look at, besides the CPU; ``None``: every one in use.  ``outside``: look at Python's and
+        NumPy's too, which takes a hundred times as long.
+        """
+        others = _every_device() if devices is None else [d for d in devices if d != _CPU]
+        self.devices = [_CPU, *filter(_is_started, others)] if others else _CPU_ALONE
+        self._is_outside = outside
+        self._positions = self._read()
+        self.moved_outside = False
+        """Whether Python's or NumPy's moved until :meth:`settle`."""
+
+    def _read(self) -> dict[str | torch.device, Any]:
+        """Return the positions; of two equal ones for one generator the same object."""
+        if self.devices is _CPU_ALONE and not self._is_outside:  # as in most calls
+            return {_CPU: _position(_CPU)}
+        positions: dict[str | torch.device, Any] = {device: _position(device) for device in self.devices}
+        if self._is_outside:
+            positions["Python"] = _shared("Python", random.getstate())
+            if "numpy" in sys.modules:
+                state = sys.modules["numpy"].random.get_state(legacy=False)
+                positions["NumPy"] = _shared("NumPy", pickle.dumps(state))
+        return positions
 
     def restore(self, present: Generators | None = None) -> None:
         """Put them back there; ``present``: where they stand, if that is known."""
-        there = {} if present is None else present._positions
+        there = self._read() if present is None else present._positions
         for generator, position in self._positions.items():
-            if there.get(generator) is position:  # as held by :func:`_shared`
+            if there.get(generator) is position:
                 continue
             if isinstance(generator, torch.device):
-                with unseen():
-                    _put(generator, position)
+                _put(generator, position)
             elif generator == "NumPy":
                 sys.modules["numpy"].random.set_state(pickle.loads(position))
             else:
                 random.setstate(position)
 
-    def keep_moved(self) -> None:
-        """Forget those that stand there still, if there are other threads: they draw, and must not draw the same again.
+    def settle(self) -> None:
+        """Forward has ended: forget those that stand where they stood, if there are other threads.
 
-        Without others all are kept: forward may have drawn and put a generator back (``torch.random.fork_rng``).
+        These draw, and must not draw the same numbers again.  Without other threads all are kept: forward may have
+        drawn and put a generator back (``torch.random.fork_rng``).
         """
-        if threading.active_count() > 1:
-            now = Generators(self._devices)._positions
-            self._positions = {key: held for key, held in self._positions.items() if now.get(key) != held}
+        is_alone = threading.active_count() == 1
+        if is_alone and not self._is_outside:
+            return
+        now = self._read()
+        moved = {key for key, held in self._positions.items() if now.get(key) is not held}
+        self.moved_outside = not moved.isdisjoint(("Python", "NumPy"))
+        if not is_alone:
+            self._positions = {key: held for key, held in self._positions.items() if key in moved}
 
     def now(self) -> Generators:
-        """Where the same ones stand now."""
-        found = Generators(self._devices)
-        found._positions = {key: found._positions[key] for key in self._positions}
+        """Return where the same ones stand now."""
+        found: Generators = object.__new__(Generators)
+        found.devices, found._is_outside, found.moved_outside = self.devices, self._is_outside, False
+        found._positions = self._read()
+        if len(self._positions) < len(found._positions):
+            found._positions = {key: found._positions[key] for key in self._positions}
         return found
 
     def moved(self) -> bool:
-        """Whether one of them stands elsewhere now."""
+        """Tell whether one of them stands elsewhere now."""
         return self._positions != self.now()._positions  # NumPy may have been imported since
 
     def to_bytes(self) -> bytes:
-        """The positions in a form to compare."""
+        """Return the positions in a form to compare."""
         return pickle.dumps(self._positions)
 
 
@@ -84,28 +107,35 @@ if hasattr(os, "register_at_fork"):  # where processes fork
 
 
 def position_of(generator: torch.Generator) -> torch.Tensor:
-    """Where a generator of PyTorch's stands."""
+    """Return where ``generator`` stands."""
     with _turn:
         return generator.get_state()
 
 
 def put_at(generator: torch.Generator, position: torch.Tensor) -> None:
-    """Put a generator of PyTorch's there."""
+    """Have ``generator`` stand at ``position``."""
     with _turn:
         generator.set_state(position)
 
 
-def _position(device: torch.device) -> bytes:
-    """Not as a tensor: whether it is held already, or newly made, is not to be seen in a measured peak."""
-    on_cpu = device.type == "cpu"
+_CPU = torch.device("cpu")
+_CPU_ALONE = [_CPU]
+
+
+def _position(device: torch.device) -> Any:
+    """Return where a default generator stands: not as a tensor, which would show in a measured peak."""
     with _turn:
-        position = torch.get_rng_state() if on_cpu else torch.get_device_module(device).get_rng_state(device)
-    return ctypes.string_at(position.data_ptr(), position.nbytes)
+        if device is _CPU:
+            position = torch.default_generator.get_state()
+        else:
+            with unseen():
+                position = torch.get_device_module(device).get_rng_state(device)
+    return _shared(device, ctypes.string_at(position.data_ptr(), position.nbytes))
 
 
 def _put(device: torch.device, position: bytes) -> None:
-    tensor = torch.frombuffer(bytearray(position), dtype=torch.uint8)
-    with _turn:
+    with _turn, unseen():  # in a dry run it would be a tensor without values
+        tensor = torch.frombuffer(bytearray(position), dtype=torch.uint8)
         if device.type == "cpu":
             torch.set_rng_state(tensor)
         elif device.type == "cuda":
@@ -122,7 +152,7 @@ def _every_device() -> list[torch.device]:
 
 
 def _is_started(device: torch.device) -> bool:
-    """Whether one may have been drawn from there, as PyTorch's checkpoint asks it."""
+    """Tell whether anything may have been drawn on ``device``, as PyTorch's checkpoint asks it."""
     return device.type not in ("cpu", "meta") and is_started(device)
 
 
@@ -131,8 +161,9 @@ _latest: dict[str | torch.device, Any] = {}
 
 
 def _shared(generator: str | torch.device, position: Any) -> Any:
-    """``position``, or what is held of the same already."""
+    """Return ``position``, or an equal one that is held already."""
     held = _latest.get(generator)  # once: another thread may put its own there meanwhile
-    if held != position:
-        held = _latest[generator] = position
-    return held
+    if held == position:
+        return held
+    _latest[generator] = position
+    return position

@@ -1,182 +1,254 @@
-"""What a segment's forward saves, held until it is known that the forward can run again."""
+"""What stands in the slots that a forward moves on, held from when it starts until it has run again.
+
+Tensors are held without the graph that made them, objects as copies: a call must not keep alive what later calls leave
+in the same slots, and with it these calls, and so on without end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-from weakref import ref
+from typing import Any, Final
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.noise import noise_since
-from memopt_cli.runtime.objects import version_of
-from memopt_cli.runtime.private_torch import alias, hooks_on_saving, is_fake, next_node, not_compiled, number_of
-from memopt_cli.runtime.samples import sample
+from memopt_cli.runtime.copies import Copy, copies_of, is_unchanged, version_of
+from memopt_cli.runtime.frozen import Frozen, freeze
+from memopt_cli.runtime.learned import Known, Reading, Slot, changed, is_object, is_plain_state
+from memopt_cli.runtime.owners import Slots
 
-
-class Held:
-    """The tensors that one forward saves, beside what the checkpoint around it keeps of each.
-
-    They are all alive at once again when the forward is recomputed, so holding them until it ends does not raise a
-    step's peak; those of a node that ends in forward go with it.  A forward may compute gradients of its own: it finds
-    them here.
-    """
-
-    def __init__(self, note_save: Callable[[], None], note_use: Callable[[], None], *, is_sampled: bool) -> None:
-        """``note_save`` is called whenever one is saved, ``note_use`` whenever forward itself asks for one.
-
-        ``is_sampled``: a few elements of each are noted.
-        """
-        self._note_save, self._note_use, self._is_sampled = note_save, note_use, is_sampled
-        self._pack, self._unpack = hooks_on_saving()
-        self._saved: list[_Place] = []
-        self._awaited: list[ref[_Saved]] = []
-        """What nothing of was asked for yet."""
-        self._first = next_node()
-        self._last_nodes = range(self._first, self._first)
-
-    def holding(self) -> saved_tensors_hooks:
-        """Forward runs within, directly in PyTorch's checkpoint."""
-        return saved_tensors_hooks(self._hold, self._give)
-
-    @property
-    def last_nodes(self) -> range:
-        """Numbers of nodes of autograd; that which saved a tensor last is one of them, and none of the others did.
-
-        An operator that is given a view of what was written in place makes a node for the view behind its own.
-        """
-        return self._last_nodes
-
-    def samples(self, outputs: Sequence[Tensor]) -> list[list[Any] | None]:
-        """A few elements of each tensor in order; ``None`` of one that is written later, or has none to show.
-
-        ``outputs``: of the forward.
-        """
-        noise = noise_since(self._first, outputs)
-        return [None if noise.intersection(place.nodes) else place.lasting_sample() for place in self._saved]
-
-    def drop(self) -> None:
-        """Forward can run again: leave them to the checkpoint."""
-        for saved in self._there():
-            saved.tensor = None
-        self._awaited = [place.saved for place in self._saved]
-        self._end()
-
-    def remake(self) -> None:
-        """Have forward run again now, if it has not.  What it makes is held, and may not change until it is used."""
-        awaited, self._awaited = self._awaited, []
-        for place in awaited:
-            if (saved := place()) is not None:
-                saved.tensor = self._unpack(saved.remade)
-                saved.version = version_of(saved.tensor)
-
-    def keep(self, hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None) -> None:
-        """Forward cannot run again: backward gets them as they are.
-
-        ``hooks``: whoever packs and unpacks what is saved around the segment, and would have without it.
-        """
-        if hooks is not None:
-            pack, self._unpack = hooks
-            for saved in self._there():
-                if saved.tensor is not None and not saved.is_input and version_of(saved.tensor) == saved.version:
-                    with torch.no_grad():
-                        saved.remade = pack(saved.tensor)
-                    saved.tensor = None
-        self._end()
-
-    def _end(self) -> None:
-        self._saved.clear()
-        self._note_use = note_nothing
-
-    @not_compiled
-    def _hold(self, tensor: Tensor) -> _Saved:
-        self._note_save()
-        following = next_node()
-        if following != self._last_nodes.stop:
-            self._last_nodes = range(self._last_nodes.stop, following)
-        saved = _Saved(_without_node(tensor, following), version_of(tensor), self._pack(tensor))
-        self._saved.append(_Place(ref(saved), self._last_nodes, sample(tensor) if self._is_sampled else None))
-        return saved
-
-    def _there(self) -> Iterator[_Saved]:
-        """Those that a node of autograd still has."""
-        return (saved for place in self._saved if (saved := place.saved()) is not None)
-
-    @not_compiled
-    def _give(self, saved: _Saved) -> Tensor:
-        self._note_use()
-        self._awaited = []
-        if saved.tensor is None:
-            made: Tensor = self._unpack(saved.remade)
-            return made
-        if version_of(saved.tensor) != saved.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(saved.tensor.shape)} needed for backward has been modified by an inplace "
-                f"operation: it is at version {version_of(saved.tensor)}, and {saved.version} was expected"
-            )
-        return saved.tensor
+_LARGEST_COPY: Final = 1 << 16
+"""Bytes of a tensor that is copied where an object outside of the module holds it."""
+_OTHERS: Final[Slot] = (-1, None)
+"""Stands for the arguments that are no tensors."""
 
 
-def note_nothing() -> None:
-    """What is done with the asking, unless somebody minds."""
+@dataclass(slots=True, eq=False)
+class HeldTensor:
+    """A tensor of the state, as it was when forward started."""
 
-
-def _without_node(tensor: Tensor, following: int) -> Tensor:
-    """What the node that saves its own output may hold, and be freed before :meth:`drop` all the same.
-
-    ``following``: the number of the next node.
-    """
-    node = tensor.grad_fn
-    is_output = node is not None and number_of(node) >= following - 1
-    return alias(tensor) if is_output and (type(tensor) is Tensor or is_fake(tensor)) else tensor
-
-
-def held_as_inputs() -> saved_tensors_hooks:
-    """Within, what is saved are inputs of a segment: one around that cannot run again keeps them as they are.
-
-    Others' hooks may return what lies otherwise in memory, on which other operators would run.
-    """
-    pack, unpack = hooks_on_saving()
-
-    def mark(tensor: Tensor) -> Any:
-        saved = pack(tensor)
-        if isinstance(saved, _Saved):
-            saved.is_input = True
-        return saved
-
-    return saved_tensors_hooks(mark, unpack)
-
-
-@dataclass(slots=True)
-class _Place:
-    """One in the order in which they were saved."""
-
-    saved: ref[_Saved]
-    nodes: range
-    """Numbers of autograd's nodes, among them that of the one that saved it."""
-    sample: list[Any] | None
-
-    def lasting_sample(self) -> list[Any] | None:
-        """The sample, if there is one, and the tensor was not written since."""
-        saved = self.saved()
-        if self.sample is None or saved is None or saved.tensor is None or sample(saved.tensor) != self.sample:
-            return None
-        return self.sample
-
-
-@dataclass(slots=True, weakref_slot=True)
-class _Saved:
-    tensor: Tensor | None
+    number: int
+    """The ``id`` of the tensor."""
+    alias: Tensor | None
+    """Its memory, without its graph; ``None`` if it was lent."""
     version: int
-    remade: Any
-    """Of what the checkpoint around, or others around the segment, give the tensor again."""
-    is_input: bool = False
-    """Of a segment within."""
+    needs_gradient: bool
+    copy: Copy | None = None
+    """Its values, if forward writes to it."""
+    lent: int | None = None
+    """Its place among those that were lent."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> HeldTensor:
+        """Hold ``tensor`` as it is now."""
+        return cls(id(tensor), tensor.detach(), version_of(tensor), tensor.requires_grad)
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor``, which it was taken of, is another now.
+
+        Batch norm writes its statistics without raising their version, so vectors that were copied count as written.
+        """
+        if version_of(tensor) != self.version:
+            return True
+        if self.copy is None:
+            return False
+        is_large = tensor.dim() > 1 or self.copy.shared is not None
+        return not is_large or not is_unchanged(tensor.detach(), self.copy.values)
 
 
-def saving_aside() -> saved_tensors_hooks:
-    """Within, a checkpoint around does not hear of what is saved: backward will not see it again."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+class HeldSlots:
+    """What stood in the slots that move, and the arguments that are no tensors, when a forward started."""
+
+    def __init__(self, known: Known, reading: Reading, others: Iterable[Any], *, is_watched: bool) -> None:
+        """Hold what ``reading`` says moves, and ``others``, which are among the arguments.
+
+        ``is_watched``: copy whatever forward might change; else what it was seen to change.
+        """
+        self._known, self._is_watched = known, is_watched
+        self._before = reading.before
+        """Every slot of the owners in which something moves, until forward has ended."""
+        self._others = [*others]
+        self.moves: dict[int, Slots] = {}
+        """The slots that move, by the place of the owner, with :class:`HeldTensor` for tensors, without objects."""
+        self.moving: set[Slot] = set()
+        """The slots of objects that move."""
+        self._objects: Frozen | None = None
+        """These objects, by the place of the owner and by name, and the arguments."""
+        self._contents: dict[Slot, Frozen] = {}
+        """Objects one by one, where it is to be seen what forward does to them."""
+        self.names: dict[int, list[Any]] = {}
+        """Of each owner in which something moves: the names of all slots, in their order."""
+        self.tensors: dict[int, HeldTensor] = {}
+        self.originals: dict[int, Tensor] = {}
+        """The tensors themselves, until forward has ended."""
+        self.lost = ""
+        """What forward did that cannot be undone, a sentence without its subject."""
+        self.is_surprised = False
+        """Forward wrote to what was not copied, for it had not before."""
+        self._take(reading.moves)
+
+    def _take(self, readings: Mapping[int, Slots]) -> None:
+        objects: dict[int, Slots] = {}
+        copied = set[int]()
+        for place, slots in readings.items():
+            moves = self.moves[place] = dict[str, Any]()
+            for name, value in slots.items():
+                if is_object(name, value) and not self._known.is_part(place):
+                    objects.setdefault(place, {})[name] = value
+                    self.moving.add((place, name))
+                    continue
+                held = moves[name] = self._hold(value) if isinstance(value, Tensor) else value
+                if isinstance(held, HeldTensor) and self._may_write((place, name), value):
+                    copied.add(held.number)
+        if objects or self._others:
+            self._objects = freeze((objects, self._others), self._hold)
+            copied |= self._look_into(objects)
+        for number, copy in copies_of([self.originals[number] for number in copied]).items():
+            self.tensors[number].copy = copy
+
+    def _hold(self, tensor: Tensor) -> Any:
+        """Return what stands for ``tensor`` until forward runs again: itself if it is no state."""
+        if not is_plain_state(tensor):
+            return tensor
+        number = id(tensor)
+        if number not in self.tensors:
+            self.tensors[number], self.originals[number] = HeldTensor.of(tensor), tensor
+        return self.tensors[number]
+
+    def _may_write(self, slot: Slot, tensor: Tensor) -> bool:
+        """Tell whether forward may write to ``tensor``, which stands in ``slot``."""
+        if not self._is_watched:
+            return slot in self._known.written
+        return 0 <= slot[0] < self._known.own or tensor.nbytes <= _LARGEST_COPY
+
+    def _look_into(self, objects: Mapping[int, Slots]) -> set[int]:
+        """Note what ``objects`` and the arguments hold, and return the ``id`` of each tensor that may be written."""
+        found = set[int]()
+        named = {(place, name): value for place, slots in objects.items() for name, value in slots.items()}
+        for slot, value in {**named, _OTHERS: self._others}.items():
+            if self._is_watched or slot in self._known.written:
+                self._contents[slot] = freeze(value, self._hold)
+                if stuck := self._contents[slot].stuck:
+                    self.lost = f"holds {stuck}, and may move it on"
+                inner = _numbers_in(self._contents[slot])
+                found |= {number for number in inner if self._may_write(slot, self.originals[number])}
+        return found
+
+    def lend(self, lent: Iterable[Tensor]) -> None:
+        """Hold these tensors no longer: somebody else gives them back."""
+        for place, tensor in enumerate(lent):
+            if (held := self.tensors.get(id(tensor))) is not None:
+                held.alias, held.lent = None, place
+
+    # ------------------------------------------------------------------------------------------- after forward
+
+    def written(self) -> set[int]:
+        """Return the ``id`` of each tensor that forward has written to."""
+        found = set[int]()
+        for number, held in self.tensors.items():
+            is_copied = held.copy is not None
+            if (is_copied and not self._is_watched) or held.is_written(self.originals[number]):
+                found.add(number)
+                if not is_copied and self._is_watched:
+                    shape = tuple(self.originals[number].shape)
+                    self.lost = f"writes in place to a tensor of shape {shape} in an object"
+                self.is_surprised |= not is_copied
+        return found
+
+    def changes(self, place: int, before: Slots, written: set[int]) -> set[Any]:
+        """Return the names in an owner that stand for another object than ``before``, or for one that was changed."""
+        before, after = self._before.get(place, before), self._known.owners[place].read()
+        names = changed(before, after)
+        if written:
+            found = {name for name, value in before.items() if id(value) in written}
+            self._known.written |= {(place, name) for name in found}
+            names |= found
+        return names | {slot[1] for slot in self._contents if slot[0] == place and self._changes(slot, after, written)}
+
+    def _changes(self, slot: Slot, after: Slots, written: set[int]) -> bool:
+        """Tell whether forward has changed the object that stood in ``slot``, or written to a tensor in it."""
+        contents, is_changed = self._contents[slot], False
+        if not written.isdisjoint(_numbers_in(contents)):
+            self._known.written.add(slot)
+            is_changed = True
+        if self._is_watched and slot[1] in after:
+            is_changed |= contents.data != freeze(after[slot[1]], lambda tensor: None).data
+        return is_changed
+
+    def let_go(self, written: set[int]) -> list[tuple[Tensor, HeldTensor]]:
+        """Keep no more than a recomputation needs; return the tensors that are held, and what is held of each.
+
+        ``written``: of :meth:`written`.
+        """
+        if _OTHERS in self._contents:
+            self._changes(_OTHERS, {None: self._others}, written)
+        moves = self._known.moves
+        if self._is_watched:
+            filtered = {p: {n: v for n, v in slots.items() if n in moves[p]} for p, slots in self.moves.items()}
+            self.moves = {place: slots for place, slots in filtered.items() if slots}
+            self.moving = {slot for slot in self.moving if slot[1] in moves[slot[0]]}
+        if not self.moving and not self._others:
+            self._objects = None
+        self.names = {place: [*self._before[place]] for place in {*self.moves, *(place for place, _ in self.moving)}}
+        for number, held in self.tensors.items():
+            if held.copy is not None and number in written:
+                held.copy.needs_gradient = held.needs_gradient
+            else:
+                held.copy = None
+                held.version = version_of(self.originals[number])
+        kept = [held for slots in self.moves.values() for held in slots.values() if isinstance(held, HeldTensor)]
+        inner = () if self._objects is None else _numbers_in(self._objects)
+        self.tensors = {held.number: held for held in (*kept, *(self.tensors[number] for number in inner))}
+        found = [(self.originals[number], held) for number, held in self.tensors.items()]
+        self._before = {}
+        self._contents.clear()
+        self.originals.clear()
+        self._others.clear()  # they may come to hold the graph that holds this
+        return found
+
+    # ---------------------------------------------------------------------------------------------- afterwards
+
+    def thaw(self, live: Callable[[Any], Any]) -> tuple[dict[int, Slots], list[Any]]:
+        """Return what is to stand in the slots that move, by the place of the owner, and copies of the arguments.
+
+        ``live`` gives what takes the place of a :class:`HeldTensor`.
+        """
+        objects, others = self._objects.thaw(live) if self._objects is not None else ({}, [])
+        slots = {place: {name: live(held) for name, held in moves.items()} for place, moves in self.moves.items()}
+        for place, named in objects.items():
+            moving = {name: value for name, value in named.items() if (place, name) in self.moving}
+            slots[place] = slots.get(place, {}) | moving
+        return slots, others
+
+    def put_back(self, slot: Slot, there: Any, value: Any) -> Any:
+        """Return what is to stand in ``slot`` for good: what is there if that equals ``value``, or can be made to."""
+        if isinstance(there, Tensor):
+            held = self.tensors.get(id(there))
+            is_same_one = held is not None and self.originals.get(held.number) is there
+            return there if is_same_one and held is not None and not held.is_written(there) else value
+        if type(there) is not type(value) or not is_object(slot[1], value):
+            return value
+        if slot in self._contents and self._contents[slot].data == freeze(there, lambda tensor: None).data:
+            return there
+        return there if put_right(there, value) else value
+
+
+def _numbers_in(frozen: Frozen) -> set[int]:
+    return {held.number for held in frozen.shared.values() if isinstance(held, HeldTensor)}
+
+
+def put_right(there: Any, value: Any) -> bool:
+    """Have the object ``there``, to which others may refer, hold what ``value`` does; tell whether that can be."""
+    if isinstance(there, dict):
+        there.clear()
+        dict.update(there, value)  # a Counter's own would count
+    elif isinstance(there, list | deque | set):
+        there.clear()
+        (there.update if isinstance(there, set) else there.extend)(value)
+    elif hasattr(there, "__dict__"):
+        vars(there).clear()
+        vars(there).update(vars(value))
+    else:
+        return False
+    return True

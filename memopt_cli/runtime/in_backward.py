@@ -26,7 +26,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from memopt_cli.runtime.compressor import same_bits
-from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.optimizer_state import StateOnDemand
 from memopt_cli.runtime.private_torch import step_without_hooks
 from memopt_cli.runtime.waiting import remake_with

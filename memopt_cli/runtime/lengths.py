@@ -1,7 +1,8 @@
 """Segments by length: what a module does depends on how long the input of the model is.
 
 The root of the model looks at its input, and whatever runs within asks for the length.  Backward runs a forward again
-as it was: a segment remembers the length at which it ran, and so does a checkpoint of the user's own that holds one.
+as it was: a segment remembers the length at which it ran.  In a checkpoint of the user's own, which does not, modules
+by length run plainly.
 """
 
 from __future__ import annotations
@@ -14,23 +15,20 @@ import math
 import reprlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.module_state import SEGMENT_KEY
-from memopt_cli.runtime.private_torch import CheckpointCall, checkpoint_around
 from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.segment_config import SegmentConfig
 
 _thread = threading.local()
-_checkpoints: MutableMapping[CheckpointCall, float] = WeakKeyDictionary()
-"""A call of a checkpoint of the user's own -> the length at which a segment by length ran in it."""
 _warned: WeakSet[nn.Module] = WeakSet()
 """Roots that have said that an input is beyond the last range, or has no such dimension."""
 
@@ -87,30 +85,24 @@ class ConfigsByLength:
 
 
 def present_length() -> float:
-    """The length of the input that is run now; infinite where nobody has said it, as in a module called by itself."""
-    length, told_in = _told()
-    around = None if length is None and not _checkpoints else checkpoint_around()
-    if around is None or (length is not None and around is told_in):
-        return math.inf if length is None else length
-    if length is not None:
-        _checkpoints.setdefault(around, length)
-    return _checkpoints.get(around, math.inf)  # its own: it may be recomputed while an input of another length runs
+    """Return the length of the input that runs now; infinite if nobody has told it, as in a module called by itself."""
+    length: float = getattr(_thread, "length", math.inf)
+    return length
 
 
-@contextlib.contextmanager
-def at_length(length: float) -> Iterator[None]:
-    """Within, an input of that length is run."""
-    outer, _thread.told = _told(), (length, checkpoint_around())
-    try:
-        yield
-    finally:
-        _thread.told = outer
+class at_length:  # it reads as a statement
+    """Has an input of that length run in the block."""
 
+    __slots__ = ("_length", "_outer")
 
-def _told() -> tuple[float | None, CheckpointCall | None]:
-    """The length that was told last in this thread, and the checkpoint of the user's own in which that was."""
-    told: tuple[float | None, CheckpointCall | None] = getattr(_thread, "told", (None, None))
-    return told
+    def __init__(self, length: float) -> None:
+        self._length = length
+
+    def __enter__(self) -> None:
+        self._outer, _thread.length = present_length(), self._length
+
+    def __exit__(self, *raised: object) -> None:
+        _thread.length = self._outer
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:

@@ -26,9 +26,9 @@ from memopt_cli.runtime.private_torch import (
     program_of,
 )
 
-SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
-"""Attributes that make a module a segment, and divide a Sequential into runs."""
-_STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMENT_KEY, RUNS_KEY}
+SEGMENT_KEY, RUNS_KEY, LEARNED_KEY = "_memopt_segment", "_memopt_runs", "_memopt_learned"
+"""Attributes that make a module a segment, divide a Sequential into runs, and keep what calls of a segment showed."""
+STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMENT_KEY, RUNS_KEY, LEARNED_KEY}
 """Attributes of every module that are no state: its parameters, children and hooks."""
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """Types of values that are put back as they are; most attributes are of one."""
@@ -87,13 +87,6 @@ class _Drawing:
         return self.generator
 
 
-@dataclass(frozen=True, slots=True)
-class _Forgotten:
-    """Stands for a tensor that is no longer held, by its id."""
-
-    key: int
-
-
 class _Slots(MutableMapping[str, Any]):
     """What a ScriptModule keeps besides its parameters and children: not in its dictionary, but in its program."""
 
@@ -146,7 +139,7 @@ class _Attributes:
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
         if tuple(self._mapping) != self._names:
-            for name in self._mapping.keys() - self._atoms.keys() - self.held.keys() - _STRUCTURE:
+            for name in self._mapping.keys() - self._atoms.keys() - self.held.keys() - STRUCTURE:
                 del self._mapping[name]
         self._mapping.update(self._atoms)
         for name, value in self.held.items():
@@ -161,7 +154,6 @@ class ModuleState:
         modules = list(module.modules()) if modules is None else modules
         self._attributes = [_Attributes(mapping) for m in modules for mapping in _attributes_of(m)]
         self._leaves: list[Any] | None = None
-        self._kinds = {type(m): None for m in modules}
         # A ScriptModule's cannot be exchanged.
         self._children = [(held, dict(held)) for held in map(children_of, modules) if isinstance(held, dict)]
 
@@ -174,37 +166,24 @@ class ModuleState:
         for attributes in self._attributes:
             attributes.restore(replaced or {})
 
-    def forget(self, keys: Sequence[int]) -> None:
-        """Do not hold the tensors of these ids any longer; :meth:`restore` must be given others in their place."""
-        if not keys:
-            return
-        forgotten = {key: _Forgotten(key) for key in keys}
-        for attributes in self._attributes:
-            attributes.held = {name: _without(value, forgotten) for name, value in attributes.held.items()}
-        self._leaves = None
-
-    def kinds(self) -> Iterator[type[nn.Module]]:
-        """The classes of its modules."""
-        yield from self._kinds
-
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor among the attributes."""
         # Of a parameter it is known elsewhere; what a transform of torch.func left can be neither read nor copied.
         found = (leaf for leaf in self._held_leaves() if isinstance(leaf, Tensor))
         return (t for t in found if not is_of_transform(t) and (type(t) is Tensor or not isinstance(t, nn.Parameter)))
 
-    def others(self) -> Iterator[Any]:
-        """What else there is among them: neither tensors, nor what is put back as it is."""
-        return (leaf for leaf in self._held_leaves() if not isinstance(leaf, Tensor | _Drawing))
-
     def _held_leaves(self) -> list[Any]:
         if self._leaves is None:
             self._leaves = [leaf for attributes in self._attributes for leaf in _leaves(attributes.held.values())]
         return self._leaves
 
-    def large_tensors(self) -> list[Tensor]:
-        """Each of those once that are no vectors: batch statistics are, which forward writes in place."""
-        return list({id(t): t for t in self.tensors() if t.dim() > 1}.values())
+
+def matrices_of(module: nn.Module) -> list[Tensor]:
+    """Return the tensors of more than one dimension that ``module`` keeps in buffers and attributes, each once.
+
+    Tensors of inference are not among them: autograd does not save these.
+    """
+    return list({id(t): t for t in ModuleState(module).tensors() if t.dim() > 1 and not t.is_inference()}.values())
 
 
 def state_by_name(module: nn.Module, without: Container[nn.Module] = ()) -> dict[str, Any]:
@@ -243,7 +222,7 @@ def _named_attributes(module: nn.Module, without: Container[nn.Module] = ()) -> 
     for path, part in module.named_modules():
         for attributes in () if part in without else _attributes_of(part):
             held = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
-            yield from ((_below(path, key), value) for key, value in held.items() if key not in _STRUCTURE)
+            yield from ((_below(path, key), value) for key, value in held.items() if key not in STRUCTURE)
 
 
 def _named_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -293,7 +272,7 @@ def detach_state(module: nn.Module) -> None:
 
 @functools.lru_cache(maxsize=1000)
 def _names_of_state(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in _STRUCTURE)
+    return tuple(name for name in names if name not in STRUCTURE)
 
 
 def _is_atom(value: Any) -> bool:
@@ -321,17 +300,7 @@ def _restored(value: Any, replaced: Mapping[int, Any]) -> Any:
         return value.restore()
     if isinstance(value, tuple):
         return _rebuilt(value, [_restored(item, replaced) for item in value])
-    if isinstance(value, _Forgotten):
-        return replaced[value.key]
     return replaced.get(id(value), value)
-
-
-def _without(value: Any, forgotten: dict[int, _Forgotten]) -> Any:
-    if isinstance(value, _Container):
-        return _Container(value.container, [_without(item, forgotten) for item in value.items])
-    if isinstance(value, tuple):
-        return _rebuilt(value, [_without(item, forgotten) for item in value])
-    return forgotten.get(id(value), value) if isinstance(value, Tensor) else value
 
 
 def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:

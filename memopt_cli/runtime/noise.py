@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from memopt_cli.runtime.private_torch import name_of_node, number_of
@@ -56,8 +55,3 @@ def noise_since(first: int, outputs: Sequence[Tensor]) -> frozenset[int]:
             if name_of_node(node).startswith(_FILLED_LATER):
                 found.add(number_of(node))
     return frozenset(found)
-
-
-def save_nothing() -> None:
-    """Save a tensor that nobody will ask for."""
-    torch.zeros((), requires_grad=True).exp()

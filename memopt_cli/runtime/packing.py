@@ -29,7 +29,7 @@ from memopt_cli.runtime.compressor import (
     note_stored,
     store,
 )
-from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.private_torch import (
     base_of,
     is_engine,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import io
 import math
 import sys
@@ -24,10 +23,10 @@ from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._functorch import get_unwrapped as without_transform
 from torch._C._functorch import is_batchedtensor as is_of_vmap
 from torch._C._functorch import is_functorch_wrapped_tensor as is_of_transform
@@ -56,15 +55,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_watched
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
-from torch.utils.checkpoint import _CheckpointFrame as CheckpointCall
-from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 if TYPE_CHECKING:
     from torch._functorch.pyfunctorch import VmapInterpreter
 
 __all__ = [
     "BatchNorm",
-    "CheckpointCall",
     "Convolution",
     "FakeCopyMode",
     "FakeTensor",
@@ -73,7 +69,6 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "ParametrizedWeightNorm",
-    "StopRecomputation",
     "TorchDispatchMode",
     "TreeSpec",
     "WrappedHook",
@@ -94,8 +89,6 @@ __all__ = [
 
 - ``BatchNorm``, ``InstanceNorm``, ``Convolution``: the bases of PyTorch's layers of that kind; there is no public one.
 - ``WrappedHook``, ``ParametrizedWeightNorm``: classes of objects in saved modules.
-- ``CheckpointCall``, ``StopRecomputation``: one call of ``torch.utils.checkpoint``, and the exception by which it ends
-  a recomputation when all that backward wants has been made.
 - ``TorchDispatchMode``: sees every operator; ``unseen()``: within, no mode does, nor does a dry run; ``is_watched()``:
   whether one does.
 - ``with_data()``: within, no dry run is, so that tensors have data.
@@ -576,29 +569,20 @@ def _beyond(frame: FrameType | None, names: frozenset[str]) -> FrameType | None:
     return frame
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------------------------- hooks on saving
 
 
-def checkpoint_around() -> CheckpointCall | None:
-    """The call of PyTorch's checkpoint that keeps or recomputes what is saved now; ``None`` if none does."""
-    return next((held for held in _held_by_pack() if isinstance(held, CheckpointCall)), None)
+class as_written:  # it reads as a statement
+    """Has TorchScript run as it is written for the time of the block, as ``torch.jit.optimized_execution(False)``."""
 
+    __slots__ = ("_optimizes",)
 
-def _held_by_pack() -> Iterator[Any]:
-    """What the hook on saving holds: that of a checkpoint knows its call, which nothing else tells."""
-    hooks = hooks_on_saving()
-    pack = inspect.unwrap(hooks[0]) if hooks else None
-    for cell in getattr(pack, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # it is empty
-            yield cell.cell_contents() if isinstance(cell.cell_contents, ref) else cell.cell_contents
+    def __enter__(self) -> None:
+        self._optimizes = torch._C._get_graph_executor_optimize()
+        torch._C._set_graph_executor_optimize(False)
 
-
-def is_complete(call: CheckpointCall | None) -> bool:
-    """Whether a recomputation of a checkpoint has made all that forward saved.
-
-    It ends with :class:`StopRecomputation` then, which is another exception beyond TorchScript's interpreter.
-    """
-    return call is not None and len(call.weak_holders) in call.recomp_counter.values()
+    def __exit__(self, *raised: object) -> None:
+        torch._C._set_graph_executor_optimize(self._optimizes)
 
 
 def forbids_hooks(error: RuntimeError) -> bool:
@@ -663,8 +647,18 @@ def lane_axis(tensor: Tensor) -> int:
 
 # ---------------------------------------------------------------------------------------------- torch.compile
 
-not_compiled: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch._disable_dynamo  # type: ignore[attr-defined]
-"""A function that ``torch.compile`` does not look into; ``torch.compiler.disable`` would import all of it at once."""
+_C = TypeVar("_C", bound=Callable[..., Any])
+_SKIPPED: Final = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+
+
+def not_compiled(function: _C) -> _C:
+    """Have ``torch.compile`` look neither into ``function`` nor into what that calls.
+
+    As ``torch.compiler.disable``, which would import the compiler, and put a wrapper around every call.
+    """
+    set_code_exec_strategy(function.__code__, _SKIPPED)  # where the function is called from what is not traced
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and where it is
+    return function
 
 
 between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
@@ -878,6 +872,11 @@ def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
             _push_mode(mode)
 
 
+def are_parametrizations_cached() -> bool:
+    """Tell whether ``parametrize.cached()`` runs."""
+    return bool(parametrize._cache_enabled)
+
+
 def cached_parametrizations() -> tuple[int, dict[Any, Any]]:
     """How many ``parametrize.cached()`` run, and a copy of what is held there."""
     return parametrize._cache_enabled, dict(parametrize._cache)
@@ -888,8 +887,17 @@ def cache_parametrizations(enabled: int, tensors: dict[Any, Any]) -> None:
     parametrize._cache_enabled, parametrize._cache = enabled, dict(tensors)
 
 
-MKLDNN: Final = (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
-"""How to read and set whether that library's kernels are used."""
+FLAGS: Final = (
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+)
+"""How to read and set by which kernels PyTorch computes: as ``torch.backends`` does, which takes five times as long."""
 
 
 def is_started(device: torch.device) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,13 +11,8 @@ _SCRIPTED = frozenset({"RNN", "LSTM", "GRU"})
 """What TorchScript of them is named after."""
 
 
-def has_recurrent_dropout(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> bool:
-    """Whether cuDNN would draw dropout between the layers of a recurrent module in it, if that is on a GPU.
-
-    ``kinds``: the classes of its modules; where none is recurrent, none is looked at.
-    """
-    if not any(issubclass(kind, nn.RNNBase | torch.jit.ScriptModule) for kind in kinds):
-        return False
+def has_recurrent_dropout(module: nn.Module) -> bool:
+    """Tell whether cuDNN would draw dropout between the layers of a recurrent module in ``module``, on a GPU."""
     return torch.backends.cudnn.enabled and any(map(_draws, module.modules()))
 
 

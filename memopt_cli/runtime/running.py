@@ -9,25 +9,17 @@ A segment B within a segment A, in one step::
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from memopt_cli.runtime.module_state import name_of
-from memopt_cli.runtime.objects import version_of
-from memopt_cli.runtime.private_torch import (
-    StopRecomputation,
-    checkpoint_around,
-    has_tangents,
-    hooks_on_saving,
-    is_transforming,
-)
+from memopt_cli.runtime.private_torch import has_tangents, hooks_on_saving, is_transforming
 
 _thread = threading.local()
 
@@ -37,15 +29,20 @@ def is_recomputing() -> bool:
     return recomputing_module() is not None
 
 
-@contextlib.contextmanager
-def recomputing(module: nn.Module) -> Iterator[None]:
-    """Around the recomputation of a segment."""
-    outer = getattr(_thread, "recomputing", ())
-    _thread.recomputing = (*outer, module)
-    try:
-        yield
-    finally:
-        _thread.recomputing = outer
+class recomputing:  # it reads as a statement
+    """Stands around the recomputation of a segment."""
+
+    __slots__ = ("_module", "_outer")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._outer: tuple[nn.Module, ...] = getattr(_thread, "recomputing", ())
+        _thread.recomputing = (*self._outer, self._module)
+
+    def __exit__(self, *raised: object) -> None:
+        _thread.recomputing = self._outer
 
 
 def recomputing_module() -> nn.Module | None:
@@ -58,19 +55,28 @@ _turns: MutableMapping[nn.Module, Any] = WeakKeyDictionary()
 _making_turns = threading.Lock()
 
 
-@contextlib.contextmanager
-def taking_turns(module: nn.Module) -> Iterator[None]:
-    """Around a run of a segment: other threads' runs of it wait, for each begins and ends with the state it finds.
+class taking_turns:
+    """Has other threads' runs of a segment wait, for each begins and ends with the state that it finds.
 
     Not in a thread of autograd's engine, which may run for a thread that is in the segment and waits for it.
     """
-    outer = getattr(_thread, "turn", None)
-    with _turn_of(module):
-        _thread.turn = outer or module
-        try:
-            yield
-        finally:
-            _thread.turn = outer
+
+    __slots__ = ("_module", "_outer", "_turn")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._turn = _turn_of(self._module) if _is_of_python() else None
+        if self._turn is not None:
+            self._turn.acquire()
+        self._outer: nn.Module | None = getattr(_thread, "turn", None)
+        _thread.turn = self._outer or self._module
+
+    def __exit__(self, *raised: object) -> None:
+        _thread.turn = self._outer
+        if self._turn is not None:
+            self._turn.release()
 
 
 def outermost_turn() -> nn.Module | None:
@@ -78,11 +84,11 @@ def outermost_turn() -> nn.Module | None:
     return getattr(_thread, "turn", None)
 
 
-def _turn_of(module: nn.Module) -> AbstractContextManager[object]:
-    if not _is_of_python():
-        return contextlib.nullcontext()
-    with _making_turns:
-        turn: AbstractContextManager[object] = _turns.setdefault(module, threading.RLock())
+def _turn_of(module: nn.Module) -> Any:
+    turn = _turns.get(module)
+    if turn is None:
+        with _making_turns:
+            turn = _turns.setdefault(module, threading.RLock())
     return turn
 
 
@@ -123,64 +129,25 @@ def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, 
         _thread.chunk = before
 
 
-def is_nested() -> bool:
-    """Whether a segment runs around what runs now, and nothing between them keeps or recomputes what is saved.
+def segment_around() -> Any:
+    """Return the segment that keeps or makes again what autograd saves now; ``None`` if there is none.
 
-    A checkpoint of the user's own may: it recomputes when no segment runs around it any longer.
+    A checkpoint of the user's own, or other hooks, may stand between a segment and what runs now.
     """
-    return getattr(_thread, "depth", 0) > 0 and hooks_on_saving() == _thread.hooks
+    hooks = hooks_on_saving()
+    holder = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return holder if getattr(holder, "is_of_segment", False) else None
+
+
+def is_nested() -> bool:
+    """Tell whether a segment runs around what runs now, and nothing between them keeps or recomputes what is saved."""
+    return segment_around() is not None
 
 
 def is_checkpointed() -> bool:
-    """Whether a checkpoint of the user's own would hold what is saved now, if no segment ran.
-
-    It recomputes as soon as somebody asks for any of that, in the middle of forward too.
-    """
-    return getattr(_thread, "checkpointed", False) if is_nested() else checkpoint_around() is not None
-
-
-@contextlib.contextmanager
-def within_segment(*, checkpointed: bool = False) -> Iterator[None]:
-    """Around a run of a segment's forward, the first or a later one; ``checkpointed``: :func:`is_checkpointed`."""
-    outer = getattr(_thread, "depth", 0), getattr(_thread, "hooks", None), getattr(_thread, "checkpointed", False)
-    _thread.depth, _thread.hooks, _thread.checkpointed = outer[0] + 1, hooks_on_saving(), checkpointed
-    try:
-        yield
-    finally:
-        _thread.depth, _thread.hooks, _thread.checkpointed = outer
-
-
-@contextlib.contextmanager
-def holding_inputs() -> Iterator[None]:
-    """Around a recomputation, which makes the inputs of the segments within again: they must stay as they were.
-
-    In the first run nobody holds them.  Raises :class:`RuntimeError` if one was written later.
-    """
-    outer, _thread.inputs = getattr(_thread, "inputs", None), []
-    try:
-        yield
-    except StopRecomputation:  # all that is wanted has been made again
-        _check_unchanged(_thread.inputs)
-        raise
-    else:
-        _check_unchanged(_thread.inputs)
-    finally:
-        _thread.inputs = outer
-
-
-def note_inputs(inputs: Sequence[tuple[nn.Module, Tensor, int]]) -> None:
-    """Inputs of a segment within, and their versions: they are held to them when the recomputation around ends."""
-    if getattr(_thread, "inputs", None) is not None:
-        _thread.inputs += inputs
-
-
-def _check_unchanged(inputs: Sequence[tuple[nn.Module, Tensor, int]]) -> None:
-    for module, tensor, version in inputs:
-        if version_of(tensor) != version:
-            raise RuntimeError(
-                f"an input of shape {tuple(tensor.shape)} of {name_of(module)} was modified in place after its "
-                f"forward (version {version} -> {version_of(tensor)}); recomputing with it would be wrong"
-            )
+    """Tell whether a checkpoint of the user's own keeps or recomputes what is saved now."""
+    hooks = hooks_on_saving()
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 def is_transformed() -> bool:
@@ -189,3 +156,8 @@ def is_transformed() -> bool:
     Tangents need nothing from backward, and a checkpoint would drop them.
     """
     return has_tangents() or is_transforming()
+
+
+def saving_aside() -> saved_tensors_hooks:
+    """Return hooks under which nobody around hears of what is saved: backward will not see it again."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -7,15 +7,13 @@ leads to.  It is done where a module runs first, and again when it has run sixte
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.private_torch import hooks_on_saving, not_compiled, stands_for_zeros, unseen
+from memopt_cli.runtime.private_torch import stands_for_zeros, unseen
 
 _ELEMENTS: Final = 64
 """Of a tensor, about so many."""
@@ -26,15 +24,12 @@ _DTYPES: Final = frozenset(
 )
 """Those of values: bytes are the workspace of some kernel, not all of which it writes."""
 
-_runs: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-_compared_at: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-"""How often a module had run when it was last compared."""
 _is_off = False
 
 
 @contextlib.contextmanager
 def nothing_sampled() -> Iterator[None]:
-    """Within, nothing is: somebody else compares all there is, or measures time."""
+    """Have nothing sampled in the block: somebody else compares all there is, or measures time."""
     global _is_off
     before, _is_off = _is_off, True
     try:
@@ -43,59 +38,30 @@ def nothing_sampled() -> Iterator[None]:
         _is_off = before
 
 
-def is_sampled(module: nn.Module) -> bool:
-    """Whether it is the turn of ``module``, which runs now."""
-    _runs[module] = _runs.get(module, 0) + 1
-    return not _is_off and _runs[module] >= _RARER * _compared_at.get(module, 0)
+class Turns:
+    """Says when it is the turn of a segment to be watched, and compared when it runs again."""
 
+    def __init__(self) -> None:
+        self._runs, self._next = 0, _RARER
+        self._was_compared = False
 
-@contextlib.contextmanager
-def compared(
-    module: nn.Module, samples: Sequence[list[Any] | None], tell: Callable[[tuple[int, ...]], None]
-) -> Iterator[None]:
-    """A run of ``module`` that saved tensors with these samples is repeated within; ``None`` stands for any.
+    def is_due(self) -> bool:
+        """Count a run that begins, and tell whether it is one to watch: the first ones, the 16th, the 256th ..."""
+        self._runs += 1
+        if self._runs < self._next:
+            return not self._was_compared and not _is_off
+        self._next *= _RARER
+        return not _is_off
 
-    ``tell`` is called afterwards with the shape of the first tensor that differs, if one does.
-    """
-    again = _Again(samples)
-    try:
-        with again.hooks():
-            yield
-    finally:
-        _compared_at[module] = _runs[module]
-        if (shape := again.differs()) is not None:
-            tell(shape)
-
-
-class _Again:
-    """What is saved in a recomputation."""
-
-    def __init__(self, samples: Sequence[list[Any] | None]) -> None:
-        self._samples = iter(samples)
-        self._suspects: list[tuple[list[Any], Tensor]] = []
-        self._pack, self._unpack = hooks_on_saving()
-
-    def hooks(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._look, self._unpack)
-
-    def differs(self) -> tuple[int, ...] | None:
-        """The shape of the first tensor that does."""
-        # Some operators fill a tensor after they have saved it, and its memory may have held the same before.
-        found = (tuple(tensor.shape) for before, tensor in self._suspects if not _agrees(before, tensor))
-        shape = next(found, None)
-        self._suspects.clear()
-        return shape
-
-    @not_compiled
-    def _look(self, tensor: Tensor) -> Any:
-        before = next(self._samples, None)
-        if before is not None and not _agrees(before, tensor):
-            self._suspects.append((before, tensor))
-        return self._pack(tensor)
+    def note_comparison(self) -> None:
+        """A run has been compared with its recomputation."""
+        self._was_compared = True
 
 
 def sample(tensor: Tensor) -> list[Any] | None:
-    """A few of its elements; ``None`` of one whose values do not simply lie in memory."""
+    """Return a few elements of ``tensor``; ``None`` if they do not simply lie in memory, or nothing is sampled."""
+    if _is_off:
+        return None
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     if not is_plain or tensor.dtype not in _DTYPES or _has_no_values(tensor):
         return None
@@ -115,8 +81,8 @@ def _has_no_values(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() < end
 
 
-def _agrees(before: list[Any], tensor: Tensor) -> bool:
-    """Whether a tensor is as it was but for rounding: what is kept or found may have come from another kernel."""
+def agrees(before: list[Any], tensor: Tensor) -> bool:
+    """Tell whether ``tensor`` is as it was but for rounding: what is kept may have come from another kernel."""
     now, dtype = sample(tensor), tensor.dtype
     if now is None or now == before:
         return True

@@ -1,14 +1,13 @@
-"""A segment's forward under PyTorch's checkpoint: what is kept for backward, and how it is held."""
+"""A segment's forward: whether it can be run again, and how its inputs are kept until then."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.runtime.chunk_starts import ChunkStarts
@@ -21,29 +20,21 @@ from memopt_cli.runtime.compressor import (
     note_stored,
     store,
 )
-from memopt_cli.runtime.held import held_as_inputs
+from memopt_cli.runtime.learned import Learned, learned_of
 from memopt_cli.runtime.lengths import config_of
-from memopt_cli.runtime.module_state import name_of, uninitialized
-from memopt_cli.runtime.private_torch import (
-    hooks_on_saving,
-    not_compiled,
-)
-from memopt_cli.runtime.running import (
-    is_checkpointed,
-    is_nested,
-    is_transformed,
-    running_chunk,
-    within_chunk,
-)
+from memopt_cli.runtime.module_state import matrices_of, name_of, uninitialized
+from memopt_cli.runtime.private_torch import as_written, hooks_on_saving, not_compiled
+from memopt_cli.runtime.running import is_checkpointed, is_transformed, running_chunk, segment_around, within_chunk
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.segment_run import SegmentRun, Unrepeatable, overwrites_input
+from memopt_cli.runtime.segment_run import Dropped, SegmentRun, Unrepeatable, give
+from memopt_cli.runtime.selective import uncounted
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
-from memopt_cli.runtime.unsafe import as_of_checkpoint, run_plainly, runs_plainly
+from memopt_cli.runtime.tree import Arguments, join_tensors, joined, split_tensors, tensors_of
+from memopt_cli.runtime.unsafe import run_plainly, runs_plainly
 
 
 def codec_of(module: nn.Module, config: SegmentConfig) -> SpikeCompressor:
-    """The codec of a segment's stored input."""
+    """Return the codec in which the inputs of ``module`` are stored."""
     if config.compressor == OWN_COMPRESSOR:
         return OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
     return COMPRESSORS[config.compressor]
@@ -57,65 +48,51 @@ def call_checkpointed(
     inputs: PackedInputs,
     keep: tuple[str, ...],
     starts: ChunkStarts | None = None,
+    learned: Learned | None = None,
 ) -> Any:
-    """``forward(*args, **kwargs)``, keeping only its ``inputs``, empty as yet, and outputs of ``keep`` for backward.
+    """Call ``forward(*args, **kwargs)``, and keep only its ``inputs``, empty as yet, and outputs of ``keep``.
 
-    ``starts``: of the chunks of which this is the next; they make its starting state again.
+    ``starts``: of the chunks of which this is the next; they make its starting state again.  ``learned``: what is known
+    of ``module``, if that does not keep it itself.
     """
     if (chunk := running_chunk()) is not None:  # of a segment around, which backward is to run the forward in again
         forward = functools.partial(within_chunk, chunk, forward)
     if torch.compiler.is_compiling():
-        return _call_now(module, forward, args, kwargs, inputs, keep, starts)
-    with as_of_checkpoint():
-        return _call_now(module, forward, args, kwargs, inputs, keep, starts)
-
-
-def _call_now(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inputs: PackedInputs,
-    keep: tuple[str, ...],
-    starts: ChunkStarts | None,
-) -> Any:
-    tensors, skeleton = split_tensors((args, kwargs))
-    if any(t.is_nested and t.layout is torch.strided for t in tensors):
-        run_plainly(module, "is given a nested tensor of the strided layout")
-    plainly = not torch.is_grad_enabled() or runs_plainly(module) or is_transformed()
-    if plainly or not needs_gradient(module, tensors):
+        return _traced(module, forward, args, kwargs)
+    given = Arguments.of(args, kwargs)
+    learned = learned_of(module) if learned is None else learned
+    if not _can_run_again(module, given.tensors, learned):
         return forward(*args, **kwargs)
-    if torch.compiler.is_compiling():
-        return checkpoint(_traced(module, forward, skeleton, keep), *tensors, use_reentrant=False)
-    if uninitialized(module):  # there is no state yet to start from again
-        return forward(*args, **kwargs)
-    start = StartingState(module, tensors, others_in(skeleton))
-    kept = [(t, t.grad) for t in tensors if t.retains_grad]
-    call = functools.partial(_call_as_written, forward, skeleton)
-    # The caller's own lists and dicts are for the first run: what that leaves in them stays.
+    around = segment_around()
     first = functools.partial(_as_written, forward, args, kwargs)
-    run = SegmentRun(module, first, call, start, len(tensors), keep)
-    run.hooks, run.is_checkpointed = hooks_on_saving(), is_checkpointed()
+    if around is not None and around.is_recomputation:
+        return _within_recomputation(module, first, given.tensors, around, learned)
+    start = StartingState(module, given.tensors, given.others, learned, watches=learned.runs.is_due())
+    run = SegmentRun(module, learned, start, functools.partial(_repeat, forward, given.skeleton), keep)
     run.gathers = inputs.of_chunk and config_of(module).batch_statistics
-    if module in overwrites_input:
+    tensors = given.tensors
+    if learned.overwrites_input:
         with beside_the_model():
             tensors = [t.clone() for t in tensors]
+    needed = [t.requires_grad for t in tensors]
     lent: Sequence[Tensor] = ()
-    try:
-        if is_nested():
-            run.is_nested = True
-            # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
-            lent = start.lend()
-            inputs.started(start, lent)
-            with held_as_inputs():
-                return _recomputed(run, *tensors, *lent)
+    if around is not None:
+        # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
+        lent = start.lend()
+        run.saved_inputs = [around.hold_input(t) for t in tensors]
+        run.inputs = functools.partial(_given_again, run.saved_inputs, needed, learned)
+        run.lent = functools.partial(_Again, [around.hold_input(t) for t in lent])
+    else:
+        inputs.keep(tensors)
+        run.inputs = functools.partial(_unpacked, inputs, needed, learned)
         if starts is not None:
-            needed = [t.requires_grad for t in tensors]
             # Not with the run, which holds the chunks before it: a cycle would outlive backward.
-            run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needed))
-        inputs.started(start, ())
-        with inputs.hooks():
-            return _recomputed(run, *tensors)
+            again = functools.partial(_repeat, forward, given.skeleton)
+            run.lent = starts.add(start, functools.partial(_run_again, again, run.inputs))
+    inputs.started(start, lent)
+    gradients = [(t, t.grad) for t in given.tensors if t.retains_grad]
+    try:
+        return run.first(first, given.tensors, hooks_on_saving())
     except Unrepeatable as error:
         if inputs.of_chunk:  # others may have run, and norms counted them: the whole begins again
             raise
@@ -123,57 +100,115 @@ def _call_now(
         if lost := start.lost():
             raise RuntimeError(f"{name_of(module)} {reason} and {lost}; take it out of the plan") from error
     run_plainly(module, reason)
-    start.enter(lent)
-    for given, gradient in kept:  # one that forward computes within is added to it
-        given.grad = gradient
+    start.enter(lent, given.others)
+    for tensor, gradient in gradients:  # one that forward computes within is added to it
+        tensor.grad = gradient
     return forward(*args, **kwargs)
 
 
-def _recomputed(run: SegmentRun, *given: Tensor) -> Any:
-    """PyTorch's checkpoint; where the generators stand is in a run's starting state, which shares it with others."""
-    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
+def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learned) -> bool:
+    """Tell whether ``module`` is to run as a segment.
 
-
-def _traced(module: nn.Module, forward: Callable[..., Any], skeleton: Any, keep: tuple[str, ...]) -> Callable[..., Any]:
-    """What PyTorch's checkpoint calls under ``torch.compile``, which traces neither pack hooks nor :class:`SegmentRun`.
-
-    What it cannot trace at all, a forward that writes to attributes among others, it leaves to a checkpoint that is
-    not compiled: there every run goes through one :class:`SegmentRun` as it does without ``torch.compile``.
+    In a checkpoint of the user's own it is not: that runs it again.
     """
-    runs: list[SegmentRun] = []
-
-    def call(*given: Tensor) -> Any:
-        if torch.compiler.is_compiling():
-            return _call(forward, given, skeleton)
-        if not runs:
-            as_written = functools.partial(_call_as_written, forward, skeleton)
-            first = functools.partial(as_written, given, {})
-            runs.append(SegmentRun(module, first, as_written, StartingState(module, given), len(given), keep))
-        return runs[0](*given)
-
-    return call
+    if any(t.is_nested and t.layout is torch.strided for t in tensors):
+        run_plainly(module, "is given a nested tensor of the strided layout")
+    if not torch.is_grad_enabled() or runs_plainly(module) or is_transformed() or is_checkpointed():
+        return False
+    if not needs_gradient(module, tensors):
+        return False
+    return learned.known is not None or not uninitialized(
+        module
+    )  # of a lazy module there is no state yet to start from
 
 
-def _call(forward: Callable[..., Any], given: Sequence[Tensor], skeleton: Any) -> Any:
-    args, kwargs = join_tensors(given, skeleton)
-    return forward(*args, **kwargs)
+def _within_recomputation(
+    module: nn.Module, first: Callable[[], Any], tensors: Sequence[Tensor], around: Any, learned: Learned
+) -> Any:
+    """Run a segment within the recomputation of another, for which it makes its inputs again, and its output."""
+    for tensor in [t.clone() for t in tensors] if learned.overwrites_input else tensors:
+        around.hold_input(tensor)
+    for tensor in matrices_of(module):
+        around.hold_input(tensor)
+    with uncounted(), Dropped().hooks():
+        return first()
+
+
+def _given_again(saved: Sequence[Any], needed: Sequence[bool], learned: Learned) -> list[Tensor]:
+    return [_fresh(give(one), need, learned) for one, need in zip(saved, needed, strict=True)]
+
+
+def _unpacked(inputs: PackedInputs, needed: Sequence[bool], learned: Learned) -> list[Tensor]:
+    return [_fresh(t, need, learned) for t, need in zip(inputs.tensors(), needed, strict=True)]
+
+
+def _fresh(tensor: Tensor, needs_gradient: bool, learned: Learned) -> Tensor:
+    """Return ``tensor`` without its history; where forward writes over it, a copy, for no leaf may be written."""
+    leaf = tensor.detach()
+    leaf = leaf.requires_grad_() if needs_gradient else leaf
+    return leaf.clone() if learned.overwrites_input else leaf
+
+
+class _Again(Sequence[Tensor]):
+    """Tensors that belong to a segment around, each made again when it is asked for: most are not."""
+
+    def __init__(self, saved: Sequence[Any]) -> None:
+        self._saved = saved
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def __getitem__(self, place: Any) -> Any:
+        return give(self._saved[place])
+
+
+def _run_again(repeat: Callable[..., Any], inputs: Callable[[], list[Tensor]], others: Sequence[Any]) -> None:
+    repeat(inputs(), others)
 
 
 def _as_written(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # TorchScript as it is written: its executor would save other tensors in one run than in the next.
-    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+    with as_written():
         return forward(*args, **kwargs)
 
 
-def _call_as_written(
-    forward: Callable[..., Any], skeleton: Any, given: Sequence[Tensor], replaced: Mapping[int, Any]
+def _repeat(forward: Callable[..., Any], skeleton: Any, tensors: Sequence[Tensor], others: Sequence[Any]) -> Any:
+    return _as_written(forward, *joined(tensors, others, skeleton))
+
+
+def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``forward`` in PyTorch's checkpoint, which ``torch.compile`` can trace.
+
+    What it cannot trace at all, a forward that writes to attributes among others, it leaves to a checkpoint that is
+    not compiled: there every run but the first starts from the state in which that has started.
+    """
+    tensors, skeleton = split_tensors((args, kwargs))
+    if not torch.is_grad_enabled() or not needs_gradient(module, tensors):
+        return forward(*args, **kwargs)
+    starts: list[StartingState] = []
+
+    def call(*given: Tensor) -> Any:
+        args, kwargs = join_tensors(given, skeleton)
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        return _replayed(module, forward, args, kwargs, starts)
+
+    return checkpoint(call, *tensors, use_reentrant=False)
+
+
+@not_compiled
+def _replayed(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], starts: list[Any]
 ) -> Any:
-    return _as_written(forward, *join_tensors(given, skeleton, replaced))
-
-
-def _run_again(call: Callable[..., Any], inputs: PackedInputs, needs_gradient: Sequence[bool]) -> None:
-    given = zip(inputs.last(len(needs_gradient)), needs_gradient, strict=True)
-    call([t.detach().requires_grad_(needed) for t, needed in given], {})
+    """Call ``forward`` for the first time, or again from where it started then."""
+    if starts:
+        with starts[0].replay():
+            return forward(*args, **kwargs)
+    starts.append(StartingState(module, tensors_of((args, kwargs))))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        starts[0].settle()
 
 
 def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:
@@ -184,43 +219,34 @@ def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:
 
 
 def ignore_start(start: StartingState, lent: Sequence[Tensor]) -> None:
-    """What is done with where a run starts, unless somebody asks."""
+    """Do nothing with where a run starts."""
 
 
 class PackedInputs:
-    """Tensors that a checkpoint saves, in a codec; those in ``raw`` as they are.
+    """The tensors among the arguments of a call, in a codec; those in ``raw`` as they are.
 
-    Raw are the states that chunks hand on: the codec is the one that suits the module's inputs.  So are tensors without
-    elements: PyTorch 2.8's checkpoint saves one of its own in front of the inputs.
+    Raw are the states that chunks hand on: the codec is the one that suits the module's inputs.
     """
 
     def __init__(self, codec: SpikeCompressor, raw: Any = ()) -> None:
         self._codec = codec
-        self._raw = frozenset(map(id, tensors_of(raw)))
+        self._raw = frozenset(map(id, tensors_of(raw))) if raw else frozenset()
         self._stored: list[Any] = []
         self.of_chunk = False
         """They are a part of what the segment is given."""
         self.started: Callable[[StartingState, Sequence[Tensor]], None] = ignore_start
         """Is told where the run starts, and what that lends to a segment around."""
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Within, what is saved is packed."""
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    def last(self, count: int) -> list[Tensor]:
-        """The tensors that were saved last, whole again."""
-        return [self._unpack(stored) for stored in self._stored[len(self._stored) - count :]]
-
-    @not_compiled
-    def _pack(self, tensor: Tensor) -> Any:
-        codec = COMPRESSORS["null"] if id(tensor) in self._raw or not tensor.numel() else self._codec
-        if isinstance(tensor, nn.Parameter):
-            self._stored.append(tensor)
-        else:
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Store ``tensors``; parameters are there anyhow."""
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter):
+                self._stored.append(tensor)
+                continue
+            codec = COMPRESSORS["null"] if id(tensor) in self._raw or not tensor.numel() else self._codec
             self._stored.append(store(codec, tensor))
             note_stored(tensor, self._stored[-1])
-        return self._stored[-1]
 
-    @not_compiled
-    def _unpack(self, stored: Any) -> Tensor:
-        return stored if isinstance(stored, Tensor) else self._codec.decompress(stored)
+    def tensors(self) -> list[Tensor]:
+        """Return what was stored, whole again."""
+        return [s if isinstance(s, Tensor) else self._codec.decompress(s) for s in self._stored]

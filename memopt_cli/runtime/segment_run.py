@@ -1,202 +1,410 @@
-"""One checkpointed call of a segment: its first run in forward, and later ones in backward."""
+"""One call of a segment: what autograd saves in forward is given up, and made again when backward asks for it.
+
+The mechanism is that of PyTorch's non-reentrant checkpoint: hooks on what autograd saves::
+
+    forward     autograd saves 5 tensors    each is held by a _Saved until forward has ended, and then dropped
+    backward    a node asks for the 4th     forward runs again; what autograd saves now is laid into the five _Saved,
+                                            and after the fifth there is nothing left to do: the run is broken off
+
+They are held until forward has ended since only then it is known whether it can run again.  That does not raise the
+peak of a step: all of them are there at once again when forward runs for the second time.  What a node saved that is
+gone by then goes with it.
+
+A call within another one has its inputs saved by that one, and so makes them again with it.  What runs again within a
+recomputation drops what it saves: nobody will ask for it.
+
+References point from autograd's nodes to :class:`_Saved`, from there to :class:`SegmentRun`, and from there to inputs
+and state without the graphs that made them.  So a call goes when its graph goes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.found_statistics import FoundStatistics
-from memopt_cli.runtime.held import Held, note_nothing
+from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.in_backward import updates_in_backward
+from memopt_cli.runtime.learned import Learned
 from memopt_cli.runtime.lengths import at_length, present_length
-from memopt_cli.runtime.noise import ends_in_noise, save_nothing
-from memopt_cli.runtime.objects import version_of
-from memopt_cli.runtime.private_torch import (
-    CheckpointCall,
-    StopRecomputation,
-    checkpoint_around,
-    forbids_hooks,
-    is_complete,
-    not_compiled,
-)
-from memopt_cli.runtime.running import (
-    holding_inputs,
-    note_inputs,
-    outermost_turn,
-    recomputing,
-    taking_turns,
-    within_segment,
-)
-from memopt_cli.runtime.samples import compared, is_sampled
+from memopt_cli.runtime.module_state import name_of
+from memopt_cli.runtime.noise import ends_in_noise, noise_since
+from memopt_cli.runtime.private_torch import forbids_hooks, next_node, not_compiled
+from memopt_cli.runtime.running import outermost_turn, recomputing, taking_turns
+from memopt_cli.runtime.samples import agrees, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.runtime.unsafe import as_of, marks, run_plainly, this_moment
+from memopt_cli.runtime.unsafe import as_of, cannot_repeat, marks, run_plainly, this_moment
 from memopt_cli.runtime.waiting import wait_for
+
+Repeat = Callable[[Sequence[Tensor], Sequence[Any]], object]
+"""Runs a forward again, on the tensors and the other objects among its arguments."""
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Unrepeatable(RuntimeError):
     """A forward did what it cannot do in a segment, or does otherwise there: a sentence without its subject."""
 
 
-overwrites_input: WeakSet[nn.Module] = WeakSet()
-"""Segments that were seen to write over their inputs: a recomputation needs copies."""
+class _Complete(Exception):
+    """Everything that forward saved has been made again.  An ``Exception``: at others, modules skip their hooks."""
+
+
+class _Saved:
+    """A tensor that autograd saved in a segment."""
+
+    __slots__ = ("__weakref__", "broken", "is_input", "packed", "run", "shape", "tensor", "version")
+
+    def __init__(self, run: SegmentRun | None, tensor: Tensor) -> None:
+        self.run = run
+        """Which makes it again; ``None`` if the call cannot run again."""
+        self.tensor: Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
+        """Without the node that made it, which may be the very one that saves it."""
+        self.version = version_of(tensor)
+        self.shape: torch.Size | None = None
+        self.packed: Any = None
+        """Of a call that cannot run again: as the hooks around the segment keep it."""
+        self.is_input = False
+        """It is an input of a segment within."""
+        self.broken = ""
+        """Why it cannot be given to backward: forward itself has written to it later."""
 
 
 class SegmentRun:
-    """One checkpointed call of a segment: what PyTorch's checkpoint calls once in forward and again in backward."""
+    """One call of a segment."""
+
+    is_of_segment, is_recomputation = True, False
+    """Of whom the hooks on saving ask: it is a segment's, in its first run or in a later one."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        first: functools.partial[Any],
-        call: Callable[[Sequence[Tensor], Mapping[int, Any]], Any],
-        start: StartingState,
-        inputs: int,
-        keep: tuple[str, ...],
+        self, module: nn.Module, learned: Learned, start: StartingState, repeat: Repeat, keep: tuple[str, ...]
     ) -> None:
-        """``first``: the first run; ``call``: a later one, of the tensors among the arguments and what replaces others.
+        """``repeat`` runs the forward of ``module`` again; ``start``: where the first run starts from.
 
-        ``inputs``: how many tensors those are.
+        ``keep``: operators whose outputs are kept.
         """
-        self._module = module
-        self._first: functools.partial[Any] | None = first
-        self._call = call
-        self._start = start
-        self._inputs = inputs
+        self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
         self._kept = KeptOutputs(keep) if keep else NothingKept()
-        self._statistics = FoundStatistics(module, keep)
         self._began, self._length = this_moment(), present_length()
         self._outermost = outermost_turn() or module
-        self._ends_in_noise = False
+        self._refs: list[ref[_Saved]] = []
+        """What was saved, in order, as far as autograd still has it."""
         self._samples: list[list[Any] | None] = []
-        self._run_around: Callable[[], object] = _nothing_around
-        """Has a checkpoint of the user's own recompute all that came up to the segment's end, and so count it again."""
-        self.hooks: Any = None
-        """Those around the segment, on what autograd saves."""
-        self.is_nested = False
-        """Its inputs belong to the recomputation of the segment around."""
-        self.is_checkpointed = False
-        """A checkpoint of the user's own would hold what it saves, if it were no segment."""
+        self._watch = _Watch() if start.is_watched else None
+        self.is_running = False
+        self._was_repeated = False
         self.gathers = False
         """It is one chunk of several, whose batch statistics are those of all."""
-        self.lent: Callable[[], Sequence[Tensor]] | None = None
-        """Gives the tensors of the starting state, if they are no inputs and not held."""
+        self.saved_inputs: list[_Saved] = []
+        """The tensors among the arguments, if they belong to a segment around."""
+        self.inputs: Callable[[], list[Tensor]] = list
+        """Gives the tensors among the arguments."""
+        self.lent: Callable[[], Sequence[Tensor]] = tuple
+        """Gives the tensors of the starting state that it has lent."""
 
-    @not_compiled  # it only comes here where the compiler has given up
-    def __call__(self, *given: Tensor) -> Any:
-        """The first run, or a later one."""
-        with taking_turns(self._outermost), taking_turns(self._module):
-            return self._recompute(given) if self._first is None else self._run(given, self._first)
+    # ------------------------------------------------------------------------------------------------- forward
 
-    def _run(self, given: Sequence[Tensor], first: functools.partial[Any]) -> Any:
-        self._first, handed = None, (first.args, first.keywords)
-        inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]]
-        turn = is_sampled(self._module)
-        held, before = Held(self._kept.note_save, self._note_use(), is_sampled=turn), marks()
+    def first(self, forward: functools.partial[Any], given: Sequence[Tensor], hooks: Hooks | None) -> Any:
+        """Run ``forward`` for the first time.
+
+        ``given``: the tensors among its arguments; ``hooks``: those on saving around the segment.  Raises
+        :class:`Unrepeatable` where it must run without hooks of the segment's own.
+        """
+        versions, before = [version_of(t) for t in given], marks()
+        output = self._run(forward)
+        if self._kept.changes:
+            raise Unrepeatable(self._kept.changes)
+        if reason := self._start.lost():
+            run_plainly(self._module, reason)
+        if self._start.is_surprised:
+            cannot_repeat()
+        overwrites = versions != [version_of(t) for t in given]
+        self._learned.overwrites_input |= overwrites
+        for saved in self.saved_inputs:  # the segment around makes them again, and this one overwrites them again
+            saved.version = version_of(saved.tensor)
+        if marks() != before:  # it cannot run again, or one within cannot
+            self._keep(hooks)
+        elif overwrites and not self.saved_inputs:  # there is no copy of what it was given
+            self._keep(None)
+        else:
+            self._give_up((output, forward.args))  # it may hand something over in a list that it was given
+        return output
+
+    def _run(self, forward: Callable[[], Any]) -> Any:
+        self.is_running = True
+        hold = self._hold if self._watch is None else self._hold_watched
         try:
-            noting = self._statistics.recording(given[: self._inputs])
-            with held.holding(), self._kept.recording(), noting, self._within():
-                output = first()
+            with saved_tensors_hooks(hold, give), self._kept.recording():
+                output = forward()
         except RuntimeError as error:
             if forbids_hooks(error):
                 raise Unrepeatable("computes gradients by torch.func") from error
             raise
         finally:
+            self.is_running = False
             self._start.settle()
-        if self._kept.changes:
-            raise Unrepeatable(self._kept.changes)
-        if reason := self._start.lost():
-            run_plainly(self._module, reason)
-        if reason or marks() != before:  # or one within cannot run again: it would do otherwise than it did
-            held.keep(self.hooks)
-            return output
-        if any(version_of(t) != version for _, t, version in inputs):
-            overwrites_input.add(self._module)
-            if not self.is_nested:
-                held.keep()
-        elif self.is_nested:
-            note_inputs(inputs)
-        self._samples = held.samples(tensors_of((output, handed))) if turn else []
-        held.drop()
-        if updates_in_backward():
-            wait_for(self._module.parameters(), held)
-        self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_nodes)
-        if self._ends_in_noise:
-            save_nothing()
-        if self.is_checkpointed and not self.is_nested and _keeps_statistics(self._module):
-            pack, unpack = self.hooks
-            # Alike in forward and in backward, which may have other defaults.
-            mark = torch.empty(0, dtype=torch.uint8, device="cpu")
-            self._run_around = functools.partial(unpack, pack(mark))
         return output
 
-    def _note_use(self) -> Callable[[], None]:
-        if self.is_checkpointed:
-            return _refuse_use
-        return _refuse_use_in_chunks if self.gathers else note_nothing
+    def _hold(self, tensor: Tensor) -> _Saved:
+        self._kept.note_save()
+        saved = _Saved(self, tensor)
+        self._refs.append(ref(saved))
+        return saved
 
-    def _within(self) -> AbstractContextManager[None]:
-        return within_segment(checkpointed=self.is_checkpointed)
+    def _hold_watched(self, tensor: Tensor) -> _Saved:
+        assert self._watch is not None
+        self._watch.note(tensor)
+        return self._hold(tensor)
 
-    def _recompute(self, given: Sequence[Tensor]) -> Any:
-        """From the state in which the first run started, and without a trace.
+    def hold_input(self, tensor: Tensor) -> _Saved:
+        """Save an input of a segment within, in its turn."""
+        saved = (self._hold if self._watch is None else self._hold_watched)(tensor)
+        saved.is_input = True
+        return saved
 
-        Of what came before its inputs it knows nothing: hooks that forward puts on an input, or that others have put
-        there and a gradient within forward would call, are those of the first run.
+    def note_use(self) -> None:
+        """Forward itself asks for what it saved.  Raises :class:`Unrepeatable` where that gives other gradients."""
+        if self.gathers:  # to which every chunk adds through the statistics
+            raise Unrepeatable("computes gradients in its forward, through batch statistics that its chunks share")
+
+    def _give_up(self, handed: Any) -> None:
+        """Drop what was saved: forward, which ``handed`` on tensors, can run again."""
+        if self._watch is not None:
+            outputs = tensors_of(handed)
+            self._samples = self._watch.samples(self._refs, outputs)
+            self._learned.runs_to_end = self._watch.ends_in_noise(outputs)
+        for saved in self._there():
+            tensor = saved.tensor
+            assert tensor is not None
+            saved.shape = tensor.shape
+            if version_of(tensor) != saved.version:
+                saved.broken = _overwritten(tensor, saved.version)
+            saved.tensor = None
+        if updates_in_backward():
+            wait_for(self._module.parameters(), self)
+
+    def _keep(self, hooks: Hooks | None) -> None:
+        """Have backward get what was saved as it is: forward cannot run again.
+
+        Inputs of segments within are kept untouched: other hooks may lay them out otherwise in memory, and these
+        segments would run on that.
         """
-        around = checkpoint_around()
-        self._run_around()
-        with at_length(self._length), recomputing(self._module):
-            lent = given[self._inputs :] if self.lent is None else self.lent()
-            if self._module not in overwrites_input:  # a leaf is not to be written
-                given = [t.detach().requires_grad_() if t.requires_grad else t for t in given]
-            with self._start.replay(lent) as replaced, self._kept.replaying(), self._statistics.replaying():
-                with self._compared(), within_segment(), holding_inputs(), as_of(self._began):
-                    output = self._repeat(given, replaced, around)
-                if self._ends_in_noise:
-                    save_nothing()
-                return output
+        for saved in self._there():
+            tensor, saved.run = saved.tensor, None
+            assert tensor is not None
+            if hooks is not None and not saved.is_input and version_of(tensor) == saved.version:
+                with torch.no_grad():
+                    saved.packed, saved.tensor = (hooks[1], hooks[0](tensor)), None
+        self._refs.clear()
 
-    def _repeat(self, given: Sequence[Tensor], replaced: Mapping[int, Any], around: CheckpointCall | None) -> Any:
+    def _there(self) -> Iterator[_Saved]:
+        return (saved for one in self._refs if (saved := one()) is not None)
+
+    # ------------------------------------------------------------------------------------------------ backward
+
+    def remake(self) -> None:
+        """Run again now, unless that was done: the values of parameters are about to change."""
+        if not self._was_repeated:
+            self.repeat()
+
+    def repeat(self) -> None:
+        """Run forward again from where it started, without a trace, and lay what is saved into what was saved then.
+
+        It knows nothing of what came before its inputs: hooks that forward puts on an input, or that others have put
+        there, belong to the first run.
+        """
+        self._was_repeated = True
+        again = _Again(self._module, self._refs, self._samples, runs_to_end=self._learned.runs_to_end)
+        with torch.enable_grad(), taking_turns(self._outermost), taking_turns(self._module), at_length(self._length):
+            given = self.inputs()
+            replayed = self._start.replay(self.lent())
+            with recomputing(self._module), replayed as others, self._kept.replaying(), as_of(self._began):
+                again.run(functools.partial(self._repeat, given, others))
+        if self._samples:
+            self._learned.runs.note_comparison()
+            self._samples = []
+        if reason := again.difference():
+            run_plainly(self._module, reason)
+
+
+class _Again:
+    """What autograd saves while a forward runs again."""
+
+    is_of_segment, is_recomputation = True, True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        refs: Sequence[ref[_Saved]],
+        samples: Sequence[list[Any] | None],
+        *,
+        runs_to_end: bool,
+    ) -> None:
+        self._module, self._refs, self._samples, self._runs_to_end = module, refs, samples, runs_to_end
+        self._count = 0
+        self._suspects: list[tuple[list[Any], Tensor]] = []
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Lay ``tensor`` in its place; the last one ends the run."""
+        made = tensor.detach()
+        place, self._count = self._count, self._count + 1
+        if place >= len(self._refs):
+            if self._runs_to_end:
+                return made
+            raise self._other(f"saves more than the {len(self._refs)} tensors of forward")
+        saved = self._refs[place]()
+        if saved is not None:
+            if saved.shape is None or made.shape != saved.shape:
+                raise self._other(
+                    f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(saved.shape or ())}"
+                )
+            saved.tensor, saved.version = made, version_of(made)
+        if self._samples and (before := self._samples[place]) is not None and not agrees(before, made):
+            self._suspects.append((before, made))
+        if self._count == len(self._refs) and not self._runs_to_end:
+            raise _Complete
+        return made
+
+    hold_input = pack
+
+    def run(self, repeat: Callable[[], object]) -> None:
+        """Call ``repeat``, which ends early.  Raises :class:`RuntimeError` if it does not do what forward did."""
         try:
-            return self._call(given, replaced)
-        except RuntimeError as error:  # as which PyTorch's end of a recomputation leaves TorchScript's interpreter
-            if is_complete(around):
-                raise StopRecomputation from error
-            raise
+            with saved_tensors_hooks(self.pack, _itself):
+                repeat()
+        except _Complete:
+            pass
+        except RuntimeError:  # as which the exception leaves TorchScript's interpreter
+            if self._count < len(self._refs):
+                raise
+        if self._count < len(self._refs):
+            raise self._other(f"saves {self._count} tensors, and forward saved {len(self._refs)}")
 
-    def _compared(self) -> AbstractContextManager[None]:
-        return compared(self._module, self._samples, self._differs) if self._samples else contextlib.nullcontext()
+    def _other(self, what: str) -> RuntimeError:
+        """Return the error for a forward that does otherwise than before, which runs plainly from now on."""
+        run_plainly(self._module, _DIFFERS, silently=True)
+        return RuntimeError(
+            f"{name_of(self._module)} {_DIFFERS}: it {what}. Backward cannot go on in this step; from the next one on "
+            "the module runs without recomputation"
+        )
 
-    def _differs(self, shape: tuple[int, ...]) -> None:
-        run_plainly(
-            self._module,
-            "draws or reads something that memopt does not see (a tensor of shape "
-            f"{shape} was another when it ran again, and the gradients of this step are wrong)",
+    def difference(self) -> str:
+        """Return what differs from forward, a sentence without its subject; empty if nothing that was looked at does.
+
+        Some operators fill a tensor after they have saved it, so those that differed then are looked at again.
+        """
+        differing = (made for before, made in self._suspects if not agrees(before, made))
+        shape = next((tuple(made.shape) for made in differing), None)
+        return (
+            ""
+            if shape is None
+            else (
+                f"draws or reads something that memopt does not see (a tensor of shape {shape} was another when it ran "
+                "again, and the gradients of this step are wrong)"
+            )
         )
 
 
-def _keeps_statistics(module: nn.Module) -> bool:
-    return any(m.training and getattr(m, "running_mean", None) is not None for m in module.modules())
+_DIFFERS = "computes something else when it runs again for backward"
 
 
-def _nothing_around() -> None:
-    """No such checkpoint, or it does not matter whether it recomputes."""
+class _Watch:
+    """What is noted of a forward that is watched, to be compared when it runs again."""
+
+    def __init__(self) -> None:
+        self._first = next_node()
+        self._last = range(self._first, self._first)
+        """Numbers of autograd's nodes.  That which saved a tensor last is among them: an operator that is given a view
+        of what was written in place makes a node for the view behind its own.
+        """
+        self._notes: list[tuple[range, list[Any] | None]] = []
+
+    def note(self, tensor: Tensor) -> None:
+        """Autograd saves ``tensor`` now."""
+        following = next_node()
+        if following != self._last.stop:
+            self._last = range(self._last.stop, following)
+        self._notes.append((self._last, sample(tensor)))
+
+    def samples(self, saved: Sequence[ref[_Saved]], outputs: Sequence[Tensor]) -> list[list[Any] | None]:
+        """Return a few elements of each tensor; ``None`` of one that was written later, or has none to show."""
+        noise = noise_since(self._first, outputs)
+        tensors = (None if (there := one()) is None else there.tensor for one in saved)
+        return [
+            None if tensor is None or noise.intersection(nodes) or sample(tensor) != elements else elements
+            for tensor, (nodes, elements) in zip(tensors, self._notes, strict=True)
+        ]
+
+    def ends_in_noise(self, outputs: Sequence[Tensor]) -> bool:
+        """Tell whether the operator that saved a tensor last fills it when it has saved it."""
+        return ends_in_noise(outputs, self._last)
 
 
-def _refuse_use() -> None:
-    # The checkpoint would now run again what it is around: batch norms before the segment count that.
-    raise Unrepeatable("computes gradients in its forward, within a checkpoint of your own")
+class Dropped:
+    """What autograd saves in a segment that runs within the recomputation of another: nobody will ask for it."""
+
+    is_of_segment, is_recomputation = True, True
+
+    def __init__(self) -> None:
+        self._refs: list[ref[_Saved]] = []
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Hold it for the time of the block, in which forward itself may ask for it."""
+        try:
+            with saved_tensors_hooks(self.hold, give):
+                yield
+        finally:
+            for one in self._refs:
+                if (saved := one()) is not None:
+                    saved.tensor = None
+
+    def hold(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(None, tensor)
+        self._refs.append(ref(saved))
+        return saved
+
+    hold_input = hold
 
 
-def _refuse_use_in_chunks() -> None:
-    # Gradients go through the statistics, to which every chunk adds.
-    raise Unrepeatable("computes gradients in its forward, through batch statistics that its chunks share")
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _overwritten(tensor: Tensor, version: int) -> str:
+    return (
+        f"a tensor of shape {tuple(tensor.shape)} needed for backward has been modified by an inplace operation: it is "
+        f"at version {version_of(tensor)}, and {version} was expected"
+    )
+
+
+@not_compiled
+def give(saved: _Saved) -> Tensor:
+    """Return what autograd saved, made again if need be."""
+    run = saved.run
+    if run is None or run.is_running:
+        if run is not None:
+            run.note_use()
+        if saved.packed is not None:
+            unpack, packed = saved.packed
+            whole: Tensor = unpack(packed)
+            return whole
+    elif saved.tensor is None:
+        if saved.broken:
+            raise RuntimeError(saved.broken)
+        run.repeat()
+    tensor = saved.tensor
+    if tensor is None:
+        raise RuntimeError("a tensor was asked for that a recomputation has dropped; please report this")
+    if version_of(tensor) != saved.version:
+        raise RuntimeError(_overwritten(tensor, saved.version))
+    if run is not None and not run.is_running:
+        saved.tensor = None  # asked for twice, it is made again
+    return tensor

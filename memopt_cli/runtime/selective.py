@@ -21,7 +21,7 @@ import reprlib
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,17 +209,17 @@ class KeptOutputs:
         return not self._in_storage
 
 
-class NothingKept(KeptOutputs):
-    """A segment that recomputes everything."""
+class NothingKept:
+    """What a segment keeps that recomputes everything."""
 
-    def __init__(self) -> None:
-        super().__init__(())
+    changes = ""
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """No operator passes through Python for it."""
-        with _innermost(self):
-            yield
+    def note_save(self) -> None:
+        """Autograd saves something now."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Have a segment around that keeps outputs not count the operators in the block."""
+        return uncounted()
 
     replaying = recording
 
@@ -292,8 +292,11 @@ def _pools_otherwise(func: Any, args: Any) -> bool:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Operators that run within are no calls that a segment makes."""
-    return _innermost(None)
+    """Have the operators in the block be no calls that a segment makes."""
+    return _NOTHING if getattr(_thread, "innermost", None) is None else _innermost(None)
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager

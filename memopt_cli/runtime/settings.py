@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from torch.backends import cuda, cudnn
 
 from memopt_cli.runtime.private_torch import (
-    MKLDNN,
+    FLAGS,
     TorchDispatchMode,
+    are_parametrizations_cached,
     cache_parametrizations,
     cached_parametrizations,
     function_modes,
@@ -19,68 +20,63 @@ from memopt_cli.runtime.private_torch import (
     with_function_modes,
 )
 
-_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
-
-
-def _attribute(holder: Any, name: str) -> _Setting:
-    return lambda: getattr(holder, name), lambda value: setattr(holder, name, value)
-
-
-class _Cached:
-    """What ``parametrize.cached()`` holds: a forward within computes of the parametrizations only what is not there."""
-
-    def __init__(self) -> None:
-        self.enabled, self.tensors = cached_parametrizations()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Cached) and self._key() == other._key()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _key(self) -> Any:
-        return self.enabled, {name: id(tensor) for name, tensor in self.tensors.items()}
-
-    def put(self) -> None:
-        cache_parametrizations(self.enabled, self.tensors)
-
-
 # Not the precision of float32 products: once the two ways to set it are mixed, reading it raises.
-_SETTINGS: Final[tuple[_Setting, ...]] = (
+_SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...]] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    (_Cached, _Cached.put),
-    MKLDNN,
-    *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    *FLAGS,
 )
+_READ: Final = tuple(read for read, _ in _SETTINGS)
 
 
 _PACKAGE: Final = __name__.partition(".")[0]
+
+
+@functools.cache
+def _autocast_kinds() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 class Settings:
     """What they are at one moment."""
 
     def __init__(self) -> None:
-        self._present = [read() for read, _ in _SETTINGS]
+        self._present = [read() for read in _READ]
+        self._autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _autocast_kinds()]
         self._is_watched = is_watched()
         # Those of the user's own: whoever put one of memopt's there puts it there again.
         self._modes = [mode for mode in function_modes() if type(mode).__module__.partition(".")[0] != _PACKAGE]
+        # What a forward within ``parametrize.cached()`` finds there it does not compute.
+        self._cached = cached_parametrizations() if are_parametrizations_cached() else None
+
+    def in_force(self) -> contextlib.AbstractContextManager[None]:
+        """Have them be so in the block, and as they were before afterwards."""
+        present = Settings()
+        return _NOTHING if present == self else self._restored_after(present)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self._all() == other._all()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _all(self) -> tuple[Any, ...]:
+        cached = None if self._cached is None else (self._cached[0], {n: id(t) for n, t in self._cached[1].items()})
+        return self._present, self._autocast, self._is_watched, self._modes, cached
 
     @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
-        """They are so within, and as they were before afterwards."""
-        present = Settings()
+    def _restored_after(self, present: Settings) -> Iterator[None]:
         present._become(self)
         try:
-            with (
-                _watching() if self._is_watched and not present._is_watched else contextlib.nullcontext(),
-                contextlib.nullcontext() if self._modes == present._modes else with_function_modes(self._modes),
-            ):
+            with contextlib.ExitStack() as stack:
+                for kind, cast, there in zip(_autocast_kinds(), self._autocast, present._autocast, strict=True):
+                    if cast != there:
+                        stack.enter_context(torch.autocast(kind, enabled=cast[0], dtype=cast[1]))
+                if self._is_watched and not present._is_watched:
+                    stack.enter_context(_watching())
+                if self._modes != present._modes:
+                    stack.enter_context(with_function_modes(self._modes))
                 yield
         finally:
             Settings()._become(present)
@@ -89,6 +85,11 @@ class Settings:
         for (_, write), there, value in zip(_SETTINGS, self._present, wanted._present, strict=True):
             if there != value:
                 write(value)
+        if self._cached is not None or wanted._cached is not None:
+            cache_parametrizations(*(wanted._cached or (0, {})))
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class _Watching(TorchDispatchMode):

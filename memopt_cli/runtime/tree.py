@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def split_tensors(value: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of ``value`` in order, each once, and ``value`` with a numbered slot in each one's place."""
+    """Return the tensors of ``value`` in order, each once, and ``value`` with a numbered slot in each one's place."""
     slots: dict[int, _Slot] = {}
     tensors: list[Tensor] = []
 
@@ -75,16 +75,49 @@ def split_tensors(value: Any) -> tuple[list[Tensor], Any]:
     return tensors, map_leaves(take, value)
 
 
-def join_tensors(tensors: Sequence[Tensor], skeleton: Any, replaced: Mapping[int, Any] | None = None) -> Any:
-    """The inverse of :func:`split_tensors`; what is in ``replaced``, by its ``id``, becomes that other object."""
-    others = replaced or {}
-    return map_leaves(
-        lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else others.get(id(leaf), leaf), skeleton
-    )
+def join_tensors(tensors: Sequence[Tensor], skeleton: Any) -> Any:
+    """Invert :func:`split_tensors`."""
+    return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else leaf, skeleton)
 
 
-def others_in(skeleton: Any) -> list[Any]:
-    """What a skeleton of :func:`split_tensors` holds besides the slots."""
-    found: list[Any] = []
-    map_leaves(lambda leaf: leaf if isinstance(leaf, _Slot) else found.append(leaf), skeleton)
-    return found
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a call, taken apart."""
+
+    tensors: list[Tensor]
+    """In order, each once."""
+    others: list[Any]
+    """Objects that are neither tensors nor constants, each once."""
+    skeleton: Any
+    """The arguments with numbered slots for both, those of ``others`` behind those of ``tensors``."""
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Take ``args`` and ``kwargs`` apart."""
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # as in most layers
+            return cls([args[0]], [], _ONE_TENSOR)
+        tensors, skeleton = split_tensors((args, kwargs))
+        slots: dict[int, _Slot] = {}
+        others: list[Any] = []
+
+        def take(leaf: Any) -> Any:
+            if type(leaf) in _CONSTANTS or isinstance(leaf, _Slot):
+                return leaf
+            if id(leaf) not in slots:
+                slots[id(leaf)] = _Slot(len(tensors) + len(others))
+                others.append(leaf)
+            return slots[id(leaf)]
+
+        return cls(tensors, others, map_leaves(take, skeleton))
+
+
+def joined(tensors: Sequence[Tensor], others: Sequence[Any], skeleton: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments that :class:`Arguments` took apart."""
+    if skeleton is _ONE_TENSOR:
+        return (tensors[0],), {}
+    args, kwargs = join_tensors([*tensors, *others], skeleton)
+    return args, kwargs
+
+
+_ONE_TENSOR: Final[Any] = ((_Slot(0),), {})
+_CONSTANTS = frozenset((type(None), bool, int, float, complex, str, bytes))

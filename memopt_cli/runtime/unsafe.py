@@ -6,19 +6,16 @@ fails instead.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import MutableMapping
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from memopt_cli.runtime.module_state import name_of
-from memopt_cli.runtime.private_torch import CheckpointCall, checkpoint_around
 
 _thread = threading.local()
 _moments = itertools.count(1)
@@ -31,18 +28,22 @@ _reasons: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 """Of those, why."""
 _told: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 """Of those of both kinds, what was last said."""
-_checkpoints: MutableMapping[CheckpointCall, int] = WeakKeyDictionary()
-"""A call of a checkpoint of the user's own -> the moment when a segment ran in it first."""
 _WAYS = ("warn", "raise")
 
 
-def run_plainly(module: nn.Module, reason: str) -> None:
-    """From now on ``module`` runs plainly.
+def run_plainly(module: nn.Module, reason: str, *, silently: bool = False) -> None:
+    """Have ``module`` run plainly from now on.
 
-    ``reason``: what its forward did, a sentence without its subject.  Warns, or raises :class:`RuntimeError` if
-    ``memopt_cli.on_unsafe`` says so; :class:`ValueError` if that is neither ``warn`` nor ``raise``.
+    ``reason``: what its forward did, a sentence without its subject.  Warns, unless ``silently``, or raises
+    :class:`RuntimeError` if ``memopt_cli.on_unsafe`` says so; :class:`ValueError` if that is neither ``warn`` nor
+    ``raise``.
     """
-    _mark(_marked, module, f"{reason}, which a recomputation cannot repeat", "without recomputation")
+    if silently:
+        _marked.setdefault(module, next(_moments))
+        _told[module] = f"{name_of(module)} {reason}: it runs without recomputation from now on"
+        cannot_repeat()
+    else:
+        _mark(_marked, module, f"{reason}, which a recomputation cannot repeat", "without recomputation")
 
 
 def run_whole(module: nn.Module, reason: str) -> None:
@@ -106,8 +107,8 @@ def forget_marks(module: nn.Module) -> None:
 
 
 def _is_marked(marked: MutableMapping[nn.Module, int], module: nn.Module) -> bool:
-    mark = marked.get(module)
-    return mark is not None and mark < getattr(_thread, "now", mark + 1)
+    mark = marked.get(module) if marked else None
+    return mark is not None and mark < (getattr(_thread, "now", 0) or mark + 1)
 
 
 def this_moment() -> int:
@@ -116,26 +117,17 @@ def this_moment() -> int:
     return now or next(_moments)
 
 
-@contextlib.contextmanager
-def as_of(moment: int) -> Iterator[None]:
-    """Within, only what was marked before that moment runs plainly."""
-    outer, _thread.now = getattr(_thread, "now", None), moment
-    try:
-        yield
-    finally:
-        if outer is None:
-            del _thread.now
-        else:
-            _thread.now = outer
+class as_of:  # it reads as a statement
+    """Has only what was marked before a moment run plainly in the block."""
 
+    __slots__ = ("_moment", "_outer")
 
-def as_of_checkpoint() -> AbstractContextManager[None]:
-    """As of the moment when a segment first ran in the checkpoint of the user's own that this runs directly in, if any.
+    def __init__(self, moment: int) -> None:
+        self._moment = moment
 
-    That recomputes as well, and must then find what it found: within, a segment that is marked on the way still runs
-    as one.
-    """
-    frame = None if hasattr(_thread, "now") else checkpoint_around()
-    if frame is None:
-        return contextlib.nullcontext()
-    return as_of(_checkpoints.setdefault(frame, this_moment()))
+    def __enter__(self) -> None:
+        self._outer: int = getattr(_thread, "now", 0)
+        _thread.now = self._moment
+
+    def __exit__(self, *raised: object) -> None:
+        _thread.now = self._outer

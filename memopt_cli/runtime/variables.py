@@ -1,86 +1,51 @@
-"""What code reads that no object holds: variables of modules, of classes, and of the functions around.
+"""What code reads and writes that no object holds: variables of modules and classes, and of the functions around.
 
 They are found by the names in the code, and in the code of the functions and classes that it names.  Code of libraries
-(Python's, PyTorch, what is installed beside them) is not followed.
+(Python's, PyTorch's, what is installed beside them) is not followed.  A name too many does no harm: a variable that
+does not change is left alone.
 """
 
 from __future__ import annotations
 
-import builtins
+import contextvars
 import dis
 import enum
 import functools
 import site
 import sys
 import sysconfig
+import threading
 import types
-from collections.abc import MutableMapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, MutableMapping, Set
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-_Code = types.FunctionType | type
-_Owner = dict[str, Any] | type | types.CellType
+from memopt_cli.runtime.frozen import ATOMS
+from memopt_cli.runtime.owners import Cell, Function, InContext, Owner, Table, Variables
+
+Code = types.FunctionType | type
+
+_found: MutableMapping[Code, tuple[Owner, ...]] = WeakKeyDictionary()
 
 
-@dataclass(eq=False, slots=True)
-class Variables:
-    """Variables of one owner: of a module as its dictionary, of a class, or the one in a function's cell."""
+def variables_of(code: Code) -> tuple[Owner, ...]:
+    """Return the variables that ``code``, a function or the methods of a class, may read and write.
 
-    owner: _Owner
-    names: set[str] = field(default_factory=set)
-
-    def look(self) -> dict[str, Any]:
-        """Those that there are."""
-        if isinstance(self.owner, types.CellType):
-            try:
-                return {"": self.owner.cell_contents}
-            except ValueError:  # it is empty
-                return {}
-        there = self.owner if isinstance(self.owner, dict) else vars(self.owner)
-        return {name: there[name] for name in self.names if name in there}
-
-    def put(self, name: str, value: Any) -> None:
-        """Give one a value."""
-        if isinstance(self.owner, types.CellType):
-            self.owner.cell_contents = value
-        elif isinstance(self.owner, dict):
-            self.owner[name] = value
-        else:
-            type.__setattr__(self.owner, name, value)
-
-    def delete(self, name: str) -> None:
-        """Take one away."""
-        if isinstance(self.owner, types.CellType):
-            del self.owner.cell_contents
-        elif isinstance(self.owner, dict):
-            del self.owner[name]
-        else:
-            type.__delattr__(self.owner, name)
-
-
-_found: MutableMapping[_Code, tuple[Variables | types.FunctionType, ...]] = WeakKeyDictionary()
-
-
-def variables_of(code: _Code) -> tuple[Variables | types.FunctionType, ...]:
-    """The variables that a function, or the methods of a class, may read and write, those of what they name, too.
-
-    Among them are the functions that have defaults or attributes, which they may read and write as well.
+    Those of the functions and classes that it names are among them, and so are defaults and attributes of functions.
     """
     if code not in _found:
-        search = _Search(code)
-        _found[code] = (*search.found.values(), *search.functions)
+        _found[code] = _Search(code).owners()
     return _found[code]
 
 
 class _Search:
     """From one piece of code on to those that it names."""
 
-    def __init__(self, code: _Code) -> None:
-        self.found: dict[int, Variables] = {}
-        self.functions: list[types.FunctionType] = []
-        self._pending: list[_Code] = [code]
+    def __init__(self, code: Code) -> None:
+        self._variables: dict[int, Variables] = {}
+        self._others: dict[int, Owner] = {}
+        self._pending: list[Code] = [code]
         seen = set[int]()
         while self._pending:
             code = self._pending.pop()
@@ -91,49 +56,55 @@ class _Search:
                 else:
                     self._read_class(code)
 
+    def owners(self) -> tuple[Owner, ...]:
+        """Return what was found."""
+        return (*self._variables.values(), *self._others.values())
+
     def _read_function(self, function: types.FunctionType) -> None:
         for cell in function.__closure__ or ():
-            self._meet_in(cell, "", next(iter(Variables(cell).look().values()), None))
+            contents = next(iter(Cell(cell).read().values()), None)
+            if getattr(contents, "__closure__", None) or not self._follow(contents):
+                self._others[id(cell)] = Cell(cell)
         self._follow(function)
-        names = function.__globals__
-        if _is_library(names.get("__name__", "")):
+        if is_library(function.__globals__.get("__name__", "")):
             return
-        found = names_in(function.__code__)
-        if function.__defaults__ or function.__kwdefaults__ or vars(function) or found.written:
-            self.functions.append(function)
-        for name in found.globals:
-            if name in names or not hasattr(builtins, name):
-                self._meet_in(names, name, names.get(name), found.attributes)
-        for name in found.modules & sys.modules.keys():
-            self._enter(sys.modules[name], found.attributes)
+        names = names_in(function.__code__)
+        may_name_itself = function.__name__ in names and not function.__name__.startswith("__")
+        if may_name_itself or vars(function) or not _is_constant(function):
+            self._others[id(function)] = Function(function)
+        for name in (names & function.__globals__.keys()) | assigned_in(function.__code__):
+            self._meet(function.__globals__, name, names)
+        for name in names & sys.modules.keys():
+            self._enter(sys.modules[name], names)
 
     def _read_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if not _is_library(base.__module__) and not issubclass(base, enum.Enum):
+            if not is_library(base.__module__) and not issubclass(base, enum.Enum):
                 for name, value in vars(base).items():
                     if hasattr(type(value), "__get__"):
                         self._follow(value)
                     elif not (name.startswith("__") and name.endswith("__")):
-                        self._meet_in(base, name, value)
+                        self._meet(base, name, frozenset())
 
-    def _meet_in(self, owner: _Owner, name: str, value: Any, attributes: Set[str] = frozenset()) -> None:
-        """A variable: code is followed, of a module what is named beside it; anything else may be state.
+    def _meet(self, owner: dict[str, Any] | type, name: str, names: Set[str]) -> None:
+        """Take up a variable: code is followed, of a module what is named beside it; anything else may be state.
 
-        So may be the function that it has, if others with other variables around them can take its place.
+        A function with variables around it may be state as well: another one like it can take its place.
         """
+        value = (vars(owner) if isinstance(owner, type) else owner).get(name)
         if isinstance(value, types.ModuleType):
-            self._enter(value, attributes)
+            self._enter(value, names - {name})
         elif getattr(value, "__closure__", None) or not self._follow(value):
-            self.found.setdefault(id(owner), Variables(owner)).names.add(name)
+            self._variables.setdefault(id(owner), Variables(owner)).names.add(name)
+            self._others |= {id(value): inner for inner in _behind(value)}
 
-    def _enter(self, module: types.ModuleType, attributes: Set[str]) -> None:
-        if not _is_library(module.__name__):
-            for name in attributes & vars(module).keys():
-                inner = vars(module)[name]
-                self._meet_in(vars(module), name, inner, attributes - {name})
+    def _enter(self, module: types.ModuleType, names: Set[str]) -> None:
+        if not is_library(module.__name__):
+            for name in names & vars(module).keys():
+                self._meet(vars(module), name, names - {name})
 
     def _follow(self, value: Any) -> bool:
-        """Whether it is code, which is then read; what it wraps is read as well."""
+        """Tell whether ``value`` is code, which is then read; so is what it wraps."""
         for name in _WRAPPED:
             inner = getattr(value, name, None) if not isinstance(value, type) else None
             if isinstance(inner, types.FunctionType | type):
@@ -148,44 +119,38 @@ _WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
 _INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
 
 
-@dataclass(frozen=True, slots=True)
-class CodeNames:
-    """The names in a piece of code and in those within it."""
-
-    globals: frozenset[str]
-    attributes: frozenset[str]
-    modules: frozenset[str]
-    """That are imported."""
-    written: frozenset[str]
-    """Attributes that are written."""
+def _behind(value: Any) -> Iterable[Owner]:
+    """Give what a variable stands for beyond its own value."""
+    if isinstance(value, contextvars.ContextVar):
+        yield InContext(value)
+    elif isinstance(value, threading.local):
+        yield Table(vars(value))  # of the thread in which forward runs
 
 
 @functools.cache
-def names_in(code: types.CodeType) -> CodeNames:
-    """Names of variables of the function itself are not among them."""
-    kinds: tuple[set[str], ...] = set(), set(), set(), set()
-    pending = [code]
-    while pending:
-        code = pending.pop()
-        pending.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-        for instruction in dis.get_instructions(code):
-            for kind in _KINDS.get(instruction.opname, ()):
-                kinds[kind].add(instruction.argval)
-    return CodeNames(*map(frozenset, kinds))
-
-
-_KINDS: Final = {
-    **dict.fromkeys(("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"), (0,)),
-    **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "DELETE_ATTR", "IMPORT_FROM"), (1,)),
-    "STORE_ATTR": (1, 3),
-    "IMPORT_NAME": (2,),
-}
-"""Operations that take a name, and which kinds of names these are, the fields of :class:`CodeNames`."""
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals, attributes and modules in ``code`` and in the functions within it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*map(names_in, inner))
 
 
 @functools.cache
-def _is_library(name: str) -> bool:
-    """Whether a module belongs to Python, to PyTorch, to memopt, or to what is installed."""
+def assigned_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of the globals that ``code``, or a function within it, assigns or deletes."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    return frozenset(own).union(*map(assigned_in, inner))
+
+
+def _is_constant(function: types.FunctionType) -> bool:
+    """Tell whether none of the default values of ``function`` can change."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return all(type(value) in ATOMS for value in defaults)
+
+
+@functools.cache
+def is_library(name: str) -> bool:
+    """Tell whether the module of that name belongs to Python, to PyTorch, to memopt, or to what is installed."""
     if name.partition(".")[0] in (*sys.stdlib_module_names, "torch", "memopt_cli"):
         return True
     file = getattr(sys.modules.get(name), "__file__", None)

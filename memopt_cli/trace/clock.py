@@ -15,9 +15,8 @@ from torch import nn
 from memopt_cli.records import OpTrace, StepTrace, ancestry
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.compressor import COMPRESSORS
-from memopt_cli.runtime.found_statistics import repeatable_norm
 from memopt_cli.runtime.private_torch import TorchDispatchMode
-from memopt_cli.step import Step, is_out_of_memory, reset_gradients, seed_everything, synchronize, take
+from memopt_cli.step import Step, reset_gradients, seed_everything, synchronize, take
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 
 _PACKED_ELEMENTS = 2**22
@@ -38,8 +37,6 @@ class OperatorTime:
 
     name: str
     seconds: float
-    recompute_s: float | None
-    """Of a norm in a recomputation, where its statistics are known."""
 
 
 class Clock(TorchDispatchMode):
@@ -58,18 +55,8 @@ class Clock(TorchDispatchMode):
         if is_bookkeeping(func):
             return func(*args, **(kwargs or {}))
         output, seconds = _timed(lambda: func(*args, **(kwargs or {})), self._device)
-        self.times.append(OperatorTime(name_of(func), seconds, self._repeat_s(func, args, output)))
+        self.times.append(OperatorTime(name_of(func), seconds))
         return output
-
-    def _repeat_s(self, func: Any, args: Any, output: Any) -> float | None:
-        """Of a norm, where the memory that the step leaves is enough to run it once more."""
-        norm = repeatable_norm(func, args, output)
-        try:
-            return _timed(lambda: norm.repeat(args), self._device)[1] if norm else None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
 
 
 def time_operators(step: Step) -> tuple[OperatorTime, ...]:
@@ -155,10 +142,7 @@ def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepT
             f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "
             "step times are estimated from floating-point operations"
         )
-    ops = tuple(
-        replace(op, seconds=timed.seconds, recompute_s=timed.recompute_s)
-        for op, timed in zip(trace.ops, times, strict=True)
-    )
+    ops = tuple(replace(op, seconds=timed.seconds) for op, timed in zip(trace.ops, times, strict=True))
     seconds = _forward_seconds(ops)
     modules = tuple(replace(module, forward_s=seconds[module.path]) for module in trace.modules)
     return replace(trace, ops=ops, modules=modules), ""

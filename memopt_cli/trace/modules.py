@@ -13,7 +13,7 @@ from memopt_cli.module_calls import module_hooks
 from memopt_cli.records import CompressorName, ModuleTrace
 from memopt_cli.runtime import named_parts, refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Codec, OwnCompressor, declared_compressor
-from memopt_cli.runtime.module_state import ModuleState
+from memopt_cli.runtime.module_state import matrices_of
 from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents, aside
@@ -121,7 +121,7 @@ def taking_notes(
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         if log.phase == "forward":
-            made = [t for t in ModuleState(module).large_tensors() if _is_made(log.known(t))]
+            made = [t for t in matrices_of(module) if _is_made(log.known(t))]
             notes[path].leave([log.see(t) for t in tensors_of(output)], held_bytes(made))
 
     with module_hooks(model, enter, leave):

@@ -107,13 +107,13 @@ class Judge:
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     """A :class:`Judge`; if it judged gradients, the test must see to it that something was recomputed."""
     judge = Judge()
-    recompute = SegmentRun._recompute
+    recompute = SegmentRun.repeat
 
-    def counted(run: SegmentRun, given: Any) -> Any:
+    def counted(run: SegmentRun) -> Any:
         judge.recomputations += 1
-        return recompute(run, given)
+        return recompute(run)
 
-    monkeypatch.setattr(SegmentRun, "_recompute", counted)
+    monkeypatch.setattr(SegmentRun, "repeat", counted)
     torch.manual_seed(0)
     return judge
 

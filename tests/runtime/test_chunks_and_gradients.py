@@ -76,7 +76,6 @@ class Net(nn.Module):
         return output
 
 
-WITHIN = "computes gradients in its forward, within a checkpoint of your own"
 THROUGH = "computes gradients in its forward, through batch statistics"
 
 
@@ -85,15 +84,15 @@ THROUGH = "computes gradients in its forward, through batch statistics"
     ("forces", "statistics", "checkpointed", "told"),
     [
         (Forces, False, False, None),
-        (Forces, False, True, WITHIN),
+        (Forces, False, True, None),
         (Forces, True, False, THROUGH),
-        (Forces, True, True, THROUGH),
+        (Forces, True, True, None),
         (Unused, True, False, THROUGH),
         (Going, True, False, THROUGH),
         (CheckpointedEnergy, True, False, THROUGH),
-        (CheckpointedEnergy, True, True, THROUGH),
+        (CheckpointedEnergy, True, True, None),
         (CheckpointedForces, True, False, THROUGH),
-        (CheckpointedForces, True, True, THROUGH),
+        (CheckpointedForces, True, True, None),
     ],
 )
 def test_trains_on_as_without_a_plan(

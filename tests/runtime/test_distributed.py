@@ -289,13 +289,13 @@ CASES: tuple[Callable[[int], None], ...] = (
 
 
 def _counted_recomputations() -> Callable[[], int]:
-    recompute, runs = SegmentRun._recompute, []
+    recompute, runs = SegmentRun.repeat, []
 
-    def counted(run: SegmentRun, given: Any) -> Any:
+    def counted(run: SegmentRun) -> None:
         runs.append(run)
-        return recompute(run, given)
+        recompute(run)
 
-    SegmentRun._recompute = counted  # type: ignore[method-assign]
+    SegmentRun.repeat = counted  # type: ignore[method-assign]
     return lambda: len(runs)
 
 

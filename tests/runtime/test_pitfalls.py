@@ -39,6 +39,7 @@ from memopt_cli.runtime import (
     refusal,
     remove_segment,
     reset_hidden_state,
+    segment_call,
     segment_of,
 )
 from memopt_cli.runtime.compressor import COMPRESSORS, Packed, SpikeCompressor
@@ -345,14 +346,13 @@ def test_pitfall_18_one_tensor_passed_twice_is_stored_once(codec: str, monkeypat
             return (q @ k.t()).softmax(-1) @ v
 
     stored: list[Packed] = []
-    compress = SpikeCompressor.compress
+    compress = segment_call.store
 
-    def storing(self: SpikeCompressor, x: Tensor) -> Packed:
-        packed = compress(self, x)
-        stored.append(packed)
-        return packed
+    def storing(codec: SpikeCompressor, x: Tensor) -> Packed:
+        stored.append(compress(codec, x))
+        return stored[-1]
 
-    monkeypatch.setattr(SpikeCompressor, "compress", storing)
+    monkeypatch.setattr(segment_call, "store", storing)
     block, x = Attending(), (torch.rand(8, 8) < 0.5).float().requires_grad_()
     (expected,) = torch.autograd.grad(block(x, x, v=x).square().sum(), x)
     install_segment(block, SegmentConfig(compressor=codec))

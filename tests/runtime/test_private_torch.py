@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import inspect
 import io
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -483,67 +485,15 @@ def test_callers_are_passed_over_by_the_name_of_their_module() -> None:
     assert p.caller_beyond(frozenset({__name__})).f_globals["__name__"] != __name__
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------------------------- hooks on saving
 
 
-def test_a_checkpoint_is_found_in_forward_and_in_recomputation() -> None:
-    calls: list[Any] = []
-
-    def forward(x: Tensor) -> Tensor:
-        calls.append(p.checkpoint_around())
-        return x.exp().sin()
-
-    assert p.checkpoint_around() is None
-    y = checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False)
-    y.backward()
-    assert [type(call) for call in calls] == [p.CheckpointCall] * 2
-    assert calls[0] is calls[1]
-
-
-def test_a_recomputation_ends_when_all_is_made() -> None:
-    ended: list[bool] = []
-
-    def forward(x: Tensor) -> Tensor:
-        try:
-            return x.exp().sin()
-        except p.StopRecomputation:
-            ended.append(p.is_complete(p.checkpoint_around()))
-            raise
-
-    assert not p.is_complete(p.checkpoint_around())
-    y = checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False)
-    y.backward()
-    assert ended == [True]
-
-
-def test_one_that_has_not_made_all_is_not_complete() -> None:
-    seen: list[bool] = []
-
-    def forward(x: Tensor) -> Tensor:
-        y = x.exp()
-        seen.append(p.is_complete(p.checkpoint_around()))
-        return y.sin()
-
-    checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
-    assert seen == [False, False]
-
-
-def test_the_end_is_another_exception_beyond_torchscript() -> None:
-    """Why :func:`is_complete` is asked."""
-    errors: list[BaseException] = []
-    script = torch.jit.script(nn.Sequential(nn.Sigmoid(), nn.Tanh()))
-
-    def forward(x: Tensor) -> Tensor:
-        try:
-            with torch.jit.optimized_execution(False):
-                return script(x)
-        except RuntimeError as error:
-            errors.append(error)
-            assert p.is_complete(p.checkpoint_around())
-            raise p.StopRecomputation from error
-
-    checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
-    assert [isinstance(error, p.StopRecomputation) for error in errors] == [False]
+def test_a_script_runs_as_it_is_written() -> None:
+    before = torch._C._get_graph_executor_optimize()
+    with contextlib.suppress(ValueError), p.as_written():
+        assert not torch._C._get_graph_executor_optimize()
+        raise ValueError
+    assert torch._C._get_graph_executor_optimize() == before
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jacrev])
@@ -782,13 +732,32 @@ def test_the_compiler_is_there_to_import() -> None:
     assert "torch._dynamo" in sys.modules
 
 
-def test_mkldnn_is_switched() -> None:
-    read, write = p.MKLDNN
+PUBLIC: list[Callable[[], bool]] = [
+    lambda: torch.backends.mkldnn.enabled,
+    lambda: torch.backends.cudnn.enabled,
+    lambda: torch.backends.cudnn.benchmark,
+    lambda: torch.backends.cudnn.deterministic,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+]
+
+
+@pytest.mark.parametrize("number", range(len(PUBLIC)))
+def test_kernels_are_chosen_by_flags(number: int) -> None:
+    (read, write), public = p.FLAGS[number], PUBLIC[number]
     before = read()
-    write(False)
-    assert read() is torch.backends.mkldnn.enabled is False
-    write(before)
-    assert read() is before
+    assert public() == before
+    try:
+        write(not before)
+        assert read() == public() == (not before)
+    finally:
+        write(before)
+
+
+def test_there_is_a_public_name_for_every_flag() -> None:
+    assert len(p.FLAGS) == len(PUBLIC)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -882,6 +851,7 @@ def test_cached_parametrizations_are_read_and_put_back() -> None:
     with nn.utils.parametrize.cached():
         weight = linear.weight
         enabled, tensors = p.cached_parametrizations()
+        assert p.are_parametrizations_cached()
         assert enabled == 1
         assert [*tensors.values()] == [weight]
         p.cache_parametrizations(1, {})

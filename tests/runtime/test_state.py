@@ -190,7 +190,9 @@ class Loop(nn.Module):
 def test_state_in_an_attribute(judge: Any, kept: Any, advance: Callable[[Keeper, Tensor], Any], times: int) -> None:
     net = judge(Loop(Keeper(kept, advance), times), {"block": PLAIN}, torch.randn(5, 4), steps=2)
     assert net.block.seen == 2 * times
-    assert judge.recomputations == 2 * times
+    # What the second call writes and the first only read is not copied before: that call keeps what it saves.
+    surprised = advance is read_then_in_place and times == 1
+    assert judge.recomputations == 2 * times - surprised
 
 
 @pytest.mark.slow
@@ -279,7 +281,8 @@ def test_copies_of_unchanged_tensors_are_dropped() -> None:
     with torch.no_grad():
         block(torch.randn(3, 4, 2, 2))
     start.settle()
-    assert len(start._copies) == 3  # the statistics and the counter
+    assert start._held is not None
+    assert [held.copy is not None for held in start._held.tensors.values()] == [True] * 3  # statistics and counter
 
 
 @pytest.mark.parametrize(("layer", "kept"), [(nn.Tanh(), 1), (nn.Dropout(0.5), 2)])
@@ -486,4 +489,4 @@ def test_parametrizations_that_are_cached_in_forward_alone() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_recurrent_dropout_is_found(layer: Callable[[], nn.Module], draws: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), layer())
-    assert has_recurrent_dropout(model, map(type, model.modules())) is draws
+    assert has_recurrent_dropout(model) is draws

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from memopt_cli.runtime.found_statistics import RepeatableNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,7 +35,6 @@ from memopt_cli.records import (
     StorageTrace,
     to_data,
 )
-from memopt_cli.runtime.found_statistics import RepeatableNorm
 from memopt_cli.spec_text import parse_tensor
 from memopt_cli.step import Step
 from memopt_cli.trace import (

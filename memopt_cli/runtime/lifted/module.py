@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import itertools
 import linecache
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from memopt_cli.runtime.lifted.program import BadProgram, check_program, check_s
 from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
-from memopt_cli.runtime.variables import names_in
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -115,6 +115,16 @@ def operators_of(module: nn.Module) -> list[str]:
     return [detail for kind, detail, *_ in nodes if kind == "operator"]
 
 
+def global_names(code: types.CodeType) -> set[str]:
+    """Return the names of globals and modules in ``code``, and in the functions within it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    own = {step.argval for step in dis.get_instructions(code) if step.opname in _NAMING}
+    return own.union(*map(global_names, inner))
+
+
+_NAMING: Final = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "IMPORT_NAME"})
+
+
 def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     text, names = generate(program)
     _, name, methods, functions = program
@@ -124,9 +134,9 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
         code = compile(text, file, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
         raise BadProgram(f"Python cannot compile it ({err})") from err
-    used, named, own = names_in(code), {**FUNCTIONS, **names}, {function[0] for function in functions}
+    used, named, own = global_names(code), {**FUNCTIONS, **names}, {function[0] for function in functions}
     # Python would look for any other name among its builtins, too.
-    if unknown := (used.globals | used.modules) - {*named, *own}:
+    if unknown := used - {*named, *own}:
         raise BadProgram(f"it names {', '.join(sorted(unknown))}, which no program may")
     if double := own & named.keys():
         raise BadProgram(f"{', '.join(sorted(double))} is the name of two things")

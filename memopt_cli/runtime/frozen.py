@@ -1,0 +1,172 @@
+"""Copies of Python objects, for a recomputation to start from.
+
+A forward may change objects that it does not own: it appends to a list, fills a cache, moves a random generator on.  A
+recomputation must find them as the first run did, and must not change them a second time.  So what forward starts from
+is pickled, and the recomputation works on what is unpickled: objects of its own, which nobody else sees.
+
+Tensors, modules, functions and classes are not copied.  The pickle names each by its ``id``, so two pickles of one
+object are the same bytes exactly if nothing in it was exchanged between them.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import pickle
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.runtime.generators import position_of, put_at
+
+ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+"""Types of values that cannot change."""
+_SHARED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, weakref.ref, io.IOBase, logging.Logger)
+"""Objects that a recomputation uses as they are."""
+_COPIED_OF_TORCH: Final = ("torch.distributions", "torch.quasirandom")
+"""Packages of PyTorch's whose objects are copied.  Others are parts of a program, to which other threads may write."""
+_MOST_OBJECTS: Final = 10_000
+"""Objects that are copied, atoms aside.  More than that are data, not state."""
+_LARGEST_ARRAY: Final = 1 << 16
+"""Bytes of an array that is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """An object as it was."""
+
+    data: bytes
+    """The pickle, which differs from another one of the same object if that was changed in between."""
+    shared: Mapping[int, Any]
+    """What is not copied, by the number that the pickle gives it."""
+    stuck: str
+    """An iterator in it that cannot be copied, in words; empty if there is none."""
+    parts: list[Any]
+    """The lists, dictionaries and plain objects in it, itself among them; not those that threads share."""
+
+    def thaw(self, tensors: Callable[[Any], Any]) -> Any:
+        """Return a copy of the object.  ``tensors``: gives what takes the place of what ``freeze`` kept of a tensor."""
+        return _Unpickler(self, tensors).load()
+
+
+def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
+    """Take a copy of ``value``.  ``keep``: gives what is kept of a tensor, which :meth:`Frozen.thaw` will ask for."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, keep)
+    pickler.dump(value)
+    return Frozen(buffer.getvalue(), pickler.shared, pickler.stuck, pickler.parts)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, keep: Callable[[Tensor], Any]) -> None:
+        super().__init__(buffer, protocol=5)
+        self._keep = keep
+        self._objects = 0
+        self.shared: dict[int, Any] = {}
+        self.stuck = ""
+        self.parts: list[Any] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) in ATOMS:
+            return None
+        if isinstance(value, Tensor):
+            if id(value) not in self.shared:
+                self.shared[id(value)] = self._keep(value)
+            return id(value)
+        self._objects += 1
+        kind: Any = type(value)
+        if _is_shared(kind) or self._objects > _MOST_OBJECTS or _is_function(value):
+            if hasattr(type(value), "__next__"):
+                self.stuck = self.stuck or _named(value)
+            self.shared[id(value)] = value
+            return id(value)
+        if isinstance(value, _Opaque):
+            self.shared[id(value.value)] = value.value
+            return id(value.value)
+        if isinstance(value, list | dict) or (hasattr(value, "__dict__") and not _has_lock(value)):
+            self.parts.append(value)
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        """Have objects that cannot be pickled used as they are, such as locks."""
+        if isinstance(value, torch.Generator):
+            return _generator_at, (_Opaque(value), str(value.device), bytes(position_of(value).tolist()))
+        if isinstance(value, types.MethodType):
+            return types.MethodType, (value.__func__, value.__self__)
+        if getattr(value, "nbytes", 0) > _LARGEST_ARRAY:
+            return _itself, (_Opaque(value),)
+        try:
+            reduced = _reduced(value)
+            return (_itself, (_Opaque(value),)) if isinstance(reduced, str) else reduced  # it is known by its name
+        except Exception:  # a class may raise anything here
+            if hasattr(type(value), "__next__"):
+                self.stuck = self.stuck or _named(value)
+            return _itself, (_Opaque(value),)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, frozen: Frozen, tensors: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(frozen.data))
+        self._shared, self._tensors = frozen.shared, tensors
+
+    def persistent_load(self, number: int) -> Any:
+        return self._tensors(self._shared[number])
+
+
+@functools.cache
+def _is_shared(kind: type) -> bool:
+    home = kind.__module__
+    of_torch = home.partition(".")[0] == "torch" and not home.startswith(_COPIED_OF_TORCH)
+    return issubclass(kind, _SHARED) or (of_torch and kind is not torch.Generator)
+
+
+def _is_function(value: Any) -> bool:
+    """Tell a built-in function such as ``len`` from a method of an object, such as ``[].append``."""
+    return isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
+
+
+def _has_lock(value: Any) -> bool:
+    """Tell whether other threads may write to the object ``value`` at any time."""
+    return any(isinstance(held, _LOCKS) for held in vars(value).values())
+
+
+_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Opaque:
+    """An object that is used as it is, though nothing in its class says so."""
+
+    value: Any
+
+
+def _reduced(value: Any) -> Any:
+    if type(value).__module__ != "itertools":
+        return value.__reduce_ex__(5)
+    with warnings.catch_warnings():  # Python 3.12 says that it will give this up
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return value.__reduce_ex__(5)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _generator_at(_generator: Any, device: str, position: bytes) -> torch.Generator:
+    copied = torch.Generator(device)
+    put_at(copied, torch.frombuffer(bytearray(position), dtype=torch.uint8))
+    return copied
+
+
+def _named(iterator: Any) -> str:
+    if isinstance(iterator, types.GeneratorType):
+        return f"the generator {iterator.__name__}"
+    return f"an iterator ({type(iterator).__name__})"

@@ -1,0 +1,278 @@
+"""What the calls of a segment have shown of it: which of the state that it might move on it does move on.
+
+The first call is watched: everything that forward could change is looked at before and after.  Later calls look only at
+what is cheap to compare and at what was seen to change.  A call is watched again when the modules, their mode or their
+hooks are others, and now and then (:class:`~memopt_cli.runtime.samples.Turns`).
+
+For a block with a batch norm and a counter ``self.calls``::
+
+    owner                      stays                          moves            is written in place
+    attributes of the block    training, kernel_size, …       calls
+    buffers of the norm                                       running_mean, …  running_mean, running_var, …
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from memopt_cli.runtime.frozen import ATOMS, freeze
+from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE
+from memopt_cli.runtime.owners import Owner, Slots, Table, is_same, owner_of, owners_of, tables_of_hooks
+from memopt_cli.runtime.parameters import Parameters
+from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
+from memopt_cli.runtime.samples import Turns
+from memopt_cli.runtime.segment_config import Installed
+from memopt_cli.runtime.variables import variables_of
+
+_MOST_OWNERS: Final = 1000
+"""Owners outside of the modules that are looked at."""
+Slot = tuple[int, Any]
+"""The place of an owner among :attr:`Known.owners`, and a name in it."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What stands in the slots as forward starts."""
+
+    stays: list[Slots]
+    """Of each owner: the slots that forward leaves alone, as far as is known."""
+    before: dict[int, Slots]
+    """Of the owners in which something moves, by their places: every slot; of a forward that is watched, of all."""
+    moves: dict[int, Slots]
+    """Of these: the slots that move."""
+
+
+class Known:
+    """Everything that a call of some modules might change, and what of it was seen to change."""
+
+    def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
+        """Look for all that a call of ``modules``, the first of which holds the rest, with ``others`` might change."""
+        self.parameters = [_parameters_of(module) for module in modules]
+        """Of each module, by their names."""
+        tables = tables_of_hooks(modules)
+        self.without_hooks = [table for table in tables if not table]
+        """Dictionaries of hooks that are empty."""
+        self.empty: list[dict[Any, Any]] = []
+        """Other dictionaries of modules that are."""
+        own: list[Owner] = [*owners_of(modules)]
+        # What the code of a hook changes is not looked for: hooks run again, and can ask whether they do.
+        hooked: list[Owner] = [Table(table) for table in tables if table]
+        self.owners = [*own, *hooked, *_behind(own, modules, others)]
+        self.own = len(own) + len(hooked)
+        """How many of the owners belong to modules; the others are variables of code, and parts of objects."""
+        self.hooked = range(len(own), self.own)
+        """The places of dictionaries of hooks among them."""
+        self._slots_of_parts: dict[int, Slot] = {}
+        """The place of an owner that is a part of an object -> the slot in which that object stands."""
+        self._add_parts()
+        self.places = [*range(len(self.owners))]
+        """Of the owners that are looked at."""
+        self.moves: list[set[Any]] = [set() for _ in self.owners]
+        """Names in each owner that something new was seen to stand for, or something that was changed."""
+        self.stays = [owner.read() for owner in self.owners]
+        """What stood, when somebody looked last, in the other slots.  The list is exchanged, and not changed."""
+        self.looked_at = {(p, n) for p, slots in enumerate(self.stays) for n, v in slots.items() if _may_change(n, v)}
+        """Those slots in which a tensor or an object stood when forward was watched."""
+        self.written: set[Slot] = set()
+        """Those to whose tensors forward writes in place."""
+        self._sort()
+
+    def _add_parts(self) -> None:
+        """Take the lists, dictionaries and plain objects in the slots for owners as well."""
+        seen = set[int]()
+        for place, owner in enumerate(list(self.owners)):
+            for name, value in owner.read().items():
+                if is_object(name, value):
+                    parts = [part for part in freeze(value, lambda tensor: None).parts if id(part) not in seen]
+                    seen.update(map(id, parts))
+                    for part in parts[: max(0, _MOST_OWNERS - len(self.owners))]:
+                        self._slots_of_parts[len(self.owners)] = place, name
+                        self.owners.append(owner_of(part))
+
+    def _sort(self) -> None:
+        """Have at hand what :meth:`is_still` compares: it is asked four times a call."""
+        self.movers = [place for place in self.places if self.moves[place]]
+        """The places of owners in which something moves."""
+        still = [place for place in self.places if not self.moves[place]]
+        mappings = {place: self.owners[place].mapping() for place in still}
+        self._mappings = [mapping for mapping in mappings.values() if mapping is not None]
+        self._lengths = [*map(len, self._mappings)]
+        self._values = [v for p, mapping in mappings.items() if mapping is not None for v in self.stays[p].values()]
+        self._others = [(self.owners[place], self.stays[place]) for place, m in mappings.items() if m is None]
+        self.tensors = [value for slots in self.stays for value in slots.values() if is_plain_state(value)]
+        """The tensors among what stays."""
+
+    def is_still(self) -> bool:
+        """Tell whether nothing was exchanged in the owners in which nothing was seen to move."""
+        if [*map(len, self._mappings)] != self._lengths:
+            return False
+        there = chain.from_iterable(map(dict.values, self._mappings))
+        return all(map(is_, there, self._values)) and all(owner.holds(slots) for owner, slots in self._others)
+
+    def is_part(self, place: int) -> bool:
+        """Tell whether the owner at ``place`` is a part of an object that stands in a slot of another one."""
+        return place in self._slots_of_parts
+
+    def read_all(self) -> Reading:
+        """Return every slot, for a forward that is watched, and is the first to use this."""
+        slots = dict(enumerate(self.stays))
+        return Reading(self.stays, slots, slots)
+
+    def read(self) -> Reading | None:
+        """Read the slots that move, and see whether others were exchanged, which count as moving from now on.
+
+        Returns ``None`` where forward is to be watched again: for other modules, another mode, other hooks, and for a
+        tensor or an object where there was none before.
+        """
+        if any(self.without_hooks) or any(self.empty) or not (self.is_still() or self._note_changes(self.places)):
+            return None
+        if self.movers and not self._note_changes(self.movers):
+            return None
+        before = {place: self.owners[place].read() for place in self.movers}
+        moves = {place: {n: v for n, v in slots.items() if n in self.moves[place]} for place, slots in before.items()}
+        for place, slots in moves.items():
+            if any(_may_change(name, value) and (place, name) not in self.looked_at for name, value in slots.items()):
+                return None
+        return Reading(self.stays, before, moves)
+
+    def _note_changes(self, places: Sequence[int]) -> bool:
+        """Note what was exchanged in some owners; tell whether these are the modules that were watched still."""
+        for place in places:
+            rest = {name: v for name, v in self.owners[place].read().items() if name not in self.moves[place]}
+            if names := changed(self.stays[place], rest):
+                both = [slots[name] for slots in (self.stays[place], rest) for name in names & slots.keys()]
+                if place in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
+                    return False
+                self.note({place: names})
+        return True
+
+    def note(self, found: Mapping[int, set[Any]]) -> None:
+        """Note that what some names stand for, by the place of the owner, moves."""
+        self.stays = [*self.stays]
+        for place, names in found.items():
+            self.moves[place] |= names
+            self.stays[place] = {name: value for name, value in self.stays[place].items() if name not in names}
+        self._sort()
+
+    def tidy(self) -> list[int]:
+        """Forget owners of which nothing is to be looked at any more, and return their places.
+
+        These are dictionaries that are empty, and the parts of objects that move: copies are taken of the whole.
+        """
+        self.empty += [table for table in self.parameters if not table]
+        self.parameters = [table for table in self.parameters if table]
+        dropped = {place for place, (of, name) in self._slots_of_parts.items() if name in self.moves[of]}
+        for place in range(self.hooked.start):
+            if isinstance(owner := self.owners[place], Table) and not (self.stays[place] or self.moves[place]):
+                self.empty.append(owner.mapping())
+                dropped.add(place)
+        self.places = [place for place in self.places if place not in dropped]
+        self.moves = [set() if place in dropped else names for place, names in enumerate(self.moves)]
+        self.stays = [{} if place in dropped else slots for place, slots in enumerate(self.stays)]
+        self._sort()
+        return [*dropped]
+
+
+class Learned:
+    """What is known of one segment."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        """Know nothing yet.  ``module``: the segment, if more of its calls are to come."""
+        self._module = None if module is None else weakref.ref(module)
+        self.known: Known | None = None
+        self.runs = Turns()
+        self.stages: dict[int, Learned] = {}
+        """Of the modules that the segment is split into, in their order."""
+        self.parameters: Parameters | None = None
+        """Of the latest call, if that was not watched."""
+        self.draws_outside = False
+        """Forward draws random numbers of Python's or NumPy's global generators."""
+        self.runs_to_end = False
+        """The last operator of forward fills a tensor that it has saved (:mod:`memopt_cli.runtime.noise`)."""
+        self.overwrites_input = False
+        """Forward writes over its input: a recomputation needs a copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Learned:
+        return Learned()  # a copy of the module is another module
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        """Tell whether this was learned of ``module`` itself, and not of one that it is a copy of."""
+        return self._module is not None and self._module() is module
+
+
+def learned_of(module: nn.Module) -> Learned:
+    """Return what is known of the segment ``module``, which keeps it itself."""
+    found: Learned | None = vars(module).get(LEARNED_KEY)
+    if found is None or not found.belongs_to(module):
+        found = Learned(module)
+        if isinstance(module, Installed):
+            attributes = vars(module)
+            others = {name: value for name, value in attributes.items() if name != LEARNED_KEY}
+            attributes.clear()
+            attributes[LEARNED_KEY] = found  # the first one, see ``Attributes``
+            attributes.update(others)
+    return found
+
+
+def changed(before: Slots, after: Slots) -> set[Any]:
+    """Return the names that stand for another object in ``after`` than in ``before``, or for none in one of them."""
+    if is_same(before, after):
+        return set()
+    both = before.keys() & after.keys()
+    return (before.keys() ^ after.keys()) | {name for name in both if before[name] is not after[name]}
+
+
+def is_plain_state(value: Any) -> bool:
+    """Tell whether ``value`` is a tensor that belongs to the state: no parameter, and nothing that a transform left."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not is_of_transform(value)
+
+
+def _may_change(name: Any, value: Any) -> bool:
+    return isinstance(value, Tensor) or is_object(name, value)
+
+
+def is_object(name: Any, value: Any) -> bool:
+    """Tell whether what stands under ``name`` may be changed without being exchanged, and is no tensor or module."""
+    is_changeable = type(value) not in ATOMS and not isinstance(value, Tensor | nn.Module)
+    return is_changeable and name not in STRUCTURE and name != "_buffers"  # which is an owner by itself
+
+
+def _parameters_of(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters of ``module`` itself; those of a ScriptModule cannot be exchanged."""
+    parameters: Any = parameters_of(module)
+    return parameters if isinstance(parameters, dict) else dict(parameters.items())
+
+
+def _behind(owners: Sequence[Owner], modules: Sequence[nn.Module], others: Sequence[Any]) -> list[Owner]:
+    """Find the variables that the code of ``modules`` names, and the code of the objects that they or these hold."""
+    found: dict[int, Owner] = {}
+    kinds = dict.fromkeys(type(module) for module in modules)
+    code: list[Any] = [vars(kind).get("_original", kind) for kind in kinds]  # of a segment the class beneath
+    values: list[Any] = [*others]
+    for owner in owners:
+        values += [value for name, value in owner.read().items() if is_object(name, value)]
+    seen = set[int]()
+    while (code or values) and len(found) < _MOST_OWNERS:
+        new = [c for c in (*code, *_code_in(values)) if id(c) not in seen]
+        seen.update(map(id, new))
+        code, values = [], []
+        for owner in (owner for c in new for owner in variables_of(c)):
+            if id(owner) not in found:
+                found[id(owner)] = owner
+                values += owner.read().values()
+    return [*found.values()]
+
+
+def _code_in(values: Sequence[Any]) -> list[Any]:
+    """Return the functions, and the classes of the objects, that lie in ``values``."""
+    shared = freeze(list(values), lambda tensor: None).shared.values() if values else ()
+    unwrapped = (getattr(value, "__wrapped__", value) for value in shared)
+    return [value for value in unwrapped if isinstance(value, types.FunctionType | type)]

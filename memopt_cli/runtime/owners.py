@@ -1,0 +1,261 @@
+"""Where Python keeps the state that a forward may move on: named slots, which can be read and written back.
+
+A module keeps it in its attributes, buffers, children and hooks; code keeps it in the variables that it names
+(:mod:`memopt_cli.runtime.variables`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import types
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE
+from memopt_cli.runtime.private_torch import (
+    attributes_of_script,
+    buffers_of,
+    children_of,
+    global_hook_tables,
+    hook_tables,
+    program_of,
+)
+
+Slots = dict[Any, Any]
+"""What each name of an owner stood for at one moment."""
+
+
+class Owner:
+    """Something that keeps values under names."""
+
+    __slots__ = ()
+
+    def read(self) -> Slots:
+        """Return what stands there now."""
+        raise NotImplementedError
+
+    def write(self, slots: Slots) -> None:
+        """Make what stands there what ``slots`` says, and nothing else."""
+        raise NotImplementedError
+
+    def holds(self, slots: Slots) -> bool:
+        """Tell whether the very objects of ``slots`` stand there."""
+        return is_same(self.read(), slots)
+
+    def mapping(self) -> dict[Any, Any] | None:
+        """Return the dictionary that is it, which may be held; ``None`` if it is none."""
+        return None
+
+
+def is_same(a: Slots, b: Slots) -> bool:
+    """Tell whether two readings of one owner hold the same objects."""
+    return a is b or (len(a) == len(b) and all(map(is_, a.values(), b.values())) and list(a) == list(b))
+
+
+def _fill(mapping: MutableMapping[Any, Any], slots: Slots) -> None:
+    for name in mapping.keys() - slots.keys():
+        del mapping[name]
+    mapping.update(slots)
+
+
+class Attributes(Owner):
+    """The attributes of a module, which is held weakly: what is learned of it must not keep it alive."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def _attributes(self) -> dict[str, Any]:
+        module = self._module()
+        assert module is not None, "whoever reads it holds the module"
+        return vars(module)
+
+    def mapping(self) -> dict[Any, Any] | None:
+        attributes = self._attributes()
+        return None if LEARNED_KEY in attributes else attributes
+
+    def holds(self, slots: Slots) -> bool:
+        values = iter(self._attributes().values())
+        if LEARNED_KEY in (attributes := self._attributes()):
+            next(values)  # what is known of a segment comes first
+        return len(attributes) - len(slots) in (0, 1) and all(map(is_, values, slots.values()))
+
+    def read(self) -> Slots:
+        slots = dict(self._attributes())
+        slots.pop(LEARNED_KEY, None)  # which refers to what is read here
+        return slots
+
+    def write(self, slots: Slots) -> None:
+        mapping = self._attributes()
+        structure = {name: value for name, value in mapping.items() if name in STRUCTURE}
+        _fill(mapping, slots | structure)
+
+
+class Table(Owner):
+    """A dictionary that a module or PyTorch itself holds: buffers, children, hooks; or the variables of a thread."""
+
+    __slots__ = ("_mapping",)
+
+    def __init__(self, mapping: dict[Any, Any]) -> None:
+        self._mapping = mapping
+
+    def mapping(self) -> dict[Any, Any]:
+        return self._mapping
+
+    def read(self) -> Slots:
+        return dict(self._mapping)
+
+    def write(self, slots: Slots) -> None:
+        self._mapping.clear()  # the order is that in which hooks run
+        self._mapping.update(slots)
+
+
+class Items(Owner):
+    """What lies in a list, by its place."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def read(self) -> Slots:
+        return dict(enumerate(self._items))
+
+    def write(self, slots: Slots) -> None:
+        self._items[:] = slots.values()
+
+
+class ScriptAttributes(Owner):
+    """What a ``ScriptModule`` keeps besides parameters: not in its dictionary, but in its program."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        self._module = weakref.ref(module)
+
+    def read(self) -> Slots:
+        module = self._module()
+        # Of a script that was loaded, the attributes name its buffers too.
+        names = dict.fromkeys((*attributes_of_script(module), *(name for name, _ in buffers_of(module).items())))
+        return {name: program_of(module).getattr(name) for name in names}
+
+    def write(self, slots: Slots) -> None:
+        for name, value in slots.items():
+            program_of(self._module()).setattr(name, value)
+
+
+class Variables(Owner):
+    """Some variables of a Python module, given as its dictionary, or of a class."""
+
+    __slots__ = ("_owner", "names")
+
+    def __init__(self, owner: dict[str, Any] | type) -> None:
+        self._owner = owner
+        self.names: set[str] = set()
+
+    def read(self) -> Slots:
+        there = vars(self._owner) if isinstance(self._owner, type) else self._owner
+        return {name: there[name] for name in self.names if name in there}
+
+    def write(self, slots: Slots) -> None:
+        if not isinstance(self._owner, type):
+            for name in self.names - slots.keys():
+                self._owner.pop(name, None)
+            self._owner.update(slots)
+            return
+        for name in self.read().keys() - slots.keys():
+            type.__delattr__(self._owner, name)
+        for name, value in slots.items():
+            type.__setattr__(self._owner, name, value)
+
+
+class Cell(Owner):
+    """A variable of the function around another one."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def read(self) -> Slots:
+        try:
+            return {"": self._cell.cell_contents}
+        except ValueError:  # it is empty
+            return {}
+
+    def write(self, slots: Slots) -> None:
+        if slots:
+            self._cell.cell_contents = slots[""]
+        else:
+            with contextlib.suppress(ValueError):
+                del self._cell.cell_contents
+
+
+class Function(Owner):
+    """The default values and the attributes of a function."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+
+    def read(self) -> Slots:
+        function = self._function
+        return {"=": function.__defaults__, "*=": function.__kwdefaults__, **vars(function)}
+
+    def write(self, slots: Slots) -> None:
+        attributes = dict(slots)
+        self._function.__defaults__, self._function.__kwdefaults__ = attributes.pop("="), attributes.pop("*=")
+        _fill(vars(self._function), attributes)
+
+
+class InContext(Owner):
+    """A variable of the context."""
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
+        self._variable = variable
+
+    def read(self) -> Slots:
+        try:
+            return {"": self._variable.get()}
+        except LookupError:  # nobody has set it
+            return {}
+
+    def write(self, slots: Slots) -> None:
+        if slots:
+            self._variable.set(slots[""])
+
+
+def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
+    """Give everything in which ``modules`` keep state, besides their parameters."""
+    for module in modules:
+        yield Attributes(module)
+        if isinstance(module, torch.jit.ScriptModule):  # its buffers and children cannot be exchanged
+            if attributes_of_script(module):
+                yield ScriptAttributes(module)
+        else:
+            yield from (Table(buffers_of(module)), Table(children_of(module)))
+
+
+def owner_of(part: Any) -> Owner:
+    """Return what keeps the state of ``part``, a list, a dictionary or a plain object."""
+    if isinstance(part, list):
+        return Items(part)
+    return Table(part if isinstance(part, dict) else vars(part))
+
+
+def tables_of_hooks(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:
+    """Return the dictionaries of hooks that run within a call of the first of ``modules``, the others being in it.
+
+    Its own are not among them: they run before and after the whole.
+    """
+    return [*global_hook_tables(), *(table for module in modules[1:] for table in hook_tables(module))]
