@@ -714,32 +714,3 @@ def test_embeddings_are_quantized_by_their_rows(tmp_path: Path) -> None:
     torch.save(module, tmp_path / "model.pt")
     with pytest.raises(FileFormatError, match="no scale for each of its rows"):
         load(tmp_path / "model.pt")
-
-
-LAYER_OF_BOXES = """
-from torch import nn
-
-class RoIAlign(nn.Module):
-    pass
-
-class FPN(nn.Module):
-    pass
-"""
-
-
-def test_layers_that_trust_boxes_are_vouched_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        monkeypatch.delitem(sys.modules, name)
-    (tmp_path / "torchvision" / "ops").mkdir(parents=True)
-    for name, text in {"__init__": "", "ops/__init__": "", "ops/roi_align": LAYER_OF_BOXES}.items():
-        (tmp_path / "torchvision" / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    layers = __import__("torchvision.ops.roi_align", fromlist=["RoIAlign"])
-    torch.save(layers.FPN(), tmp_path / "other.pt")
-    torch.save(nn.Sequential(layers.RoIAlign()), tmp_path / "model.pt")
-    assert type(load(tmp_path / "other.pt")) is layers.FPN
-    with pytest.raises(UnsafeFileError, match="trust indices") as error:
-        load(tmp_path / "model.pt")
-    assert "torchvision.ops.roi_align.RoIAlign" in error.value.hint
-    trust = Trust(globals=("torchvision.ops.roi_align.RoIAlign",))
-    assert type(load(tmp_path / "model.pt", trust=trust)[0]) is layers.RoIAlign
