@@ -238,6 +238,9 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
         "a name of the runtime without it",
         Hostile(b"\x80\x02cscript\nScriptPart\n)\x81}b.", NO_MODEL, "script.ScriptPart"),
     )
+    for setting in ("_use_kernels", "kernel_config"):
+        asking = Created(BertModel, state=vars(_linear(**{setting: True})))
+        yield f"a model with {setting}", _of(_linear(_modules={"a": asking}), "kernels of a hub")
     hidden = Created(BertConfig, state={"to_dict": 1})
     yield "data in the place of a method of settings", _of(_linear(extra=hidden), "its method to_dict")
     neuron = Created(FlexSN, state=vars(nn.Linear(1, 1)))

@@ -163,6 +163,16 @@ def test_a_model_with_segments_loads(tmp_path: Path, chunks: int, kind: type) ->
     assert type(loaded.get_submodule("1")) is nn.Linear
 
 
+def test_settings_of_a_rotary_embedding_are_loaded(tmp_path: Path) -> None:
+    """A set of the object's own takes the place of one that its class has."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = transformers.PhiModel(transformers.PhiConfig(**sizes, vocab_size=11))
+    torch.save(model, tmp_path / "phi.pt")
+    ignored = load(tmp_path / "phi.pt").config.ignore_keys_at_rope_validation
+    assert ignored == model.config.ignore_keys_at_rope_validation != set()
+
+
 def test_a_transformers_model_loads_with_its_configuration(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, bos_token_id=1, eos_token_id=2)

@@ -176,7 +176,7 @@ _TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 """What some models keep that belongs to their training."""
 _HELPERS: Final = (
     *("torchvision.models.detection._utils", "torchvision.transforms", "timm.models._features"),
-    "torch.distributions",
+    *("torch.distributions", "transformers.core_model_loading"),
 )
 """Modules, and packages, whose classes hold settings and tensors and compute."""
 
@@ -231,7 +231,8 @@ def _check_attributes(node: Built | None, graph: Graph) -> str:
     assert kind is not None
     if entries is None:
         return "has a state of another kind"
-    wanted = [name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), _RULES)]
+    # A dict that the class has is a rule for all its settings, such as other names of some: no setting itself.
+    wanted = [name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), dict)]
     return f"has {wanted[0]} among its attributes" if wanted else shadowing(kind, entries, graph)
 
 
@@ -251,9 +252,7 @@ def _items_of(value: Any) -> list[Any] | None:
 
 
 _KERNELS: Final = ("_use_kernels", "kernel_config")
-"""Settings that ask for kernels of a hub."""
-_RULES: Final = (dict, set, frozenset)
-"""What the class of settings has for all of them, such as other names of some: it is no setting."""
+"""Settings that ask for kernels of a hub, which are code."""
 
 
 def _check_hook(node: Built | None, graph: Graph) -> str:
@@ -367,6 +366,11 @@ def _refuse_segment(name: str, value: Any, graph: Graph) -> str:
     return "has a segment's settings among its attributes, which only a segment of memopt's own form has"
 
 
+def _refuse_kernels(name: str, value: Any, graph: Graph) -> str:
+    """Modules of transformers fetch them when their mode is set; each has the setting, and most say no."""
+    return "" if value is None or value is False else f"has {name}, which asks for kernels of a hub"
+
+
 def _refuse_call(name: str, value: Any, graph: Graph) -> str:
     """PyTorch calls it in the place of the module; it saves none."""
     return "" if value is None else f"has {name}, which would be called in its place"
@@ -405,6 +409,7 @@ REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
     RUNS_KEY: _RUNS,
     SEGMENT_KEY: _refuse_segment,
     "_compiled_call_impl": _refuse_call,
+    **dict.fromkeys(_KERNELS, _refuse_kernels),
     "_is_full_backward_hook": _check_flag,
     **dict.fromkeys(
         (
