@@ -333,9 +333,6 @@ def _endless() -> Iterator[tuple[str, Hostile]]:
     for name, key in keys.items():
         for where, made in (("a key", _Entry(key)), ("in a key", _Entry((1, (key,)))), ("in a set", Call(set, [key]))):
             yield f"{name} as {where}", _of(_linear(extra=made), "is a key")
-    layer = nn.LSTM(3, 8)
-    layer.same = layer._flat_weights
-    yield "a list of weights that something else may change", _of(layer, "shares its attributes")
     lazy = Call(getattr, Created(nn.LazyLinear, state=vars(nn.Linear(1, 1))), "_infer_parameters")
     becoming = _linear(_forward_pre_hooks={0: lazy}, cls_to_become=nn.LSTM)
     yield "a layer that becomes another, unchecked", _of(becoming, "cls_to_become among its attributes")
