@@ -61,13 +61,16 @@ def check_returned(path: str, source: ModelSource) -> int:
 
 
 def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str, bool]]:
-    """The same as :func:`_classes`; none of a program, whose modules are all memopt's."""
+    """Find what :func:`_classes` finds in the original; of a program nothing, since its modules become memopt's own."""
     file, _ = read_same(source.location, None, source.sha256)
     return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else set()
 
 
 def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
-    """``known``: what the original has of :func:`_classes`; a folder does not say it."""
+    """Raise :class:`MemoptError` for a ``file`` that holds anything else than an optimized model.
+
+    ``known``: what :func:`_classes` finds in the original; ``None`` for a folder, which names none.
+    """
     if not file.data.startswith(_START) or _OF_SCRIPTS in record_names(file.data):
         raise UnsafeFileError("it is no archive of torch.save")
     pickled = read_pickled(file)
@@ -80,9 +83,9 @@ def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouche
 
 
 def _makes_more(pickled: PickledFile) -> bool:
-    """Whether anything is imported, or made and then dropped, that the model does not use.
+    """Tell whether anything is imported, or made and then dropped, that the model does not use.
 
-    Protocol 2 imports a class and asks it for the one within it that it means.
+    To name ``Outer.Inner``, protocol 2 imports ``Outer`` and asks it for ``Inner``: both are dropped, and used.
     """
     root = pickled.pickle.root
     reached = {id(value) for value in reachable(root)}
@@ -94,9 +97,10 @@ def _makes_more(pickled: PickledFile) -> bool:
 
 
 def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool]]:
-    """Find the names of libraries, and of what is vouched for, and whether each is called.
+    """Find the names of libraries' classes, and of what the user vouches for, and whether each is called.
 
-    A file that was saved with older libraries has a class by another name.
+    Each has the name by which it would be saved now: ``timm.models.layers.DropPath`` of an older file is
+    ``timm.layers.drop.DropPath``.
     """
     known, _ = claimed(uses_in(pickled.pickle.root), kinds_of(storages_of(pickled), vouched))
     recipes: dict[tuple[Global, str], Recipe | Denied | Missing] = {}

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import memopt_cli
-from memopt_cli.errors import UnsafeFileError
+from memopt_cli.errors import MeasurementError, UnsafeFileError
 from memopt_cli.measure import model_file
 from memopt_cli.measure.jobs import VerifyJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import kept
-from memopt_cli.records import ModelSource, Plan, Trust
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.records import Crashed, ModelSource, Plan, Trust
 from memopt_cli.write import write_all
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -192,3 +193,10 @@ def test_what_a_subprocess_returns_in_place_of_the_model(
 
 
 RETURNED = "^no model is written: the subprocess returned what is no optimized model: the file .*posix.system runs"
+
+
+def test_nobody_is_sent_to_run_elsewhere_what_crashed_here() -> None:
+    """A file may have made the subprocess crash where it is confined."""
+    with pytest.raises(MeasurementError, match="killed by SIGSEGV") as error:
+        raise_failure(Crashed(reason="killed by SIGSEGV", output_tail=""))
+    assert error.value.hint.startswith("If you trust the model, ")
