@@ -72,8 +72,8 @@ def load_model(source: ModelSource) -> LoadedModel:
 def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust = Trust()) -> nn.Module:
     """Load a model that memopt wrote, any saved module or a folder of ``save_pretrained``, onto the CPU.
 
-    Reading runs nothing of the file.  The model is not confined, as it is where memopt runs it: PyTorch alone guards what
-    it computes here, and PyTorch's policy is that whoever runs an untrusted model runs untrusted code.
+    Reading runs nothing of the file.  The model is not confined, as it is where memopt runs it.  What it computes is
+    guarded by PyTorch alone, whose policy is that running an untrusted model is like running untrusted code.
 
     ``key`` says which entry is meant of a file that holds several, as keys joined by dots.
     ``trust`` says whose classes may be built besides those of PyTorch and of well-known model libraries, for example
