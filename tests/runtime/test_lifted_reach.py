@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -260,36 +259,7 @@ def test_modules_that_hold_each_other_end_in_an_error() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
-# ---------------------------------------------------------------------------------------------- tensors
-
-SPARSE_STATES: dict[str, Callable[[dict[str, Any], Tensor], Any]] = {
-    "a parameter": lambda state, tensor: state["_parameters"].update(kept=nn.Parameter(tensor)),
-    "a buffer": lambda state, tensor: state["_buffers"].update(kept=tensor),
-    "a constant": lambda state, tensor: state.update(_constants=(tensor,)),
-    "an attribute": lambda state, tensor: state.update(kept=tensor),
-    "within an attribute": lambda state, tensor: state.update(kept=[{"a": (tensor,)}]),
-}
-
-
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
-@pytest.mark.parametrize("hold", SPARSE_STATES.values(), ids=SPARSE_STATES)
-def test_a_program_holds_no_sparse_tensor(hold: Any, layout: torch.layout) -> None:
-    for tensor, fine in ((torch.eye(3), True), (torch.eye(3).to_sparse(layout=layout), False)):
-        state = state_of(nn.Module())
-        hold(state, tensor)
-        reads = program_of(method("forward", [] if state["_constants"] else [get("kept")]))
-        if fine:
-            lifted.restore_lifted(reads, state)
-        else:
-            with pytest.raises(BadProgram):
-                lifted.restore_lifted(reads, state)
-
-
-def test_nor_does_it_read_one_of_a_script() -> None:
-    script = leaf()
-    script._parameters["weight"] = nn.Parameter(torch.eye(2).to_sparse())
-    with pytest.raises(BadProgram, match="something other than data"):
-        restored(program_of(method("forward", [get("leaf", "weight")])), leaf=script)
+# ---------------------------------------------------------------------------------------------- keys
 
 
 def test_a_key_is_no_nest_of_tuples() -> None:

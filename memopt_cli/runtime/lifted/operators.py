@@ -319,7 +319,7 @@ class ScriptError(RuntimeError):
 
 
 def is_data(value: Any) -> bool:
-    """Whether a module's attribute of that value is data: a plain tensor, a number, a text, or containers of these."""
+    """Tell whether ``value`` is data: a tensor, a number, a text, or containers of these."""
     pending, seen = [value], set[int]()
     while pending:
         item = pending.pop()
@@ -327,17 +327,12 @@ def is_data(value: Any) -> bool:
             if id(item) not in seen:
                 seen.add(id(item))
                 pending.extend((*item, *item.values()) if isinstance(item, dict) else item)
-        elif item is not None and not (is_plain(item) if isinstance(item, Tensor) else isinstance(item, _DATA)):
+        elif item is not None and not isinstance(item, _DATA):
             return False
     return True
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of one storage, and not a sparse one."""
-    return tensor.layout is torch.strided
-
-
-_DATA: Final = (bool, int, float, str, torch.dtype, torch.device)
+_DATA: Final = (Tensor, bool, int, float, str, torch.dtype, torch.device)
 
 
 def checked_data(value: Any) -> Any:
