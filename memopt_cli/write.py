@@ -175,7 +175,7 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
 def _fill(path: Path, fill: Fill) -> None:
     # A new file of this process's own: nobody can have put a link in its place.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, _MODE), "wb") as file:
+    with open(path, "wb", opener=lambda name, _: os.open(name, flags, _MODE)) as file:
         fill(file)
         file.flush()
         os.fsync(file.fileno())

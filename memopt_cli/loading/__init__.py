@@ -28,7 +28,7 @@ from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.spec_text import is_factory, is_pretrained
 from memopt_cli.user_step import StepModels
 
-__all__ = ["load", "load_model", "read_file"]
+__all__ = ["format_of", "load", "load_model", "read_file", "read_same"]
 
 _FORMATS: Final[tuple[Format, ...]] = (TorchScript(), Exported(), SafeTensors(), ModulePickle())
 """Tried in this order; the last one takes every file."""
@@ -51,11 +51,11 @@ def load_model(source: ModelSource) -> LoadedModel:
         (loaded, sha256), kind = load_pretrained(source.location), "pretrained"
         require_same(source.location, sha256, source.sha256)
     else:
-        file, sha256 = _read_same(source.location, source.key if source.weights is None else None, source.sha256)
+        file, sha256 = read_same(source.location, source.key if source.weights is None else None, source.sha256)
         loaded, kind = _load_file(file, source.trust)
     weights_sha256 = None
     if source.weights is not None:
-        file, weights_sha256 = _read_same(source.weights, source.key, source.weights_sha256)
+        file, weights_sha256 = read_same(source.weights, source.key, source.weights_sha256)
         notes = (*notes, *fill(loaded.module, file))
     return LoadedModel(
         module=loaded.module,
@@ -72,6 +72,9 @@ def load_model(source: ModelSource) -> LoadedModel:
 def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust = Trust()) -> nn.Module:
     """Load a model that memopt wrote, any saved module or a folder of ``save_pretrained``, onto the CPU.
 
+    Reading runs nothing of the file.  The model is not confined, as it is where memopt runs it.  What it computes is
+    guarded by PyTorch alone, whose policy is that running an untrusted model is like running untrusted code.
+
     ``key`` says which entry is meant of a file that holds several, as keys joined by dots.
     ``trust`` says whose classes may be built besides those of PyTorch and of well-known model libraries, for example
     ``Trust(packages=("mymodels",))``.  Raises as :func:`load_model` does.
@@ -87,8 +90,8 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
         raise UnsafeFileError(err.message, hint=hint) from err
 
 
-def _read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile, str]:
-    """A file and its hash, which is the ``known`` one if there is one."""
+def read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile, str]:
+    """Return the file at ``path`` and its hash.  Raises :class:`ChangedFileError` unless that is the ``known`` one."""
     file = read_file(path, key)
     sha256 = hashlib.sha256(file.data).hexdigest()
     require_same(path, sha256, known)
@@ -98,11 +101,16 @@ def _read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile
 def _load_file(file: ModelFile, trust: Trust) -> tuple[Loaded, str]:
     if file.data.startswith(b"PK") and not trust.pickle:
         check_archive(file.data, file.path)
-    format_ = next(f for f in _FORMATS if f.recognizes(file))
+    format_ = format_of(file)
     loaded = format_.load(file, trust)
     if not trust.pickle:
         check_paths(loaded.module, file.path)
     return loaded, format_.name
+
+
+def format_of(file: ModelFile) -> Format:
+    """Return the format that ``file`` looks like."""
+    return next(format_ for format_ in _FORMATS if format_.recognizes(file))
 
 
 def read_file(path: str, key: str | None = None, most_bytes: int | None = None) -> ModelFile:

@@ -32,7 +32,7 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.pickles.described import check_view, items_in
 from memopt_cli.records import InputSpec, TensorSpec, Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
-from memopt_cli.runtime.lifted.operators import DTYPES, is_plain
+from memopt_cli.runtime.lifted.operators import DTYPES
 from memopt_cli.runtime.lifted.program import VERSION, BadProgram, is_attribute, is_parameter
 from memopt_cli.runtime.private_torch import children_of, memory_of, parameters_of
 from memopt_cli.spec_text import DTYPES as INPUT_DTYPES
@@ -168,7 +168,13 @@ class _Program:
         read: dict[str, Tensor] = {}
         shared: dict[Any, Tensor] = {}
         for name, tensor in self._unpickled(record).items() if record in self._archive.sizes else ():
-            view = memory_of(_plain(tensor, name)), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+            view = (
+                memory_of(_as_tensor(tensor, name)),
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+            )
             read[str(name)] = shared.setdefault(view, tensor)
         return read
 
@@ -176,7 +182,7 @@ class _Program:
         """A tensor that was pickled; of others the bytes."""
         if not entry.get("use_pickle"):
             return bytearray(self._archive.read(record))
-        return _plain(self._unpickled(record), entry["path_name"])
+        return _as_tensor(self._unpickled(record), entry["path_name"])
 
     def _unpickled(self, record: str) -> Any:
         return load_tensors(self._archive.read(record), f"{self._path} ({record})", OF_TENSORS_WITHIN)
@@ -288,12 +294,10 @@ class _Program:
         return self._unpickled(record) if record in self._archive.sizes else None
 
 
-def _plain(tensor: Any, name: str) -> Tensor:
-    if not isinstance(tensor, Tensor):
+def _as_tensor(value: Any, name: str) -> Tensor:
+    if not isinstance(value, Tensor):
         raise ValueError(f"{name} is not a tensor")
-    if not is_plain(tensor):
-        raise BadProgram(f"{name} is a sparse tensor")
-    return tensor
+    return value
 
 
 # ---------------------------------------------------------------------------------------------- arguments and results
@@ -426,7 +430,7 @@ def _example(examples: Any, place: str | int) -> Tensor | None:
         value = kwargs[place] if isinstance(place, str) else args[place]
     except (TypeError, ValueError, LookupError):
         return None
-    return value if isinstance(value, Tensor) and is_plain(value) else None
+    return value if isinstance(value, Tensor) and value.layout is torch.strided else None
 
 
 def _tensor_spec(name: str | None, meta: Any, symbols: Mapping[str, str], example: Tensor | None) -> TensorSpec:

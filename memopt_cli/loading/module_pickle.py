@@ -69,7 +69,7 @@ class ModulePickle:
             refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
             root, notes = module_in(pickled.pickle.root, file.key, file.path)
         vouched = Vouched(trust, UserCode(trust.code_paths))
-        made = _make(file, pickled, root, kinds_of(_stored(pickled), vouched), vouched)
+        made = _make(file, pickled, root, kinds_of(storages_of(pickled), vouched), vouched)
         if not isinstance(made, nn.Module):
             raise FileFormatError(f"{file.path} holds a {type(made).__name__}, not a model", hint=_SAVE_AGAIN)
         return Loaded(module=made, notes=notes)
@@ -98,7 +98,7 @@ def load_tensors(data: bytes, path: str, room: Room = OF_A_FILE) -> Any:
 def made_of(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
     """The tensors and plain containers that can be reached from ``root``; raises as :func:`load_tensors` does."""
     nobody = Vouched(Trust(), UserCode(()))
-    return _make(file, pickled, root, kinds_of_data(_stored(pickled)), nobody)
+    return _make(file, pickled, root, kinds_of_data(storages_of(pickled)), nobody)
 
 
 def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
@@ -112,7 +112,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
     except FileFormatError:
         root = pickled.pickle.root
     _refuse_many(file, pickled.scan.wanted)
-    known, of_none = claimed(uses_in(root), kinds_of(_stored(pickled), nobody))
+    known, of_none = claimed(uses_in(root), kinds_of(storages_of(pickled), nobody))
     _refuse_libraries(file, known)
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
     refused: dict[Global, Denied | Missing] = dict(_unknown(of_none))
@@ -175,14 +175,15 @@ def _live_entries(value: Any) -> list[tuple[str, Any]]:
 # ---------------------------------------------------------------------------------------------- with one
 
 
-def _stored(pickled: PickledFile) -> Stored:
+def storages_of(pickled: PickledFile) -> Stored:
+    """Return the kind of object that the storages of ``pickled`` are."""
     return Stored(pickled.storages, functools.partial(nested_storage, scan=pickled.scan))
 
 
 def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Any:
     """Judge what can be reached, by its names, by what they stand for and as a whole; then make it."""
     with uncollected():
-        audit = _audited(file, pickled, root, kinds, vouched)
+        audit = audited(file, pickled, root, kinds, vouched)
     try:
         with watched(file.path):
             return build(pickled.pickle, root, audit.recipes)
@@ -193,7 +194,11 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
         raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
 
 
-def _audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
+def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
+    """Look at all objects that can be reached from ``root``, of which none is made.
+
+    Raises :class:`UnsafeFileError` for one that must not be made, and :class:`FileFormatError` for one that cannot be.
+    """
     _refuse_many(file, pickled.scan.wanted)
     known, of_none = claimed(uses_in(root), kinds)
     _refuse_libraries(file, known)
@@ -259,7 +264,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
         names, reasons = ", ".join(map(str, found[:_SHOWN])), {name: attack(name) for name in found}
         is_run = any(name in scan.called for name in found)
         raise Unvouched(
-            f"{file.path} was not loaded: {_listed(reasons)}",
+            f"{file.path} was not loaded: {listed(reasons)}",
             hint=f"No model needs {names}: the file is likely an attack (--trust-pickle turns the check off)."
             if is_run
             else f"Remove {names} from the model and save it again. {UNCHECKED}",
@@ -290,10 +295,11 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied]) -> Unvouched:
         helps, remedy = False, Trust()
     hint = f"If you trust where it came from, add: {as_flags(remedy)}" if helps else UNCHECKED
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
-    message = f"{file.path} was not loaded: {_listed(beyond_help or denied)}"
+    message = f"{file.path} was not loaded: {listed(beyond_help or denied)}"
     return Unvouched(message, hint=hint, remedy=remedy, denied=denied)
 
 
-def _listed(denied: Mapping[Global, Denied]) -> str:
+def listed(denied: Mapping[Global, Denied]) -> str:
+    """Say of the first few names in ``denied`` why each was, and how many more there are."""
     texts = [f"{name} {verdict.reason}" for name, verdict in denied.items()]
     return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

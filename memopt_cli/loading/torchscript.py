@@ -59,7 +59,7 @@ class TorchScript:
                 hint=TRUNCATED,
             ) from err
         try:
-            return lift_script(script, unit, is_trusted=trust.pickle)
+            return lift_script(script, unit)
         except (UnsafeScript, BadProgram) as err:
             raise UnsafeFileError(
                 f"{file.path} was not loaded: its TorchScript code uses {err}",
@@ -70,19 +70,19 @@ class TorchScript:
 # ---------------------------------------------------------------------------------------------- lifting
 
 
-def lift_script(script: ScriptModule, unit: Any, *, is_trusted: bool = False) -> Loaded:
+def lift_script(script: ScriptModule, unit: Any) -> Loaded:
     """A plain module that does what ``script`` does, with the same names, on the same tensors.
 
     ``unit`` is the compilation unit that holds the script's code.  A module that cannot be lifted stays a script inside
     a :class:`ScriptLeaf`; a note says why.
     """
-    lifting = _Lifting(script, unit, is_trusted=is_trusted)
+    lifting = _Lifting(script, unit)
     lifted = lifting.convert(script, "")
     leaves = [m for m in lifted.modules() if isinstance(m, ScriptLeaf)]
     owners = _owners(lifted, leaves)
     if len(leaves) > 0 and not isinstance(lifted, ScriptLeaf) and any(count > 1 for count in owners.values()):
         # Leaves are saved one by one: memory that one shares with another module would come apart.
-        return Loaded(module=ScriptLeaf(script, is_trusted=is_trusted), notes=(*lifting.notes, _SHARED))
+        return Loaded(module=ScriptLeaf(script), notes=(*lifting.notes, _SHARED))
     return Loaded(module=lifted, notes=(*lifting.notes, *mode_notes(lifting.programs(), "Tracing")))
 
 
@@ -105,8 +105,7 @@ def _storages(modules: list[nn.Module]) -> set[int]:
 class _Lifting:
     """Lifts a tree of scripts."""
 
-    def __init__(self, root: ScriptModule, unit: Any, *, is_trusted: bool) -> None:
-        self._is_trusted = is_trusted
+    def __init__(self, root: ScriptModule, unit: Any) -> None:
         self.notes: list[str] = []
         self._unit = unit
         self._mutable = set_attributes(function.graph for function in unit.get_functions())
@@ -132,7 +131,7 @@ class _Lifting:
         reason = self._reason(script)
         if reason:
             self.notes.append(f"{path or 'The model'} stays TorchScript: {reason}.")
-            module: nn.Module = ScriptLeaf(script, is_trusted=self._is_trusted)
+            module: nn.Module = ScriptLeaf(script)
         else:
             module = self._lift(script, path)
         self._modules[key_of_script(script)] = module

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from typing import Any
+from typing import Any, BinaryIO
 
 from memopt_cli.documents import printable
 from memopt_cli.measure import processes
@@ -45,14 +45,15 @@ class Channel:
         self.process: processes.Subprocess | None = None
         """``None`` once it has ended."""
         (jobs, jobs_fd), (replies_fd, replies) = os.pipe(), os.pipe()
-        os.set_blocking(jobs_fd, False)
+        for descriptor in (jobs_fd, replies_fd):
+            os.set_blocking(descriptor, False)
         self._jobs, self._replies = (os.fdopen(jobs_fd, "wb", buffering=0), os.fdopen(replies_fd, "rb", buffering=0))
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed with the channel
+        self._output, output = _file_opened_twice()
         try:
-            self.process = processes.start(jobs, replies, self._output.fileno(), steps=steps)
+            self.process = processes.start(jobs, replies, output, steps=steps)
         finally:
-            os.close(jobs)
-            os.close(replies)
+            for descriptor in (jobs, replies, output):
+                os.close(descriptor)
         self.more_time()
 
     def started(self) -> int | None:
@@ -122,9 +123,9 @@ class Channel:
                     return TimedOut(limit_s=self._timeout_s)
                 if selector.select(min(left_s, _LOOK_S)):
                     chunk = self._replies.read(_CHUNK)
-                    if not chunk:
+                    if chunk == b"":
                         return self._post_mortem()
-                    self._buffer += chunk
+                    self._buffer += chunk or b""  # a subprocess can read its own pipe, and take back what it sent
                 elif self._has_ended():
                     return self._post_mortem()  # what it has left behind holds the pipe open
         return None
@@ -168,6 +169,22 @@ class Channel:
         process, self.process = self.process, None
         if process is not None:
             process.end()
+
+
+def _file_opened_twice() -> tuple[BinaryIO, int]:
+    """Make a temporary file without a name, and open it once to be read and once to be written.
+
+    The subprocess writes to it.  Opened once for both, it could set a flag (``O_DIRECT``) for this end, too, where
+    reading would then fail.
+    """
+    output, path = tempfile.mkstemp(prefix="memopt-")
+    try:
+        return open(path, "rb", buffering=0), output
+    except BaseException:
+        os.close(output)
+        raise
+    finally:
+        os.unlink(path)
 
 
 def _signal_name(number: int) -> str:

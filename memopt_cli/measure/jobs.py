@@ -175,6 +175,24 @@ class SaveJob(Job[Saved]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A file that was saved needs nothing that its original does not need."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareJob(Job[Compared]):
+    """What another subprocess has saved, which has run the model: this one runs nothing of it, and reads both files.
+
+    The answer is a failure if the file could do anything that the original could not.
+    """
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:compare_saved"
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileChanged:
     """The answer to a job that loads the model, where a file is not what the subject says: it ends the command."""
 

@@ -16,7 +16,17 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.loading import description, load_model, read_file
 from memopt_cli.loading.input_spec import batch_of, find_spec
 from memopt_cli.loading.memory_snapshot import read_snapshot
-from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, InspectJob, SaveJob, SnapshotJob, Subject
+from memopt_cli.loading.returned import check_returned
+from memopt_cli.measure.jobs import (
+    ORIGINAL,
+    Compared,
+    CompareJob,
+    DescribeJob,
+    InspectJob,
+    SaveJob,
+    SnapshotJob,
+    Subject,
+)
 from memopt_cli.model_batching import BatchModule
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.model_batching.stacked import refuse_unsupported
@@ -108,6 +118,11 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
             hint="In the training script: memopt_cli.apply_plan(step, PLAN).",
         )
     write_model(model, job.plan, file)
+
+
+def compare_saved(subject: Subject, job: CompareJob) -> Compared:
+    """Compare a model that was saved with the original.  Raises :class:`MemoptError`."""
+    return Compared(size_bytes=check_returned(job.path, subject.source))
 
 
 def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:

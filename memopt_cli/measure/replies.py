@@ -53,8 +53,9 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
             _require(step_s > 0 and batch > 0 and replicas > 0)
         case Traced(trace=trace) | (StepTrace() as trace):
             _check_trace(trace)
-        case ModelFacts(spec=InputSpec() as spec) if isinstance(job, DescribeJob):
-            return replace(found, spec=_with_named_inputs(spec, job.spec))
+        case ModelFacts(spec=spec) if isinstance(job, DescribeJob):
+            _require((spec is not None) == job.inputs)
+            return found if spec is None else replace(found, spec=_with_named_inputs(spec, job.spec))
     return found
 
 

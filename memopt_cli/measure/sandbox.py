@@ -1,8 +1,9 @@
 """A second wall around a process that loads and runs somebody's file: Linux's Landlock, a filter of system calls and
 the loss of privileges.  It needs none.
 
-Confined, a process reads what it could read before, writes to a folder of its own alone, starts no programs, opens no
-connections and does nothing to other processes.  Nothing lifts it again.  What a kernel cannot refuse is said.
+Confined, a process reads the files that it could read before, but no terminal, writes to a folder of its own alone,
+starts no programs, opens no connections and does nothing to other processes.  Nothing lifts it again.  What a kernel
+cannot refuse is said.
 
 Sources: https://docs.kernel.org/userspace-api/landlock.html, capabilities(7)
 """
@@ -38,13 +39,15 @@ _SCOPES: Final = 0b11
 """Signals, and sockets without a name in the file system."""
 _NET_FROM, _SCOPES_FROM = 4, 6
 
-_DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
+_DEVICES: Final = ("null", "zero", "full", "random", "urandom")
+"""Those of ``/dev`` that libraries use.  From a terminal it could take what is typed, or have one made (``ptmx``)."""
 _GPU_DEVICES: Final = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
 _THREADS: Final = "/proc/self/task"
 """NVIDIA's driver writes the names of its threads there, since 570, and ends with error 304 if it cannot."""
 _CACHES: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "MPLCONFIGDIR")
 """Where libraries write what they compile or look up."""
 
+_IN_MEMORY: Final = "/dev/shm"
 _LARGEST_FILE_BYTES: Final = 16 << 30
 """Of what a process writes that is not asked to: a model that is saved goes to the parent."""
 _CAPABILITIES: Final = 0x20080522
@@ -52,8 +55,9 @@ _READ_ANYTHING: Final = 1 << 2
 """``CAP_DAC_READ_SEARCH``: what root reads, it can read confined."""
 
 HINT: Final = (
-    "It ran confined: it may write to a temporary folder alone, change no modes or times of files, start no programs, "
-    "open no connections and do nothing to other processes. If you trust the model and its code: --no-sandbox."
+    "It ran confined: it may write to a temporary folder alone, read no terminal, change no modes or times of files, "
+    "start no programs, open no connections and do nothing to other processes. If you trust the model and its code: "
+    "--no-sandbox."
 )
 _REFUSALS: Final = re.compile(
     r".*: Permission denied( \(13\))?|CUDA error: OS call failed or operation not supported on this OS"
@@ -94,12 +98,16 @@ def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) 
     """Put up Landlock; why that cannot be, or empty."""
     if version < 1:
         return "this kernel has no Landlock, or it is switched off"
-    rights = (1 << _RIGHTS.get(version, max(_RIGHTS.values()))) - 1 & ~(_READ | _READ_FOLDER)
+    rights = (1 << _RIGHTS.get(version, max(_RIGHTS.values()))) - 1
     ruleset = libc.syscall(_CREATE, *_attributes(version, rights), ctypes.c_uint32(0))
     try:
+        _allow(libc, ruleset, "/", _READ_FOLDER)
+        for place in _places_of_files():
+            with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+                _allow(libc, ruleset, place, _READ)
         _allow(libc, ruleset, folder, rights & ~(_EXECUTE | _MAKE_DEVICES))
         for device in _devices((*_DEVICES, *_GPU_DEVICES) if gpu else _DEVICES):
-            _allow(libc, ruleset, str(device), rights & (_WRITE | _TRUNCATE | _IOCTL))
+            _allow(libc, ruleset, str(device), rights & (_READ | _WRITE | _TRUNCATE | _IOCTL))
         if gpu:
             _allow(libc, ruleset, _THREADS, rights & (_WRITE | _TRUNCATE))
             # Opened for good: the kernel may forget a folder that nobody has open, and the rule with it.
@@ -109,6 +117,17 @@ def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) 
     finally:
         os.close(ruleset)
     return ""
+
+
+def _places_of_files() -> Iterator[str]:
+    """List what lies in the root folder but for ``/dev``: Landlock allows what is beneath a path, and excepts nothing.
+
+    Of ``/dev`` only the file system in memory has files, which may be a model's.
+    """
+    with os.scandir("/") as entries:
+        yield from (entry.path for entry in entries if entry.name != "dev" and not entry.is_symlink())
+    if os.path.isdir(_IN_MEMORY):
+        yield _IN_MEMORY
 
 
 def _bound_files() -> None:
@@ -140,7 +159,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def _is_unreadable(error: BaseException) -> bool:
-    """Whether a file has such a mode that it could be read nowhere: the wall lets everything be read."""
+    """Whether a file has such a mode that it could not be read outside of the wall either."""
     path = getattr(error, "filename", None)
     return isinstance(path, str | bytes) and os.path.exists(path) and not os.access(path, os.R_OK)
 

@@ -24,7 +24,6 @@ from memopt_cli.loading.trust import Unvouched
 from memopt_cli.measure import model_file, sandbox
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
-from memopt_cli.measure.kernels import guard_kernels
 from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, StepFailed, from_data, to_data
 from memopt_cli.step import FORWARD_HINT, is_out_of_memory
@@ -87,7 +86,6 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
     ``unconfined``: why this process could not be confined; ``places``: of files, as the parent has them.
     """
     documents.places.update(places)
-    guard_kernels()
     bounds.limits_process = sandbox.is_confined()
     worker = Worker(from_data(Subject, json.loads(jobs.readline())))
     for line in jobs:

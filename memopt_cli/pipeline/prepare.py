@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -10,9 +11,10 @@ from typing import BinaryIO
 from memopt_cli import __version__
 from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.devices import resolve_device
-from memopt_cli.errors import UsageError
-from memopt_cli.measure.jobs import ORIGINAL, Answer, Data, DescribeJob, Job, SaveJob, Subject
+from memopt_cli.errors import UnsafeFileError, UsageError
+from memopt_cli.measure.jobs import ORIGINAL, Answer, CompareJob, Data, DescribeJob, Job, SaveJob, Subject
 from memopt_cli.measure.runner import Session
+from memopt_cli.measure.sizes import is_confined
 from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -191,12 +193,23 @@ def open_model(
 
 
 def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[BinaryIO], None]:
-    """Writes the model with a plan to a file, which a fresh subprocess sends."""
+    """Return a function that writes the model with a ``plan`` to a named file, as a fresh subprocess sends it.
+
+    In that subprocess the model was loaded, by PyTorch's own code as well, and a plan installed.  It is not believed:
+    another one, which makes nothing of either file, looks at what was written.
+    """
 
     def save(file: BinaryIO) -> None:
         with Session(Subject(source=source), timeout_s) as session:
-            saved = session.save(SaveJob(plan=plan), file)
-        required(saved, "" if isinstance(saved, StepFailed) else "the model could not be saved: ")
+            found = session.save(SaveJob(plan=plan), file)
+        saved = required(found, "" if isinstance(found, StepFailed) else "the model could not be saved: ")
+        if not is_confined(source):
+            return
+        file.flush()
+        with Session(Subject(source=source), timeout_s) as session:
+            compared = session.ask(CompareJob(path=os.path.abspath(file.name)))
+        if required(compared, "no model is written: ").size_bytes != saved.size_bytes:
+            raise UnsafeFileError("no model is written: its file changed while memopt looked at it")
 
     return save
 

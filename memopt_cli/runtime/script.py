@@ -6,29 +6,21 @@ TorchScript is code, also while it is loaded: :func:`check_script` reads it firs
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from memopt_cli.runtime.lifted.arguments import codes_in, is_checked, is_code
-from memopt_cli.runtime.lifted.operators import may_write_elsewhere, shows_indices
 from memopt_cli.runtime.private_torch import (
     buffers_of,
     children_of,
-    hooks_of,
-    inline,
-    method_names,
-    method_of,
     parameters_of,
-    parse_schema,
     reader_of,
 )
-from memopt_cli.runtime.script_code import UnsafeScript, check_classes, check_code, kind_of
+from memopt_cli.runtime.script_code import check_classes, check_code, kind_of
 
 
 def check_script(archive: bytes) -> None:
@@ -63,115 +55,6 @@ def restore_script(archive: bytes, device: torch.device) -> ScriptModule:
     return torch.jit.load(io.BytesIO(archive), map_location=device)  # type: ignore[no-any-return]
 
 
-# ---------------------------------------------------------------------------------------------- its operators
-
-
-def check_operators(script: ScriptModule) -> None:
-    """Raises :class:`UnsafeScript` for an operator that trusts its arguments.
-
-    In lifted programs a check stands before it (:mod:`memopt_cli.runtime.lifted.arguments`), here nothing can.
-    """
-    for graph, given in _graphs(script):
-        for node in graph.nodes():
-            _check_node(node, given)
-
-
-def _check_node(node: Any, given: frozenset[str]) -> None:
-    """``given``: arguments of its method, which nobody calls."""
-    kind = node.kind()
-    if kind in _CALLS:  # all others were inlined
-        raise UnsafeScript("a call of what cannot be told")
-    if not node.schema().startswith("("):  # "(no schema)"
-        schema = _schema(node.schema())
-        if is_checked(schema) and not (kind == _PACKING and node.inputsAt(0).debugName() in given):
-            raise UnsafeScript(f"the operator {kind}, which is made safe only where its module can be lifted")
-        if not may_write_elsewhere(schema):
-            raise UnsafeScript(f"the operator {kind} with an argument for its result")
-        if shows_indices(schema):
-            raise UnsafeScript(f"the operator {kind}, by which the indices of a sparse tensor can be changed")
-        for position, what in codes_in(schema):
-            if not _is_known_code(node.inputsAt(position), what):
-                raise UnsafeScript(f"the operator {kind} with a {what} that is computed, or means nothing")
-
-
-@functools.cache
-def _schema(text: str) -> Any:
-    return parse_schema(text)
-
-
-_PACKING: Final = "quantized::embedding_bag_prepack"
-"""In a method of every quantized embedding, which replaces its weights and is not called by a model."""
-
-
-def _graphs(script: ScriptModule) -> Iterator[tuple[Any, frozenset[str]]]:
-    """Blocks of code of all methods and hooks, functions inlined, and of what they fork.
-
-    With each the names of its method's arguments, if that is not called from outside of the script.
-    """
-    pending: list[tuple[Any, frozenset[str]]] = []
-    for graph, is_called in (found for module in script.modules() for found in _own_graphs(module)):
-        copy = _inlined(graph)
-        pending.append((copy, frozenset(() if is_called else (value.debugName() for value in copy.inputs()))))
-    kept = [graph for graph, _ in pending]  # nodes do not keep their graph
-    while pending:
-        block, given = pending.pop()
-        yield block, given
-        for node in block.nodes():
-            pending.extend((inner, given) for inner in node.blocks())
-            forked = [_inlined(node.g(name)) for name in node.attributeNames() if node.kindOf(name) == "g"]
-            pending.extend((graph, frozenset()) for graph in forked)
-            kept += forked
-
-
-def _inlined(graph: Any) -> Any:
-    copy = graph.copy()
-    for _ in range(_DEEPEST):  # one time inlines one level of what was run unoptimized
-        inline(copy)
-        if not any(copy.findAllNodes(kind) for kind in _CALLS):
-            break
-    return copy
-
-
-_CALLS = ("prim::CallMethod", "prim::CallFunction")
-_DEEPEST = 64
-"""Most calls within one another."""
-
-
-def _own_graphs(module: Any) -> Iterator[tuple[Any, bool]]:
-    """Those of its methods and hooks, and whether a model or PyTorch calls it by itself."""
-    for name in method_names(module):
-        yield method_of(module, name).graph, name == "forward" or name.startswith("__")
-    for hook in hooks_of(module):
-        yield hook.graph, True
-
-
-def _is_known_code(value: Any, kind: str) -> bool:
-    """Whether a value is a number of a dtype, layout or memory format, or one that a tensor has."""
-    pending, seen = [value], set[str]()
-    while pending:
-        at = pending.pop()
-        if at.debugName() in seen:
-            continue
-        seen.add(at.debugName())
-        node = at.node()
-        if node.kind() in _RENAMING:
-            pending.append(node.inputsAt(0))
-        elif node.kind() == "prim::If":
-            index = [output.debugName() for output in node.outputs()].index(at.debugName())
-            pending += [list(block.outputs())[index] for block in node.blocks()]
-        elif not (_OF_TENSORS.get(node.kind()) == kind or _is_constant_code(at, kind)):
-            return False
-    return True
-
-
-_RENAMING = ("prim::unchecked_cast", "prim::unchecked_unwrap_optional", "aten::_unwrap_optional")
-_OF_TENSORS = {"prim::dtype": "ScalarType", "prim::layout": "Layout"}
-
-
-def _is_constant_code(value: Any, kind: str) -> bool:
-    return bool(value.node().kind() == "prim::Constant" and is_code(value.toIValue(), kind))
-
-
 # ---------------------------------------------------------------------------------------------- a script as a module
 
 
@@ -187,12 +70,9 @@ class ScriptLeaf(nn.Module):
     """
 
     script: ScriptModule
-    _is_trusted = False
 
-    def __init__(self, script: ScriptModule, *, is_trusted: bool = False) -> None:
-        """``is_trusted``: the user vouched for the code, which is not looked at."""
+    def __init__(self, script: ScriptModule) -> None:
         super().__init__()
-        self._is_trusted = is_trusted
         self._attach(script)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,8 +108,6 @@ class ScriptLeaf(nn.Module):
         self._attach(script)
 
     def _attach(self, script: ScriptModule) -> None:
-        if not self._is_trusted:
-            check_operators(script)
         vars(self)["script"] = script  # not a child: its parameters have their names here
         _mirror(self, script)
 

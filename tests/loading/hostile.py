@@ -33,9 +33,7 @@ import torch
 from spikingjelly.activation_based.neuron.flexsn import FlexSN
 from torch import Tensor, nn
 from torch.ao.quantization.fx.graph_module import ObservedGraphModule
-from torch.nn.modules.module import _WrappedHook
 from torch.nn.parallel import distributed
-from torch.nn.utils import prune
 from transformers import BertConfig, BertModel, GenerationConfig
 
 from memopt_cli.loading.interface import ModelFile
@@ -178,46 +176,6 @@ def _opcodes(canary: str) -> Iterator[tuple[str, Hostile]]:
 # ---------------------------------------------------------------------------------------------- objects
 
 
-def _misfits() -> Iterator[tuple[str, nn.Module]]:
-    """Layers whose kernels would read beyond weights that are smaller than the settings say."""
-    hooked = nn.utils.weight_norm(nn.Linear(3, 200))
-    hooked._parameters["weight_g"] = nn.Parameter(torch.ones(1, 1))
-    yield "weight norm", hooked
-    late = nn.utils.weight_norm(nn.Linear(3, 200))
-    late._parameters["weight_g"] = nn.Parameter(torch.ones(1, 1))
-    late._backward_pre_hooks, late._forward_pre_hooks = late._forward_pre_hooks, collections.OrderedDict()
-    yield "weight norm in backward", late
-    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 9))
-    parametrized.parametrizations.weight._parameters["original0"] = nn.Parameter(torch.ones(1, 1))
-    yield "parametrized weight norm", parametrized.parametrizations.weight
-    recurrent, shared = nn.LSTM(3, 64), nn.GRU(3, 4)
-    recurrent._parameters["weight_hh_l0"] = nn.Parameter(torch.ones(1, 64))
-    yield "an LSTM", recurrent
-    shared._flat_weights_names = shared._flat_weights_names[::-1]
-    yield "a GRU", shared
-    pruned, normed = nn.LSTM(3, 8), nn.utils.weight_norm(nn.LSTM(3, 8), "weight_ih_l0")
-    prune.identity(pruned, "weight_hh_l0")
-    pruned.weight_hh_l0_orig, pruned.weight_hh_l0_mask = nn.Parameter(torch.zeros(1, 1)), torch.ones(1, 1)
-    yield "a pruned LSTM", pruned
-    normed.weight_ih_l0_v = normed.weight_ih_l0_g = nn.Parameter(torch.zeros(1, 1))
-    yield "weight norm of an LSTM", normed
-
-
-def _resized() -> Iterator[tuple[str, nn.Module]]:
-    """Recurrent layers that a hook would make larger than their weights, before a forward or a backward."""
-    hook = prune.Identity()
-    hook._tensor_name = "hidden_size"
-    for register in ("_forward_pre_hooks", "_backward_pre_hooks"):
-        for name, held in {
-            "pruned": hook,
-            "pruned by a hook in a hook": Created(_WrappedHook, state={"hook": hook, "with_module": False}),
-        }.items():
-            layer = nn.LSTM(3, 8)
-            layer.hidden_size_orig, layer.hidden_size_mask = torch.tensor(4096), torch.tensor(1)
-            getattr(layer, register)[0] = held
-            yield f"a setting {name}, in {register}", layer
-
-
 _ARRAY = np.ones(1).__reduce_ex__(5)[0]
 
 
@@ -232,17 +190,9 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
         _of(_linear(_forward_pre_hooks={0: run}), "memopt_cli.runtime.segment_run.SegmentRun"),
     )
 
-    for name, layer in _misfits():
-        yield name, _of(layer, "its settings", NO_MODEL)
-    for attribute, value, says in (("mode", "GRU", "a mode or sizes that are none"), ("num_layers", 0, "0 layers")):
-        layer = nn.LSTM(3, 8)
-        setattr(layer, attribute, value)
-        yield f"an LSTM of another {attribute}", _of(layer, says, NO_MODEL if attribute == "mode" else REFUSED)
-    heads = nn.MultiheadAttention(4, 2)
-    heads.num_heads = 0
-    yield "attention without heads", _of(heads, "has 0 heads", NO_MODEL)
-    for name, layer in _resized():
-        yield name, _of(layer, "a hook of LSTM", NO_MODEL)
+    layer = nn.LSTM(3, 8)
+    layer.num_layers = 0
+    yield "an LSTM of no layers", _of(layer, "0 layers")
 
     yield "a __setstate__ among attributes", _of(_linear(__setstate__=nn.functional.gelu), "__setstate__")
     yield "a method among attributes", _of(_linear(forward=nn.functional.gelu), "forward")
@@ -288,10 +238,11 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
         "a name of the runtime without it",
         Hostile(b"\x80\x02cscript\nScriptPart\n)\x81}b.", NO_MODEL, "script.ScriptPart"),
     )
+    for setting in ("_use_kernels", "kernel_config"):
+        asking = Created(BertModel, state=vars(_linear(**{setting: True})))
+        yield f"a model with {setting}", _of(_linear(_modules={"a": asking}), "kernels of a hub")
     hidden = Created(BertConfig, state={"to_dict": 1})
     yield "data in the place of a method of settings", _of(_linear(extra=hidden), "its method to_dict")
-    for function in (torch.lstm, torch._weight_norm, nn.functional.ctc_loss, torch.empty_like, torch.grid_sampler_2d):
-        yield f"{function.__name__}, which trusts its arguments", _of(_linear(act=function), "was not loaded")
     neuron = Created(FlexSN, state=vars(nn.Linear(1, 1)))
     yield "a module that copies itself", _of(_linear(_modules={"a": neuron}), "makes itself anew")
     tensors = [torch.ones(1), torch.ones(1), torch.ones(1, dtype=torch.int32)]
@@ -382,9 +333,6 @@ def _endless() -> Iterator[tuple[str, Hostile]]:
     for name, key in keys.items():
         for where, made in (("a key", _Entry(key)), ("in a key", _Entry((1, (key,)))), ("in a set", Call(set, [key]))):
             yield f"{name} as {where}", _of(_linear(extra=made), "is a key")
-    layer = nn.LSTM(3, 8)
-    layer.same = layer._flat_weights
-    yield "a list of weights that something else may change", _of(layer, "shares its attributes")
     lazy = Call(getattr, Created(nn.LazyLinear, state=vars(nn.Linear(1, 1))), "_infer_parameters")
     becoming = _linear(_forward_pre_hooks={0: lazy}, cls_to_become=nn.LSTM)
     yield "a layer that becomes another, unchecked", _of(becoming, "cls_to_become among its attributes")
@@ -469,12 +417,6 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
         + b"X\x0a\x00\x00\x00num_layers"
         + _doubled(b"X\x01\x00\x00\x00a", b"X\x01\x00\x00\x00b")
         + b"sb",
-        "heads that are modules in modules": b"ctorch.nn.modules.activation\nMultiheadAttention\n)\x81}"
-        + b"X\x09\x00\x00\x00num_heads"
-        + _doubled(b"X\x01\x00\x00\x00a", b"X\x01\x00\x00\x00b")
-        + b"sX\x09\x00\x00\x00embed_dimK\x01s"
-        + b"".join(b"X" + struct.pack("<I", len(name)) + name + b"}s" for name in _REGISTERS)
-        + b"b",
         "modules in modules, each twice": b"N"
         + (
             b"q\xfe0ctorch.nn.modules.linear\nIdentity\n)\x81}"

@@ -68,7 +68,6 @@ def test_a_model_of_its_size_is_built_within_limits(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("confined", [True, False])
 def test_a_confined_subprocess_is_limited_as_a_whole(confined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "limits_process", False)
-    monkeypatch.setattr(worker, "guard_kernels", lambda: None)  # they stay so
     monkeypatch.setattr(sandbox, "is_confined", lambda: confined)
     subject = json.dumps(to_data(Subject(source=ModelSource(location="model.pt"))))
     worker.main(io.StringIO(f"{subject}\n"), io.StringIO(), "", {})

@@ -350,24 +350,15 @@ def with_weight(archive: bytes, tensor: Any) -> bytes:
     return rewritten(archive, "weights/weight_0", lambda data: buffer.getvalue())
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
-def test_a_sparse_weight_is_refused(layout: torch.layout, small_by_weight: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "m.pt2"
-    path.write_bytes(with_weight(small_by_weight, torch.eye(2).to_sparse(layout=layout)))
-    with pytest.raises(UnsafeFileError, match="is a sparse tensor"):
-        load(path)
-
-
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ({"0.weight": torch.eye(2).to_sparse(), "0.bias": torch.ones(2)}, r"0\.weight is a sparse tensor"),
         ({"0.weight": 1.0, "0.bias": torch.ones(2)}, r"0\.weight is not a tensor"),
         ([torch.ones(2)], "holds no exported program"),
         ({"0.weight": nn.Parameter(torch.ones(2, 2))}, "holds no exported program"),
         ({"0.__class__": torch.ones(2)}, "holds no exported program"),
     ],
-    ids=["sparse", "a number", "a list", "one is missing", "a name of another kind"],
+    ids=["a number", "a list", "one is missing", "a name of another kind"],
 )
 def test_weights_in_one_pickle_are_tensors_by_name(weights: Any, says: str, small: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"

@@ -163,6 +163,16 @@ def test_a_model_with_segments_loads(tmp_path: Path, chunks: int, kind: type) ->
     assert type(loaded.get_submodule("1")) is nn.Linear
 
 
+def test_settings_of_a_rotary_embedding_are_loaded(tmp_path: Path) -> None:
+    """A set of the object's own takes the place of one that its class has."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = transformers.PhiModel(transformers.PhiConfig(**sizes, vocab_size=11))
+    torch.save(model, tmp_path / "phi.pt")
+    ignored = load(tmp_path / "phi.pt").config.ignore_keys_at_rope_validation
+    assert ignored == model.config.ignore_keys_at_rope_validation != set()
+
+
 def test_a_transformers_model_loads_with_its_configuration(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, bos_token_id=1, eos_token_id=2)
@@ -714,32 +724,3 @@ def test_embeddings_are_quantized_by_their_rows(tmp_path: Path) -> None:
     torch.save(module, tmp_path / "model.pt")
     with pytest.raises(FileFormatError, match="no scale for each of its rows"):
         load(tmp_path / "model.pt")
-
-
-LAYER_OF_BOXES = """
-from torch import nn
-
-class RoIAlign(nn.Module):
-    pass
-
-class FPN(nn.Module):
-    pass
-"""
-
-
-def test_layers_that_trust_boxes_are_vouched_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        monkeypatch.delitem(sys.modules, name)
-    (tmp_path / "torchvision" / "ops").mkdir(parents=True)
-    for name, text in {"__init__": "", "ops/__init__": "", "ops/roi_align": LAYER_OF_BOXES}.items():
-        (tmp_path / "torchvision" / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    layers = __import__("torchvision.ops.roi_align", fromlist=["RoIAlign"])
-    torch.save(layers.FPN(), tmp_path / "other.pt")
-    torch.save(nn.Sequential(layers.RoIAlign()), tmp_path / "model.pt")
-    assert type(load(tmp_path / "other.pt")) is layers.FPN
-    with pytest.raises(UnsafeFileError, match="trust indices") as error:
-        load(tmp_path / "model.pt")
-    assert "torchvision.ops.roi_align.RoIAlign" in error.value.hint
-    trust = Trust(globals=("torchvision.ops.roi_align.RoIAlign",))
-    assert type(load(tmp_path / "model.pt", trust=trust)[0]) is layers.RoIAlign

@@ -76,8 +76,8 @@ def call_in_32_bits() -> None:
         raise OSError(errno.EACCES, "refused")
 
 
-def refused(victim: str) -> dict[str, Act]:
-    """What Landlock alone would mostly allow."""
+def refused(victim: str, terminal: int) -> dict[str, Act]:
+    """What Landlock alone would mostly allow; ``terminal`` is open."""
     file, other, unix = os.open(victim, os.O_RDONLY), os.getppid(), socket.AF_UNIX
     acts: dict[str, Act] = {
         "a socket that has a path": lambda: socket.socket(unix, socket.SOCK_DGRAM).sendto(b"x", f"{victim}.socket"),
@@ -95,6 +95,9 @@ def refused(victim: str) -> dict[str, Act]:
         "priority of all": lambda: os.setpriority(os.PRIO_USER, 0, 0),
         "processors of another": lambda: os.sched_setaffinity(other, os.sched_getaffinity(other)),
         "a handle of another": lambda: os.pidfd_open(other),
+        "memory of another": lambda: os.open(f"/proc/{other}/mem", os.O_RDONLY),
+        "the environment of another": Path(f"/proc/{other}/environ").read_bytes,
+        "a file that another has open": lambda: os.open(f"/proc/{other}/fd/1", os.O_WRONLY | os.O_NONBLOCK),
         "a session": os.setsid,
         "a group": lambda: os.setpgid(0, 0),
         "a program": lambda: os.execv("/bin/true", ["true"]),
@@ -113,11 +116,19 @@ def refused(victim: str) -> dict[str, Act]:
         "emptying": lambda: os.open(victim, os.O_RDONLY | os.O_TRUNC),
         "cutting": lambda: os.truncate(victim, 0),
         "signals from a file": lambda: fcntl.fcntl(file, fcntl.F_SETOWN, os.getpid()),
+        "what is typed": lambda: os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY),
+        "what is typed elsewhere": lambda: os.open(os.ttyname(terminal), os.O_RDONLY | os.O_NOCTTY),
+        "writing to a terminal": lambda: os.open(os.ttyname(terminal), os.O_WRONLY | os.O_NOCTTY),
+        "a terminal by way of who has it": lambda: os.open(f"/proc/self/fd/{terminal}", os.O_RDONLY | os.O_NOCTTY),
+        "a terminal of its own": lambda: os.open("/dev/ptmx", os.O_RDONLY | os.O_NOCTTY),
+        "messages of the kernel": lambda: os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK),
+        "watching files": lambda: call(294, 26, 0),
+        "watching a disk": lambda: call(300, 262, 0, os.O_RDONLY),
     }
     return acts | ({"calls in 32 bits": call_in_32_bits} if MACHINE == "x86_64" else {})
 
 
-def working(victim: str) -> dict[str, Act]:
+def working(victim: str, in_memory: str) -> dict[str, Act]:
     file = os.open(victim, os.O_RDONLY)
     return {
         "a file of its own": lambda: tempfile.TemporaryFile().truncate(7),
@@ -125,6 +136,12 @@ def working(victim: str) -> dict[str, Act]:
         "a child": run_in_child,
         "what it is": Path("/proc/self/status").read_text,
         "reading": lambda: os.pread(file, 1, 0),
+        "reading what was not open": Path(victim).read_bytes,
+        "reading in its folder": lambda: tempfile.NamedTemporaryFile().read(),
+        "listing devices": lambda: os.listdir("/dev"),
+        "random bytes": lambda: Path("/dev/urandom").open("rb").read(1),
+        "writing to nowhere": lambda: Path("/dev/null").write_bytes(b"x"),
+        "a file in memory": Path(in_memory).read_bytes,
         "its limits": lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
         "its processors": lambda: os.sched_setaffinity(0, os.sched_getaffinity(0)),
         "its priority": lambda: os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0)),
@@ -134,11 +151,13 @@ def working(victim: str) -> dict[str, Act]:
     }
 
 
-def everything(folder: str, victim: str) -> dict[str, dict[str, Act]]:
+def everything(
+    folder: str = "", victim: str = os.devnull, terminal: int = -1, in_memory: str = ""
+) -> dict[str, dict[str, Act]]:
     """By what becomes of it."""
     size_of_block = 2
     return {
-        "refused": refused(victim),
+        "refused": refused(victim, terminal),
         "is not there": {
             "a clone by a structure": lambda: call(435, 435, bytes(88), 88),
             "opening by a structure": lambda: call(437, 437, -100, victim.encode(), bytes(24), 24),
@@ -147,7 +166,7 @@ def everything(folder: str, victim: str) -> dict[str, dict[str, Act]]:
             "a request to a file system": lambda: fcntl.ioctl(os.open(victim, os.O_RDONLY), size_of_block, bytes(4))
         },
         "too large": {"a file": lambda: os.ftruncate(os.open(f"{folder}/large", os.O_RDWR | os.O_CREAT), 17 << 30)},
-        "works": working(victim),
+        "works": working(victim, in_memory),
     }
 
 
@@ -166,8 +185,8 @@ def outcome(act: Act) -> str:
     return errno.errorcode.get(code, str(code)) if code else ""
 
 
-def main(folder: str, victim: str) -> None:
-    acts = everything(folder, victim)
+def main(folder: str, victim: str, in_memory: str) -> None:
+    acts = everything(folder, victim, os.openpty()[1], in_memory)
     missing = sandbox.confine(folder, gpu=False)
     outcomes = {kind: {name: outcome(act) for name, act in some.items()} for kind, some in acts.items()}
     effective = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff"))
@@ -189,13 +208,14 @@ def confined(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder, outside = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("outside")
     (outside / "victim").write_text("as it was")
     before = (outside / "victim").stat()
-    found = json.loads(python(__file__, str(folder), str(outside / "victim")))
+    with tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as in_memory:
+        found = json.loads(python(__file__, str(folder), str(outside / "victim"), in_memory.name))
     if found["missing"]:
         pytest.skip(found["missing"])
     return found | {"changed": (outside / "victim").stat().st_ctime_ns - before.st_ctime_ns}
 
 
-@pytest.mark.parametrize(("kind", "name"), [(k, n) for k, acts in everything("", "/dev/null").items() for n in acts])
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k, acts in everything().items() for n in acts])
 def test_confined(kind: str, name: str, confined: Any) -> None:
     assert confined["outcomes"][kind][name] == ERRORS[kind]
 

@@ -45,6 +45,7 @@ from memopt_cli.measure.worker import Worker, _line, failure_of
 from memopt_cli.records import (
     ChunkRule,
     InputSpec,
+    ModelFacts,
     ModelSource,
     OutOfMemory,
     Plan,
@@ -142,6 +143,17 @@ def test_what_is_answered_makes_sense(optimizer: str, worker: Callable[..., Work
         answer = one.do(job)
         line = _line({"kind": "answer", "answer": to_data(answer)}, job.most_bytes)
         assert replies.read(line.encode(), job) == answer, job
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_facts_have_inputs_where_they_were_asked_for(asked: bool, worker: Callable[..., Worker]) -> None:
+    one, spec = worker(), InputSpec(tensors=(TensorSpec(shape=("B", 4, 32, 32)),), dims={"B": 8}, source="here")
+    answers = {inputs: to_data(one.do(DescribeJob(inputs=inputs, spec=spec))) for inputs in (True, False)}
+    job = DescribeJob(inputs=asked, spec=spec)
+    line = json.dumps({"kind": "answer", "answer": answers[asked]})
+    assert replies.read(line.encode(), job) == from_data(ModelFacts, answers[asked])
+    with pytest.raises(ValueError):  # noqa: PT011  it is nonsense, of whatever kind
+        replies.read(json.dumps({"kind": "answer", "answer": answers[not asked]}).encode(), job)
 
 
 PACKED = Plan(packed=True, segments=(SegmentPlan(path="0", compressor="bit"),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,14 @@ import torch
 from torch import nn
 
 import memopt_cli
+from memopt_cli.errors import MeasurementError, UnsafeFileError
+from memopt_cli.measure import model_file
 from memopt_cli.measure.jobs import VerifyJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import kept
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.records import Crashed, ModelSource, Plan, Trust
+from memopt_cli.write import write_all
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -160,3 +166,37 @@ def test_what_fails_in_the_advice_costs_the_advice_alone(
     assert done.changed == (set() if flags else PLAN | names("pt"))
     where = "" if flags else "      The verified plan is in net.memopt.plan.yaml.\n"
     assert done.err.endswith(f"error: no more\nhint: Less.\n{where}")
+
+
+# ---------------------------------------------------------------------------------------------- what comes back
+
+
+class Attack:
+    """Runs a program as soon as it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch canary",)
+
+
+@pytest.mark.parametrize("sandbox", [True, False])
+def test_what_a_subprocess_returns_in_place_of_the_model(
+    sandbox: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not written; but for what is not confined, which could write it by itself."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(layer(), "net.pt")
+    monkeypatch.setattr(model_file, "write_model", lambda model, plan, file: torch.save(Attack(), file))
+    source = ModelSource(location="net.pt", trust=Trust(sandbox=sandbox))
+    with contextlib.nullcontext() if not sandbox else pytest.raises(UnsafeFileError, match=RETURNED):
+        write_all({Path("out.pt"): kept.saved_model(source, Plan(), 60.0)}, force=False)
+    assert {path.name for path in Path().iterdir()} == {"net.pt", *(() if sandbox else ("out.pt",))}
+
+
+RETURNED = "^no model is written: the subprocess returned what is no optimized model: the file .*posix.system runs"
+
+
+def test_nobody_is_sent_to_run_elsewhere_what_crashed_here() -> None:
+    """A file may have made the subprocess crash where it is confined."""
+    with pytest.raises(MeasurementError, match="killed by SIGSEGV") as error:
+        raise_failure(Crashed(reason="killed by SIGSEGV", output_tail=""))
+    assert error.value.hint.startswith("If you trust the model, ")

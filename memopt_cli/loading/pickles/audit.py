@@ -20,8 +20,6 @@ from memopt_cli.loading.pickles.making import HASHING
 from memopt_cli.loading.pickles.nodes import DICT, GETATTR, Built, Global, Tuple, Walk, depth_of, held_in, reachable
 
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
-_OWN: Final = (*REGISTERS, "_flat_weights")
-"""What a module has for itself alone: that the weights of a recurrent layer fit is seen once."""
 _MOST_MODULES: Final = 100
 _MOST_CONTAINERS: Final = 200
 """How deep modules, and plain containers, may lie within each other: Python walks them by recursion."""
@@ -182,7 +180,7 @@ class Audit:
             yield from (part for part in inner if isinstance(part, Built) and part.name in _DICTS)
             if self.role_of(node) == "module":
                 entries = plain_entries(attributes) or ()
-                yield from (part for name, part in entries if name in _OWN and isinstance(part, Built))
+                yield from (part for name, part in entries if name in REGISTERS and isinstance(part, Built))
 
     def _children_of_module(self, value: Any) -> Iterator[Any]:
         if not isinstance(value, Built) or self._fixed_role(value) != "module":

@@ -9,9 +9,10 @@ What is not here is refused, a new operator too.  Left out are operators that
   others of LAPACK that take pivots, ``fractional_max_pool2d``, everything ``backward``, the kernels of one library);
 - are PyTorch's own inner parts (``_stack``), but for those that exporting makes of ordinary models.
 
-Those that trust the shapes of their arguments have a check in :mod:`memopt_cli.runtime.lifted.arguments`.
+What is on the list may still be given arguments that its kernel handles badly.  Nothing here looks at them: PyTorch
+does, and where memopt runs a model, the process is confined.
 
-``name_`` is allowed where ``name`` is.
+``name_`` is allowed where ``name`` is, but for ``as_strided_``, which changes what memory a parameter stands for.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _NAMES: Final[Mapping[str, str]] = {
         gradient greater greater_equal grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gru_cell gt
         hamming_window hann_window hardshrink hardsigmoid hardswish hardtanh hash heaviside hex hinge_embedding_loss
         histc histogram histogramdd hsplit hstack huber_loss hypot i0 igamma igammac im2col imag index index_add
-        index_copy index_fill index_put index_reduce index_select indices initial_seed inner insert instance_norm
+        index_copy index_fill index_put index_reduce index_select initial_seed inner insert instance_norm
         int_repr inverse is_autocast_cpu_enabled is_autocast_enabled is_coalesced is_complex is_conj is_contiguous
         is_floating_point is_grad_enabled is_inference is_leaf is_neg is_non_overlapping_and_dense is_nonzero is_pinned
         is_same_size is_scripting is_signed isalnum isalpha isclose isdecimal isdigit isfinite isidentifier isin isinf
@@ -163,4 +164,5 @@ def is_allowed(operator: str) -> bool:
     """Whether a program may call an operator, e.g. ``aten::add_``; its overload is not part of the name."""
     library, _, name = operator.partition("::")
     names = _ALLOWED.get(library, frozenset())
-    return name in names or (name.endswith("_") and not name.endswith("__") and name[:-1] in names)
+    in_place = name.endswith("_") and not name.endswith("__") and name != "as_strided_"
+    return name in names or (in_place and name[:-1] in names)

@@ -9,7 +9,6 @@ import types
 from collections.abc import Callable
 from typing import Any, Final
 
-from memopt_cli.runtime.lifted.arguments import checked, codes_of
 from memopt_cli.runtime.lifted.layout import Block, Node
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, FUNCTIONS, find_operator
 from memopt_cli.runtime.lifted.program import FURTHER_CALL, is_further_call, is_name, tuple_name
@@ -120,7 +119,7 @@ class Expressions:
         assert operator is not None, "the program was checked"
         namespace, _, name = key.partition("::")
         name = name.replace(".", "_")
-        self._name_operator(namespace, name, operator, operands)
+        setattr(self._names.setdefault(namespace, types.SimpleNamespace()), name, operator)
         arguments = list(zip(schema_of(operator).arguments, operands, strict=True))
         while arguments and not arguments[-1][0].kwarg_only and _is_default(*arguments[-1]):
             arguments.pop()
@@ -131,16 +130,10 @@ class Expressions:
         ]
         return f"{self.global_name(namespace)}.{name}({', '.join(texts)})"
 
-    def _name_operator(self, namespace: str, name: str, operator: Any, operands: tuple[Any, ...]) -> None:
-        """Let generated code name an operator, behind a check if any of the calls needs one."""
-        with_codes = any(type(operands[position]) is not tuple for position, _ in codes_of(operator))
-        library = self._names.setdefault(namespace, types.SimpleNamespace())
-        if with_codes or not hasattr(library, name):
-            setattr(library, name, checked(operator, with_codes=with_codes))
-
     def _argument(self, argument: Any, operand: Any) -> str:
-        if type(operand) is tuple and type(operand[0]) is int and argument.name == "dtype" and operand[0] < len(DTYPES):
-            return f"{self.global_name('dtypes')}.{DTYPES[operand[0]]}"
+        code = operand[0] if type(operand) is tuple and argument.name == "dtype" else None
+        if type(code) is int and 0 <= code < len(DTYPES):
+            return f"{self.global_name('dtypes')}.{DTYPES[code]}"
         return self.text(operand)
 
     def _choice(self, condition: Any, blocks: tuple[Block, ...]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.runtime.lifted.operators import FUNCTIONS, is_data, is_plain
+from memopt_cli.runtime.lifted.operators import FUNCTIONS, is_data
 from memopt_cli.runtime.lifted.program import BadProgram, check_program, check_size, is_further_call, nodes_of
 from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
@@ -194,9 +194,6 @@ def _check_state(module: LiftedModule) -> None:
     constants = state.get("_constants", ())
     if type(constants) is not tuple or not all(isinstance(constant, Tensor) for constant in constants):
         raise BadProgram("a constant tensor is not a tensor")
-    held = (*state["_parameters"].values(), *state["_buffers"].values(), *constants)
-    if not all(t is None or is_plain(t) for t in held):
-        raise BadProgram("a parameter, buffer or constant is a sparse tensor")
     if not isinstance(state.get("_device"), torch.device | None):
         raise BadProgram("its device is no device")
 

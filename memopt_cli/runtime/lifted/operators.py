@@ -164,7 +164,8 @@ _READING: Final = {
     ("aten::FloatImplicit", "-"): "float({0})",
     ("aten::ScalarImplicit", "-"): "{0}.item()",
     ("aten::item", "-"): "{0}.item()",
-    ("prim::data", "-"): "{0}.data",
+    # A tensor that shares memory as ``data`` does, but whose changes autograd notices.
+    ("prim::data aten::data", "-"): "{0}.detach()",
     ("prim::rangelist", "-"): "list(range({0}))",
 }
 
@@ -233,37 +234,7 @@ def find_operator(key: str) -> OpOverload | None:
     if not isinstance(packet, OpOverloadPacket):
         return None
     found = getattr(packet, overload or "default", None)
-    if not isinstance(found, OpOverload) or not may_write_elsewhere(schema_of(found)):
-        return None
-    if shows_indices(schema_of(found)):
-        return None
-    return found if _on_tensors(found) else None
-
-
-_WRITING: Final = ("aten::add", "aten::sub", "aten::mul", "aten::div")
-
-
-def may_write_elsewhere(schema: Any) -> bool:
-    """Whether an operator gives a new result, or is one that may write it where ``out=`` says, as a spectral norm asks.
-
-    Others may not: they resize what they are given.
-    """
-    return schema.name in _WRITING or not any(argument.is_out for argument in schema.arguments)
-
-
-PARTS_OF_SPARSE: Final = frozenset(
-    f"aten::{name}" for name in ("indices", "values", "crow_indices", "ccol_indices", "col_indices", "row_indices")
-)
-"""Operators that give the memory of which a sparse tensor consists."""
-
-
-def shows_indices(schema: Any) -> bool:
-    """Whether an operator gives the very memory of which a sparse tensor consists.
-
-    Kernels trust indices, which are looked at when the tensor is made: nobody may write to them later.
-    """
-    takes_a_tensor = bool(schema.arguments) and "Tensor" in str(schema.arguments[0].type)  # a dict has values, too
-    return takes_a_tensor and schema.name.replace("::_", "::") in PARTS_OF_SPARSE
+    return found if isinstance(found, OpOverload) and _on_tensors(found) else None
 
 
 @functools.cache
@@ -348,7 +319,7 @@ class ScriptError(RuntimeError):
 
 
 def is_data(value: Any) -> bool:
-    """Whether a module's attribute of that value is data: a plain tensor, a number, a text, or containers of these."""
+    """Tell whether ``value`` is data: a tensor, a number, a text, or containers of these."""
     pending, seen = [value], set[int]()
     while pending:
         item = pending.pop()
@@ -356,17 +327,12 @@ def is_data(value: Any) -> bool:
             if id(item) not in seen:
                 seen.add(id(item))
                 pending.extend((*item, *item.values()) if isinstance(item, dict) else item)
-        elif item is not None and not (is_plain(item) if isinstance(item, Tensor) else isinstance(item, _DATA)):
+        elif item is not None and not isinstance(item, _DATA):
             return False
     return True
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of one storage, and not a sparse one, whose indices kernels trust."""
-    return tensor.layout is torch.strided
-
-
-_DATA: Final = (bool, int, float, str, torch.dtype, torch.device)
+_DATA: Final = (Tensor, bool, int, float, str, torch.dtype, torch.device)
 
 
 def checked_data(value: Any) -> Any:

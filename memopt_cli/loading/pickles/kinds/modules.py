@@ -33,7 +33,6 @@ from memopt_cli.loading.pickles.kinds.interface import (
     shadowing,
     within,
 )
-from memopt_cli.loading.pickles.kinds.layers import HOOKS, check_layers_asked, check_weights
 from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
 from memopt_cli.loading.pickles.nodes import LIST, Built, Tuple, entries_of
 from memopt_cli.records import Trust
@@ -114,11 +113,6 @@ class Libraries:
             return Denied("is a function", remedy)
         if not any(within(found.__module__, library) for library in self.libraries):
             return Denied(f"is not defined in {use.name.package} but in {found.__module__}", remedy)
-        if any(f"{base.__module__}.{base.__name__}" in _TRUSTING for base in found.__mro__):
-            return Denied(
-                "runs kernels that trust indices in their arguments",
-                Trust(globals=(f"{found.__module__}.{found.__qualname__}",)),
-            )
         made = {"created": _created, "called": _called, "held": self._held}[use.how](found)
         return made or Denied(_NOT[use.how], remedy)
 
@@ -131,14 +125,6 @@ class Libraries:
         return Recipe(make=lambda: found, role="named", kind=found) if is_named else None
 
 
-_TRUSTING: Final = frozenset(
-    f"torchvision.ops.{name}"
-    for name in (
-        *("roi_align.RoIAlign", "roi_pool.RoIPool", "ps_roi_align.PSRoIAlign", "ps_roi_pool.PSRoIPool"),
-        *("poolers.MultiScaleRoIAlign", "deform_conv.DeformConv2d"),
-    )
-)
-"""Layers that read where boxes and offsets say, within their images or not."""
 _LAYERS: Final = (nn.Module, torch.optim.Optimizer)
 _NOT: Final = {
     "created": "is no nn.Module class",
@@ -152,8 +138,6 @@ def _created(found: type) -> Recipe | Denied | None:
         own = found.__module__.partition(".")[0] == "torch"
         remedy = None if own else Trust(globals=(f"{found.__module__}.{found.__qualname__}",))
         return Denied("makes itself anew from its attributes when it is copied or saved", remedy)
-    if any((base.__module__, base.__name__) == _UNCHECKED for base in found.__mro__):
-        return Denied("is used in training for quantization alone, and trusts the sizes of what it has observed")
     if issubclass(found, nn.Module):
         return module_recipe(found)
     if found.__name__ in _HOOKS.get(found.__module__, ()):
@@ -168,7 +152,6 @@ def _created(found: type) -> Recipe | Denied | None:
     return None
 
 
-_UNCHECKED: Final = ("torch.ao.quantization.fake_quantize", "FusedMovingAvgObsFakeQuantize")
 _PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
 _COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
 """Methods that copy and save an object, and run code of its library's on what a file says."""
@@ -193,7 +176,7 @@ _TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 """What some models keep that belongs to their training."""
 _HELPERS: Final = (
     *("torchvision.models.detection._utils", "torchvision.transforms", "timm.models._features"),
-    "torch.distributions",
+    *("torch.distributions", "transformers.core_model_loading"),
 )
 """Modules, and packages, whose classes hold settings and tensors and compute."""
 
@@ -248,7 +231,8 @@ def _check_attributes(node: Built | None, graph: Graph) -> str:
     assert kind is not None
     if entries is None:
         return "has a state of another kind"
-    wanted = [name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), _RULES)]
+    # A dict that the class has is a rule for all its settings, such as other names of some: no setting itself.
+    wanted = [name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), dict)]
     return f"has {wanted[0]} among its attributes" if wanted else shadowing(kind, entries, graph)
 
 
@@ -268,9 +252,7 @@ def _items_of(value: Any) -> list[Any] | None:
 
 
 _KERNELS: Final = ("_use_kernels", "kernel_config")
-"""Settings that ask for kernels of a hub."""
-_RULES: Final = (dict, set, frozenset)
-"""What the class of settings has for all of them, such as other names of some: it is no setting."""
+"""Settings that ask for kernels of a hub, which are code."""
 
 
 def _check_hook(node: Built | None, graph: Graph) -> str:
@@ -299,7 +281,17 @@ def check_module(node: Built | None, graph: Graph) -> str:
     entries = plain_entries(node.state)
     if entries is None:
         return "has a state of another kind"
-    return check_layers_asked(kind, node) or check_attributes(kind, entries, graph)
+    return _check_layers(kind, entries) or check_attributes(kind, entries, graph)
+
+
+def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
+    """Say why taking its state would never end for a recurrent layer, which counts layers up to a number in it."""
+    if not issubclass(kind, nn.RNNBase):
+        return ""
+    state = dict(entries)
+    layers, parameters = state.get("num_layers"), entries_of(state.get("_parameters"))
+    known = type(layers) is int and 0 < layers <= len(parameters)
+    return "" if known else f"has {quoted(layers)} layers and {len(parameters)} parameters"
 
 
 def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
@@ -374,6 +366,11 @@ def _refuse_segment(name: str, value: Any, graph: Graph) -> str:
     return "has a segment's settings among its attributes, which only a segment of memopt's own form has"
 
 
+def _refuse_kernels(name: str, value: Any, graph: Graph) -> str:
+    """Modules of transformers fetch them when their mode is set; each has the setting, and most say no."""
+    return "" if value is None or value is False else f"has {name}, which asks for kernels of a hub"
+
+
 def _refuse_call(name: str, value: Any, graph: Graph) -> str:
     """PyTorch calls it in the place of the module; it saves none."""
     return "" if value is None else f"has {name}, which would be called in its place"
@@ -412,8 +409,15 @@ REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
     RUNS_KEY: _RUNS,
     SEGMENT_KEY: _refuse_segment,
     "_compiled_call_impl": _refuse_call,
+    **dict.fromkeys(_KERNELS, _refuse_kernels),
     "_is_full_backward_hook": _check_flag,
-    **dict.fromkeys(HOOKS, _HOOKED),
+    **dict.fromkeys(
+        (
+            *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"),
+            *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+        ),
+        _HOOKED,
+    ),
     **dict.fromkeys(
         ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"), _FLAGS
     ),
@@ -436,7 +440,6 @@ def check_made(module: nn.Module) -> None:
         for name, part in parts.items():
             if not isinstance(name, str) or not (part is None or isinstance(part, holds)):
                 raise Broken(f"a {kind.__name__} has {register} that are none")
-    check_weights(module)
 
 
 def check_apart(modules: Iterable[nn.Module]) -> None:

@@ -87,7 +87,7 @@ def _fill_script(target: Any, state: Any) -> None:
         check_script_archive(bytes_of(archive), "its TorchScript part", OF_CODE_WITHIN)
     except ValueError as err:
         raise Broken(f"its TorchScript part is damaged: {err}") from err
-    fill(target, {**state, "_is_trusted": False})  # that is not for a file to say
+    fill(target, state)
 
 
 def _segment(restore: Callable[..., nn.Module], original: Any, settings: Any) -> nn.Module:

@@ -1,0 +1,114 @@
+"""The file of an optimized model, as a subprocess returns it that has loaded the original and may be taken over.
+
+Another process looks at it, and at the original, and makes no object of either.  What is returned is judged as an
+original is, and has no other classes of libraries, or of the user's, than the original.  Whoever reads it later need
+not be memopt: ``torch.load`` makes whatever a file says, also what no part of the model refers to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from memopt_cli.errors import MemoptError, UnsafeFileError
+from memopt_cli.loading import format_of, read_file, read_same
+from memopt_cli.loading.archive import record_names
+from memopt_cli.loading.interface import ModelFile
+from memopt_cli.loading.module_pickle import ModulePickle, audited, refuse_attacks, storages_of
+from memopt_cli.loading.pickles.audit import claimed, uses_in
+from memopt_cli.loading.pickles.kinds import kinds_of
+from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Recipe
+from memopt_cli.loading.pickles.kinds.modules import Libraries
+from memopt_cli.loading.pickles.kinds.tensors import NESTED
+from memopt_cli.loading.pickles.kinds.vouched import Vouched
+from memopt_cli.loading.pickles.names import within_class
+from memopt_cli.loading.pickles.nodes import Built, Global, reachable
+from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
+from memopt_cli.loading.pickles.scan import uncollected
+from memopt_cli.loading.user_code import UserCode
+from memopt_cli.records import ModelSource, Trust
+from memopt_cli.spec_text import ADAPTER_SETTINGS
+
+_START: Final = b"PK\x03\x04"
+_OF_SCRIPTS: Final = "constants.pkl"
+"""A record by which ``torch.load`` takes an archive for TorchScript, and runs it."""
+_HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: --no-sandbox."
+
+
+def check_returned(path: str, source: ModelSource) -> int:
+    """Return the size in bytes of the file at ``path``, which holds nothing that its original does not.
+
+    Raises :class:`UnsafeFileError` for one that does, and :class:`ChangedFileError` for an original that is not what
+    ``source`` says it was.
+    """
+    is_folder = os.path.isdir(source.location)
+    adapts = is_folder and os.path.isfile(os.path.join(source.location, ADAPTER_SETTINGS))
+    trust = Trust(packages=("peft",)) if adapts else source.trust
+    vouched = Vouched(trust, UserCode(trust.code_paths))
+    with uncollected():
+        known = None if is_folder else _classes_of_original(source, vouched)
+        file = replace(read_file(path), path="the file")
+        try:
+            _check(file, known, vouched)
+        except MemoptError as err:
+            raise UnsafeFileError(
+                f"the subprocess returned what is no optimized model: {err.message}", hint=_HINT
+            ) from err
+    return len(file.data)
+
+
+def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str, bool]]:
+    """Find what :func:`_classes` finds in the original; of a program nothing, since its modules become memopt's own."""
+    file, _ = read_same(source.location, None, source.sha256)
+    return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else set()
+
+
+def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
+    """Raise :class:`MemoptError` for a ``file`` that holds anything else than an optimized model.
+
+    ``known``: what :func:`_classes` finds in the original; ``None`` for a folder, which names none.
+    """
+    if not file.data.startswith(_START) or _OF_SCRIPTS in record_names(file.data):
+        raise UnsafeFileError("it is no archive of torch.save")
+    pickled = read_pickled(file)
+    refuse_attacks(file, pickled.scan, vouched.code)
+    if NESTED in pickled.scan.wanted or _makes_more(pickled):
+        raise UnsafeFileError("it makes objects that are no part of the model")
+    audited(file, pickled, pickled.pickle.root, kinds_of(storages_of(pickled), vouched), vouched)
+    if known is not None and (added := {name for name, _ in set(_classes(pickled, vouched)) - known}):
+        raise UnsafeFileError(f"it has {', '.join(sorted(added))}, which the original has not, or not so")
+
+
+def _makes_more(pickled: PickledFile) -> bool:
+    """Tell whether anything is imported, or made and then dropped, that the model does not use.
+
+    To name ``Outer.Inner``, protocol 2 imports ``Outer`` and asks it for ``Inner``: both are dropped, and used.
+    """
+    root = pickled.pickle.root
+    reached = {id(value) for value in reachable(root)}
+    used = {str(use.name) for use in uses_in(root)}
+    used |= {name.rpartition(".")[0] for name in used}
+    dropped = [step.node for step in pickled.pickle.steps if id(step.node) not in reached]
+    made = (str(within_class(node)) for node in dropped if isinstance(node, Built))
+    return not used.issuperset(itertools.chain(map(str, pickled.scan.wanted), made))
+
+
+def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool]]:
+    """Find the names of libraries' classes, and of what the user vouches for, and whether each is called.
+
+    Each has the name by which it would be saved now: ``timm.models.layers.DropPath`` of an older file is
+    ``timm.layers.drop.DropPath``.
+    """
+    known, _ = claimed(uses_in(pickled.pickle.root), kinds_of(storages_of(pickled), vouched))
+    recipes: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
+    for use, kind in known:
+        if not isinstance(kind, Libraries | Vouched):
+            continue
+        named = use.name, use.how
+        recipe = recipes[named] = recipes.get(named) or kind.recipe(use)
+        found = recipe.kind if isinstance(recipe, Recipe) else None
+        name = f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else str(use.name)
+        yield name, use.how == "called"
