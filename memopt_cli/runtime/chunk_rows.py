@@ -96,11 +96,21 @@ def mixing(piece: Piece) -> str:
     try:
         with torch.no_grad(), unseen():
             whole = _run(piece, lambda: [piece.whole(_copies(piece.sequences))])
-            return _dependence(piece, whole) or _restart(piece, whole)
+            cut = _run(piece, piece.halves)
+            return _other_shape(piece, whole, cut) or _dependence(piece, whole) or _restart(piece, whole, cut)
     except OtherNorms as found:
         return str(found)
     except Exception:  # the module's own code, on a length that it may not take: that tells nothing of its chunks
         return ""
+
+
+def _other_shape(piece: Piece, whole: _Found, cut: _Found) -> str:
+    """Return how the joined outputs of two halves differ in shape from the output of the whole; empty if not."""
+    shapes = [tuple(tuple(tensor.shape) for tensor in found.tensors) for found in (whole, cut)]
+    if shapes[0] == shapes[1]:
+        return ""
+    uncut, joined = (", ".join(map(str, found)) for found in shapes)
+    return f"gives {joined} in two chunks along axis {piece.axis}, and {uncut} as a whole"
 
 
 def _dependence(piece: Piece, whole: _Found) -> str:
@@ -116,14 +126,11 @@ def _dependence(piece: Piece, whole: _Found) -> str:
     return ""
 
 
-def _restart(piece: Piece, whole: _Found) -> str:
+def _restart(piece: Piece, whole: _Found, cut: _Found) -> str:
     """Whether the first row behind a cut is another than without the cut."""
     if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
         return ""  # no two shapes draw alike
     if whole.is_random or not whole.is_cut_at(piece):
-        return ""
-    cut = _run(piece, piece.halves)
-    if not cut.is_cut_at(piece):
         return ""
     half, _ = piece.halves_of
     if not any(map(_is_unlike, whole.rows(piece.axis, half, 1), cut.rows(piece.axis, half, 1))):

@@ -193,7 +193,7 @@ def _one_by_one(
             raise
         inputs.started = ignore_start  # the graph must not hold it
         if first is not None and shows:
-            first.check(tries=tells and not config.inexact)
+            first.check(output, tries=tells and not config.inexact)
         if lumps is not None:
             lumps.ran(index, output, config.seq_outputs)
         parts = output if isinstance(output, tuple) else (output,)
@@ -247,13 +247,17 @@ class _FirstChunk:
         """It starts at ``start``, which has lent these tensors."""
         self._start, self._lent = start, lent
 
-    def check(self, *, tries: bool) -> None:
-        """It has ended.  ``tries``: whether its rows mix, too.  Raises :class:`_NotInChunks`."""
+    def check(self, output: Any, *, tries: bool) -> None:
+        """See what it did, which has ended with ``output``.
+
+        ``tries``: whether its rows mix, too.  Raises :class:`_NotInChunks`.
+        """
         moved = self._moves.found()
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._lent)
-        reason = next((argument.told() for argument in self._arguments if argument.has_moved()), "")
+        reason = _without_axis(config_of(self._module), output)
+        reason = reason or next((argument.told() for argument in self._arguments if argument.has_moved()), "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
         if not reason and tries and chunk_rows.is_due(self._module):
@@ -321,6 +325,19 @@ class _FirstChunk:
             if self._first[0].shape[axis] > 1:
                 return [t.clone() for t in self._first]  # forward may write its input in place
             return [torch.cat(pair, dim=axis) for pair in zip(self._first, self._second, strict=True)]
+
+
+def _without_axis(config: SegmentConfig, output: Any) -> str:
+    """Return why chunks cannot be joined that give ``output``, a sentence without its subject; empty if they can."""
+    if isinstance(output, Met):
+        return ""
+    parts = output if isinstance(output, tuple) else (output,)
+    for part in parts[: config.seq_outputs]:
+        if not isinstance(part, Tensor):
+            return f"returns a {type(part).__name__}, of which chunks cannot be joined"
+        if not -part.dim() <= config.axis < part.dim():
+            return f"returns a tensor of shape {tuple(part.shape)}, which has no axis {config.axis} to join chunks along"
+    return ""
 
 
 class _Argument:

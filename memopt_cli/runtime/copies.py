@@ -30,6 +30,8 @@ class Copy:
 def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
     """Copies of the values that tensors have now, by the ``id`` of each."""
     distinct = {id(t): t for t in tensors}
+    if len({*map(_memory_or_none, distinct.values())} - {None}) == len(distinct):  # as most are
+        return {key: Copy(tensor.detach().clone()) for key, tensor in distinct.items()}
     copies: dict[int, Copy] = {}
     for group in _by_memory([t for t in distinct.values() if _lies_in_memory(t)]):
         for piece in [group] if len(group) == 1 else _pieces(group):
@@ -40,6 +42,12 @@ def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
             is_gapped = _lies_in_memory(tensor) and not (tensor.is_contiguous() or is_dense(tensor))
             copies[key] = Copy(tensor.detach().clone(), tensor.stride() if is_gapped else ())
     return copies
+
+
+def _memory_or_none(tensor: Tensor) -> int | None:
+    """Return what tells the memory of ``tensor`` from others; ``None`` if it does not simply lie there in one piece."""
+    is_simple = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
+    return memory_of(tensor) if is_simple and not (tensor.is_meta or tensor.is_neg() or tensor.is_conj()) else None
 
 
 def remade(copies: Mapping[int, Copy]) -> dict[int, Tensor]:

@@ -49,8 +49,6 @@ class Frozen:
     """What is not copied, by the number that the pickle gives it."""
     stuck: str
     """An iterator in it that cannot be copied, in words; empty if there is none."""
-    parts: list[Any]
-    """The lists, dictionaries and plain objects in it, itself among them; not those that threads share."""
 
     def thaw(self, tensors: Callable[[Any], Any]) -> Any:
         """Return a copy of the object.  ``tensors``: gives what takes the place of what ``freeze`` kept of a tensor."""
@@ -62,7 +60,15 @@ def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, keep)
     pickler.dump(value)
-    return Frozen(buffer.getvalue(), pickler.shared, pickler.stuck, pickler.parts)
+    return Frozen(buffer.getvalue(), pickler.shared, pickler.stuck)
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return the lists, dictionaries and plain objects in ``value``, itself among them; not those that threads share."""
+    pickler = _Pickler(io.BytesIO(), lambda tensor: None)
+    pickler.parts = []
+    pickler.dump(value)
+    return pickler.parts
 
 
 class _Pickler(pickle.Pickler):
@@ -72,7 +78,8 @@ class _Pickler(pickle.Pickler):
         self._objects = 0
         self.shared: dict[int, Any] = {}
         self.stuck = ""
-        self.parts: list[Any] = []
+        self.parts: list[Any] | None = None
+        """To be filled, if it is a list; a copy must not hold what it is of."""
 
     def persistent_id(self, value: Any) -> int | None:
         if type(value) in ATOMS:
@@ -91,7 +98,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, _Opaque):
             self.shared[id(value.value)] = value.value
             return id(value.value)
-        if isinstance(value, list | dict) or (hasattr(value, "__dict__") and not _has_lock(value)):
+        if self.parts is not None and _is_part(value):
             self.parts.append(value)
         return None
 
@@ -133,9 +140,11 @@ def _is_function(value: Any) -> bool:
     return isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
 
 
-def _has_lock(value: Any) -> bool:
-    """Tell whether other threads may write to the object ``value`` at any time."""
-    return any(isinstance(held, _LOCKS) for held in vars(value).values())
+def _is_part(value: Any) -> bool:
+    """Tell whether ``value`` has slots of its own; to an object that holds a lock other threads may write any time."""
+    if isinstance(value, list | dict):
+        return True
+    return hasattr(value, "__dict__") and not any(isinstance(held, _LOCKS) for held in vars(value).values())
 
 
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)

@@ -153,7 +153,7 @@ class HeldSlots:
                 if not is_copied and self._is_watched:
                     shape = tuple(self.originals[number].shape)
                     self.lost = f"writes in place to a tensor of shape {shape} in an object"
-                self.is_surprised |= not is_copied
+                self.is_surprised |= not is_copied and not self._is_watched
         return found
 
     def changes(self, place: int, before: Slots, written: set[int]) -> set[Any]:

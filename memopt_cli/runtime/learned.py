@@ -23,9 +23,9 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from memopt_cli.runtime.frozen import ATOMS, freeze
+from memopt_cli.runtime.frozen import ATOMS, freeze, parts_of
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE
-from memopt_cli.runtime.owners import Owner, Slots, Table, is_same, owner_of, owners_of, tables_of_hooks
+from memopt_cli.runtime.owners import Nothing, Owner, Slots, Table, is_same, owner_of, owners_of, tables_of_hooks
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
 from memopt_cli.runtime.samples import Turns
@@ -91,7 +91,7 @@ class Known:
         for place, owner in enumerate(list(self.owners)):
             for name, value in owner.read().items():
                 if is_object(name, value):
-                    parts = [part for part in freeze(value, lambda tensor: None).parts if id(part) not in seen]
+                    parts = [part for part in parts_of(value) if id(part) not in seen]
                     seen.update(map(id, parts))
                     for part in parts[: max(0, _MOST_OWNERS - len(self.owners))]:
                         self._slots_of_parts[len(self.owners)] = place, name
@@ -174,6 +174,8 @@ class Known:
             if isinstance(owner := self.owners[place], Table) and not (self.stays[place] or self.moves[place]):
                 self.empty.append(owner.mapping())
                 dropped.add(place)
+        for place in dropped:
+            self.owners[place] = Nothing()  # not what may come to hold the graph that holds this
         self.places = [place for place in self.places if place not in dropped]
         self.moves = [set() if place in dropped else names for place, names in enumerate(self.moves)]
         self.stays = [{} if place in dropped else slots for place, slots in enumerate(self.stays)]

@@ -132,6 +132,18 @@ class Items(Owner):
         self._items[:] = slots.values()
 
 
+class Nothing(Owner):
+    """Keeps nothing."""
+
+    __slots__ = ()
+
+    def read(self) -> Slots:
+        return {}
+
+    def write(self, slots: Slots) -> None:
+        """Leave everything as it is."""
+
+
 class ScriptAttributes(Owner):
     """What a ``ScriptModule`` keeps besides parameters: not in its dictionary, but in its program."""
 

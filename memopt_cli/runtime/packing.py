@@ -152,20 +152,22 @@ class _Saved:
         self.packed = packed
 
 
-class _Untouched:
-    """A tensor that is there anyhow, and its version: with hooks, PyTorch does not check it."""
+class _AsItIs:
+    """A tensor that is not packed, and its version: with hooks, PyTorch does not check it."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, version_of(tensor)
+        # Without the node that made it, which may be the very one that saves it.
+        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self._version = version_of(tensor)
 
     def get(self) -> Tensor:
-        """Raises :class:`RuntimeError` if it was modified in place since."""
+        """Return it.  Raises :class:`RuntimeError` if it was modified in place since."""
         if version_of(self._tensor) != self._version:
             raise RuntimeError(
-                f"a parameter or buffer of shape {tuple(self._tensor.shape)} was modified in place between forward and "
-                f"backward (version {self._version} -> {version_of(self._tensor)}). Call backward before."
+                f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was modified in place between "
+                f"forward and backward (version {self._version} -> {version_of(self._tensor)}). Call backward before."
             )
         return self._tensor
 
@@ -212,11 +214,15 @@ class PackedSaves:
 
     @not_compiled
     def pack(self, tensor: Tensor) -> Any:
-        """What is kept in place of ``tensor``."""
-        self._pack_late(next_node())
-        if not _has_memory(tensor) or memory_of(tensor) in self._untouched:
-            return _Untouched(tensor)
+        """Return what is kept in place of ``tensor``."""
+        if self._late:
+            self._pack_late(next_node())
+        if not _has_memory(tensor):
+            return _AsItIs(tensor)
         is_large = tensor.nbytes >= _LEAST_BYTES
+        # Of a small view it is not enough to know that it is small: it may hold all that it is a view of.
+        if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
+            return _AsItIs(tensor)
         saved = self._known(tensor) if is_large else None
         if saved is None and is_large:
             if _may_be_filled_later(tensor):
@@ -254,11 +260,11 @@ class PackedSaves:
 
     @not_compiled
     def unpack(self, stored: Any) -> Tensor:
-        """The tensor as it was saved."""
+        """Return the tensor as it was saved."""
+        if isinstance(stored, _AsItIs):
+            return stored.get()
         if isinstance(stored, _Late):
             stored = stored.stored
-        if isinstance(stored, _Untouched):
-            return stored.get()
         if isinstance(stored, Packed):
             return COMPRESSORS["null"].decompress(stored)
         saved, shape, stride = stored
@@ -298,8 +304,8 @@ def _has_memory(tensor: Tensor) -> bool:
 
     Nor a nested tensor, which has no shape.
     """
-    is_wrapped = is_of_transform(tensor) or tensor.is_nested
-    return tensor.layout is torch.strided and not stands_for_zeros(tensor) and not is_wrapped
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and not (stands_for_zeros(tensor) or is_of_transform(tensor))
 
 
 def _whole_of(tensor: Tensor) -> Tensor:

@@ -117,9 +117,14 @@ class StartingState:
             late = {id(tensor) for tensor, version in self._reads if version_of(tensor) != version}
             self.is_surprised = bool(late)
             written |= late
-        is_still = not (self.is_watched or written) and known.stays is self._stays and known.is_still()
+        if self._held is not None:
+            self.is_surprised |= self._held.is_surprised
+        is_known = not self.is_watched and not self.is_surprised and known.stays is self._stays
+        is_still = is_known and known.is_still()
         if self._held is not None or not is_still:
-            self._learn(known.movers if is_still else known.places, written)
+            # What is copied in every call is known to be written.
+            self._learn(known.movers if is_still else known.places, set() if is_still else written)
+            self._let_go(written)
         if self._reads:
             self._be_known()
         self.is_surprised |= any(known.empty)
@@ -134,9 +139,9 @@ class StartingState:
             self._learned.draws_outside = self._generators.moved_outside
 
     def _learn(self, places: Sequence[int], written: set[int]) -> None:
-        """See what forward has changed in the owners at these places, and let go of what it has not."""
+        """See what forward has changed in the owners at these places."""
         known, found = self._known, dict[int, set[Any]]()
-        held = self._held or HeldSlots(known, Reading(self._stays, {}, {}), (), is_watched=False)
+        held = self._held = self._held or HeldSlots(known, Reading(self._stays, {}, {}), (), is_watched=False)
         for place in places:
             names = held.changes(place, self._stays[place], written)
             if names and place in known.hooked:
@@ -152,10 +157,15 @@ class StartingState:
             self._reads = [(t, version_of(t)) for t in known.tensors]
         else:  # what an object was is not known where nobody knew that it would move
             others = ((name, self._stays[place].get(name)) for place, names in found.items() for name in names)
-            self.is_surprised |= held.is_surprised or any(is_object(name, value) for name, value in others)
-        for tensor, one in held.let_go(written):
+            self.is_surprised |= any(is_object(name, value) for name, value in others)
+
+    def _let_go(self, written: set[int]) -> None:
+        """Hold what a recomputation needs alone; hand over what others need, and be handed what this one does."""
+        assert self._held is not None
+        for tensor, one in self._held.let_go(written):
             if one.copy is not None:
-                _hand_over(tensor, one)
+                if tensor.dim() > 1:  # vectors are copied by everybody
+                    _hand_over(tensor, one)
             elif self.is_watched or tensor in _ever_written:
                 _readers.setdefault(tensor, WeakSet()).add(self)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan
-from memopt_cli.runtime.frozen import freeze
+from memopt_cli.runtime.frozen import parts_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.variables import variables_of
 from tests.runtime import globals_of_another
@@ -280,4 +280,4 @@ class Shared:
 
 
 def test_what_is_shared_with_other_threads_is_not_looked_at() -> None:
-    assert not any(isinstance(part, Shared) for part in freeze([Shared()], lambda tensor: None).parts)
+    assert not any(isinstance(part, Shared) for part in parts_of([Shared()]))
