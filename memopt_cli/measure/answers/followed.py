@@ -26,10 +26,9 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
     step = bench.step()
     if step.scaler is not None:  # until it has found a scale, it skips updates
         try:
-            step.settle()
+            bench.settle(step)
         except StepError as never_finite:
             return _failed(f"{never_finite.message}; {never_finite.hint}")
-        bench.reset()
     _enter_mode(bench, job.mode)  # until the job is done
     with _as_asked(step, job) as taken:
         between = reset_hidden_state if job.detached else _nothing
