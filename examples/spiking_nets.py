@@ -1,8 +1,8 @@
 """Ten spiking networks in the manner of the tutorials of SpikingJelly and snnTorch.
 
 ``memopt optimize examples/spiking_nets.py:CSNN -i 64x1x28x28 --plan-only`` finds a plan for one of them, which the
-training script applies.  They differ in what such scripts differ in: time within a layer (step mode ``m``) or around the
-network (``s``), and membranes that are reset in ``forward``, or by the script between batches.
+training script applies.  They differ in what such scripts differ in: time within a layer (step mode ``m``) or around
+the network (``s``), and membranes that are reset in ``forward``, or by the script between batches.
 ``benchmarks/spiking.py`` measures them all (``pip install spikingjelly snntorch``).
 """
 
