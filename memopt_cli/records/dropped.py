@@ -155,8 +155,8 @@ class Dropped:
 def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
     """Return the one of ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
-    That is the last one that was verified; else the fastest that was too slow; else the last that saved too little; else
-    the last that could not be run.
+    That is the last one that was verified; else the fastest that was too slow; else the last that saved too little, or
+    that could not be run.
     """
     return min(reversed(dropped), key=_distance, default=None)
 
