@@ -25,7 +25,7 @@ from memopt_cli.units import format_bytes
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "spiking.md"
 NETS = "examples/spiking_nets.py"
-_TABLE = re.compile(r"(?<=<!-- made by: python benchmarks/spiking\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(?<=<!-- table of: python benchmarks/spiking\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 REALISTIC = {
     "LIFClassifier": "256x1x28x28=0..1",

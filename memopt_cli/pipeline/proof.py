@@ -96,6 +96,7 @@ class Prover:
         self.measurements.prepared.progress.stage("finding what differs")
         plan, left_out = self._agreeing(best.plan, failed)
         self._drop(best, Differs(verification=failed, left_out=left_out))
+        self.found.faster = self.found.smaller = None
         rows = self.found.rows
         row = rows[0]
         if plan.segments or plan.packed:
@@ -110,7 +111,6 @@ class Prover:
                 repeats=None,
             )
             row = self._worth_its_time(at)
-            self.found.faster = self.found.smaller = None
         found = self._verify(row.plan)
         if not isinstance(found, Verification) or not found.passed:
             return best, failed

@@ -156,9 +156,10 @@ def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
     """Return the one of ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
     That is the last one that was verified; else the fastest that was too slow; else the last that saved too little, or
-    that could not be run.
+    that could not be run.  An optimizer that cannot run in backward is no plan that was found.
     """
-    return min(reversed(dropped), key=_distance, default=None)
+    found = [each for each in dropped if not (each.plan.in_backward and isinstance(each.why, NotRun))]
+    return min(reversed(found), key=_distance, default=None)
 
 
 def _distance(dropped: Dropped) -> tuple[int, float]:

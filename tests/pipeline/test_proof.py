@@ -16,6 +16,7 @@ from memopt_cli.records import (
     LevelRow,
     Measurement,
     NotRun,
+    Outlook,
     Plan,
     SavesTooLittle,
     SearchOptions,
@@ -69,7 +70,9 @@ def test_what_is_left_of_a_plan_is_judged_as_any_plan_is(
     found: dict[Any, Any] = {plan: verification(passed=plan != BOTH) for plan in (ORIGINAL, LESS, BOTH)}
     peaks = {ORIGINAL: measured(1000), BOTH: measured(600, 1.2), LESS: less}
     made = prover(monkeypatch, found, peaks)
+    made.found.faster = Outlook(peak_bytes=900, slowdown=1.1)
     row, _ = made.prove(made.found.rows[1])
+    assert made.found.faster is None
     assert row.plan == (LESS if applied else ORIGINAL)
     first, *others = made.found.dropped
     assert first.why == Differs(verification=found[BOTH], left_out=LEFT_OUT)
@@ -90,3 +93,13 @@ def test_so_is_the_row_without_chunks_that_cannot_be_verified(monkeypatch: pytes
     assert reasons[0] == NotRun(failure=failure, in_verification=True)
     assert isinstance(reasons[1], SavesTooLittle)
     assert made.found.decisive == made.found.dropped[0]
+
+
+def test_where_nothing_is_left_of_a_plan_its_neighbours_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[Any, Any] = {plan: verification(passed=plan != BOTH) for plan in (ORIGINAL, BOTH)}
+    made = prover(monkeypatch, found, {ORIGINAL: measured(1000), BOTH: measured(600, 1.2)})
+    monkeypatch.setattr(Prover, "_agreeing", lambda self, plan, failed: (Plan(), LEFT_OUT))
+    made.found.faster = made.found.smaller = Outlook(peak_bytes=900, slowdown=1.1)
+    row, _ = made.prove(made.found.rows[1])
+    assert row.plan == ORIGINAL
+    assert (made.found.faster, made.found.smaller) == (None, None)

@@ -31,6 +31,7 @@ from memopt_cli.records import (
     Reason,
     SavesTooLittle,
     SegmentPlan,
+    StepFailed,
     TooSlow,
     Verification,
     from_data,
@@ -512,6 +513,18 @@ def test_what_failed_verification_comes_before_what_was_slow(summary: MemOptSumm
     assert replace(summary, plan=Plan(), dropped=[differing, slow]).decisive == differing
     assert replace(summary, plan=Plan(), dropped=[slow]).decisive == slow
     assert replace(summary, dropped=[slow]).decisive is None
+    slower = replace(slow, why=TooSlow(slowdown=2.5, most=1.33))
+    assert replace(summary, plan=Plan(), dropped=[slow, slower]).decisive == slow
+
+
+def test_an_optimizer_that_cannot_run_in_backward_is_no_plan_that_was_found(summary: MemOptSummary) -> None:
+    why = NotRun(failure=StepFailed(message="it looks at all gradients"))
+    dropped = Dropped(plan=Plan(in_backward=True), peak_bytes=None, original_bytes=None, why=why)
+    lines = shown(TextReport(), result(replace(summary, plan=Plan(), applied_level=0, dropped=[dropped]))).splitlines()
+    assert lines[0] == "no plan that was found lowers the peak of 617.9 MiB: the model stays as it is"
+    assert any(
+        line.startswith("The optimizer does not run in backward: its step cannot be run: it looks") for line in lines
+    )
 
 
 def test_a_plan_that_was_asked_for_and_fails_is_not_called_applied(summary: MemOptSummary) -> None:
