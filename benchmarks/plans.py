@@ -317,9 +317,9 @@ def _no_optimizer(one: Bench) -> InBackwardPlans:
     return InBackwardPlans(
         count=one.probes.count,
         measurements=_OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
-        fault=lambda _: "",
+        fault=lambda _: None,
         most_slowdown=math.inf,
-        notes=[],
+        drop=lambda dropped: None,
         is_allowed=False,
     )
 

@@ -25,6 +25,7 @@ from memopt_cli.pipeline.live_model import (
     FORMAT,
     detached_copy,
     difference_error,
+    dropped_unmeasured,
     found_and_proven,
     inputs_of,
     left_out_note,
@@ -38,7 +39,7 @@ from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
 from memopt_cli.plan.targets import left_out, outermost, refused, segments_plan, without_segment
 from memopt_cli.progress import Progress, logged
-from memopt_cli.python_words import notes_in_python, said_in_python
+from memopt_cli.python_words import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.records import (
     Counted,
     MemOptSummary,
@@ -107,10 +108,11 @@ def memory_optimization(
     Modules that are an ``instance`` may become segments, and from level 2 on what lies in them.  With ``dummy_input``
     (any shapes that ``forward`` takes; dimension 0 of the first tensor is the batch) the plan of the lowest peak is
     searched, however much longer its step is, measured in profiling subprocesses and verified against the original; one
-    that raises the measured peak is not applied.  Without it, a segment on every outermost ``instance``, level 1,
-    is installed unmeasured, and verified on inputs that its first layers suggest where it takes them; a note says where
-    not.  Level 0, the default without ``profile`` and ``prefer``, makes no segments.  A plan that
-    ``net`` carries from before is taken off first, and put back where this fails.
+    that does not lower the measured peak is not applied.  Without it, a segment on every outermost ``instance``, level
+    1, is installed unmeasured, and verified on inputs that its first layers suggest where it takes them; a note says
+    where not.  Level 0, the default without ``profile`` and ``prefer``, makes no segments.  Where no plan is applied
+    though one was looked for, a warning says why.  A plan that ``net`` carries from before is taken off first, and put
+    back where this fails.
 
     Parameters
     ----------
@@ -190,6 +192,7 @@ def memory_optimization(
         return summarize(found, spent_s=time.monotonic() - started)
 
     summary = on_every_rank(net, process_group, optimized, lambda found: found.plan)
+    warn_unchanged(summary.unchanged)
     return (given, notes_in_python(summary)) if return_summary else given
 
 
@@ -236,7 +239,9 @@ def apply_gc(
         apply_plan(net, found.plan)
     found.notes[:0] = taken_off_note(carried)
     found.notes.extend(_nothing_wrapped(net, instance, found))
-    return (given, to_data(summarize(found, spent_s=time.monotonic() - started))) if return_summary else given
+    summary = summarize(found, spent_s=time.monotonic() - started)
+    warn_unchanged(summary.unchanged)
+    return (given, to_data(summary)) if return_summary else given
 
 
 def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, nn.Module, str]:
@@ -344,7 +349,7 @@ def _verified_by_guess(
         findings.notes.append(f"Not verified: {describe(found)}. Give inputs with dummy_input.")
         return None
     if not found.passed:
-        raise difference_error(found)
+        raise difference_error(dropped_unmeasured(findings.plan, found))
     return found
 
 
@@ -427,7 +432,8 @@ def _nothing_wrapped(net: nn.Module, instance: type | tuple[type, ...], found: F
     if found.plan.segments or found.selection is None:
         return []
     kinds = instance if isinstance(instance, tuple) else (instance,)
-    return without_segment([(kind.__name__, _instances(net, kind)) for kind in kinds], found.selection)
+    classes = [(kind.__name__, _instances(net, kind)) for kind in kinds]
+    return without_segment(classes, found.selection, found.decisive)
 
 
 def _parts(

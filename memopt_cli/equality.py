@@ -54,16 +54,18 @@ def effects(step: Step) -> dict[str, Tensor]:
 
     Of a step of one's own they are the gradients that its optimizers are given, and those that it leaves.
 
-    The caller's inputs and random generators are left alone; the model's gradients are ``None`` afterwards and its
-    state is as the step left it.
+    The caller's inputs and random generators are left alone.  The model's gradients are ``None`` before and afterwards,
+    also where the step fails half-way; its state is as the step left it.
     """
-    with generators_kept():
-        seed_everything(step.settings.seed)
-        found = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
-        found |= generator_state()
-    found |= _gradients(step.model) | state_of(step.model)
     step.model.zero_grad(set_to_none=True)
-    return found
+    try:
+        with generators_kept():
+            seed_everything(step.settings.seed)
+            found = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
+            found |= generator_state()
+        return found | _gradients(step.model) | state_of(step.model)
+    finally:
+        step.model.zero_grad(set_to_none=True)
 
 
 def _plain_effects(step: Step) -> dict[str, Tensor]:

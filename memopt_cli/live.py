@@ -56,7 +56,7 @@ from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.progress import logged
-from memopt_cli.python_words import said_in_python
+from memopt_cli.python_words import said_in_python, warn_unchanged
 from memopt_cli.records import (
     LONGEST_STEP_S,
     BaselineRequest,
@@ -168,7 +168,9 @@ def optimize(
             model, given, step, search, goal, search_time, limit_s, wants_batch, verbose, card, varied, counts
         )
 
-    return on_every_rank(checked_model(model), process_group, optimized, lambda found: found.plan)
+    found = on_every_rank(checked_model(model), process_group, optimized, lambda found: found.plan)
+    warn_unchanged(found.summary.unchanged)
+    return found
 
 
 @said_in_python()

@@ -16,7 +16,7 @@ from memopt_cli.pipeline.live_step import prepared_step
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.summary import summarize
 from memopt_cli.progress import logged
-from memopt_cli.python_words import notes_in_python, said_in_python
+from memopt_cli.python_words import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.records import MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
 from memopt_cli.user_step import Step, models_of
 
@@ -70,4 +70,6 @@ def optimize_step(
         found = found_and_proven(request, replace(prepared, timeout_s=limit_s, progress=progress))
     step = make_step()
     apply_plan(models_of(step), found.plan)
-    return step, notes_in_python(summarize(found, spent_s=time.monotonic() - started))
+    summary = summarize(found, spent_s=time.monotonic() - started)
+    warn_unchanged(summary.unchanged)
+    return step, notes_in_python(summary)

@@ -93,7 +93,7 @@ class OwnStep(Step):
                 with _NumbersGuessed() as guessing:
                     self.run(guessing.enter)
             else:
-                self.settle()
+                self.settle(start)
             start.enter()
             models.restore_moved()
             models.zero_grad(set_to_none=True)
@@ -101,8 +101,11 @@ class OwnStep(Step):
             if name in (models.leaves or ()):
                 give_zero_gradient(parameter)
 
-    def settle(self) -> None:
-        """As of any step.  The scaler is the function's own, and finds its scale as the step is taken."""
+    def settle(self, start: StartingState) -> None:
+        """Take steps until each optimizer has stepped: the function's own scaler finds its scale as they are taken.
+
+        They go on from one another, as in its script: from ``start`` the scaler would begin anew, too.
+        """
         for _ in range(SCALES):
             if self.is_settled():
                 return

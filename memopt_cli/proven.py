@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from memopt_cli.module_calls import unwrapped
 from memopt_cli.python_words import said_in_python
 from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
+from memopt_cli.runtime.module_state import ModuleState, detach_state
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step
 from memopt_cli.user_step import Step as UserStep
@@ -81,6 +83,20 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         raise apply.in_backward_error(optimizer, reason) from reason
 
 
+@contextlib.contextmanager
+def _off_the_last_step(model: nn.Module) -> Iterator[None]:
+    """Within, nothing that ``model`` keeps hangs on the graph of the step before; afterwards it does again.
+
+    The membranes of a network that was trained and not reset do, and the backward of the first step here would fail.
+    """
+    before = ModuleState(model)
+    detach_state(model)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
 def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> None:
     model = unwrapped(model)
     args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
@@ -89,7 +105,7 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
     device = str(tensors[0].device) if tensors else "cpu"
     step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)
     batch = next((len(t) for t in tensors if t.dim()), 1)
-    with gradients_kept(model), generators_kept():
+    with gradients_kept(model), generators_kept(), _off_the_last_step(model):
         install = functools.partial(apply.apply_plan, plan=plan.of_model)
         resize = functools.partial(first_samples, args, kwargs)
         found = compared(step, plan.of_model, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)

@@ -53,12 +53,12 @@ class TrainMemory:
 
         ``loss`` is called with the output; without it a scalar output or an entry ``loss`` is the loss, else backward
         starts from a random cotangent.  ``optimizer``: whose state counts, from the second step on, as ``--optimizer``
-        names it.  The model stays
-        where and in the mode it is; its gradients are ``None`` afterwards.
+        names it.  The model stays where, in the mode and in the state it is; its gradients are ``None`` afterwards.
         """
         from memopt_cli.measure.local import undisturbed
         from memopt_cli.optimizers import optimizer_maker
-        from memopt_cli.step import Step, run_checked
+        from memopt_cli.runtime.state import StartingState
+        from memopt_cli.step import Step, begin, run_checked
         from memopt_cli.trace import count
 
         settings = StepSettings(device=_device(model), optimizer=optimizer, seed=seed)
@@ -70,11 +70,14 @@ class TrainMemory:
             loss=loss,
             optimizer=optimizer_maker(parse_optimizer(optimizer))(model),
         )
+        start = StartingState(model)
         with undisturbed():
+            begin(step, start)
             run_checked(step)  # the optimizer's state exists from here on
             step.update()
-            model.zero_grad(set_to_none=True)
+            begin(step, start)
             counted = count(step)
+            start.enter()
         self.steps += 1
         if self._limit_bytes is not None and counted.tensor_peak_bytes > self._limit_bytes:
             pytest.fail(_complaint(type(model).__name__, counted, self._limit_bytes), pytrace=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -37,6 +38,19 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             seen.add(id(err))
             yield err
             pending += [cause for cause in (err.__cause__, err.__context__) if cause is not None]
+
+
+def warn_unchanged(why: str) -> None:
+    """Warn ``why`` the function that calls this one has left the model as it is; not if that is empty.
+
+    What is returned looks the same whether a plan is on the model or not, and few scripts look at the summary.
+    """
+    if why:
+        warnings.warn(in_python(why), stacklevel=_CALLER)
+
+
+_CALLER: Final = 4
+"""Above this module's function stand memopt's, what :func:`said_in_python` wraps that in, and the script."""
 
 
 def notes_in_python(result: Any) -> Any:

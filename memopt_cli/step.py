@@ -23,6 +23,7 @@ from memopt_cli.records import Phase, StepSettings
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.in_backward import is_in_backward
 from memopt_cli.runtime.private_torch import is_fake, is_out_of_cpu_memory, is_started, unseen
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
@@ -126,15 +127,16 @@ class Step:
                 entered("update")
             self.update()
 
-    def settle(self) -> None:
-        """Let the scaler find its scale, as a script does in its first updates, which it skips.  Leaves gradients.
+    def settle(self, start: StartingState) -> None:
+        """Let the scaler find its scale, as a script does in its first updates, which it skips.
 
-        Raises :class:`StepError` where gradients are finite at none.
+        Each try begins from ``start``; the last leaves its gradients.  Raises :class:`StepError` where gradients are
+        finite at no scale.
         """
         if self.scaler is None:
             return
         for _ in range(SCALES):
-            self.model.zero_grad(set_to_none=True)
+            begin(self, start)
             self.backward(self.forward())
             if self.is_settled():
                 return
@@ -260,6 +262,17 @@ def _by_keys(output: Any) -> Iterator[Tensor]:
             yield from _by_keys(part)
     else:
         yield from tensors_of(output)
+
+
+def begin(step: Step, start: StartingState) -> None:
+    """Put ``step`` where every step of its model begins, whatever the last one left, or left half done.
+
+    Without this a membrane still hangs on the graph of the last step, whose backward then fails half-way: the layers
+    behind it have gradients already, and a second try would add to them.
+    """
+    start.enter()
+    reset_gradients(step)
+    seed_everything(step.settings.seed)
 
 
 def reset_gradients(step: Step) -> None:

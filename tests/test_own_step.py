@@ -21,6 +21,7 @@ from memopt_cli.own_step import OwnStep
 from memopt_cli.plan.block_tree import block_tree
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.records import Measurement, Plan, SegmentPlan, StepSettings
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import reset_gradients, run_checked, take
 from memopt_cli.trace import FakeStep, count, record
 from memopt_cli.trace.log import resident_bytes
@@ -84,7 +85,7 @@ def test_every_phase_is_predicted_to_the_byte(name: str) -> None:
 @pytest.mark.parametrize("name", GOOD)
 def test_a_plan_changes_nothing_and_saves(name: str) -> None:
     step = own_step(name)
-    step.settle()
+    step.settle(StartingState(step.model))
     before, peak = effects(step), FakeStep(step).count().tensor_peak_bytes
     assert bit_equal(before, effects(step))
     memopt_cli.apply_plan(step.model, PLANS[name])
@@ -192,7 +193,7 @@ def test_a_scaler_of_ones_own_finds_its_scale_first() -> None:
     take(step)
     (optimizer,) = step.optimizers()
     assert not optimizer.state
-    step.settle()
+    step.settle(StartingState(step.model))
     assert optimizer.state
     assert all(t.isfinite().all() for name, t in effects(step).items() if name.startswith("gradient"))
 
@@ -201,8 +202,9 @@ def test_a_scaler_of_ones_own_finds_its_scale_first() -> None:
 
 
 def test_optimizers_that_never_step_are_named() -> None:
+    step = own_step("always_skipped", rows=4)
     with pytest.raises(StepError, match="none of the step's optimizers has stepped in 33 steps"):
-        own_step("always_skipped", rows=4).settle()
+        step.settle(StartingState(step.model))
 
 
 @pytest.mark.parametrize(

@@ -451,3 +451,5 @@ class FollowJob(StepJob[Followed]):
     detached: bool = False
     """What a step leaves on the model is detached from its graph before the next, as training loops do for models that
     keep hidden state."""
+    draws_alike: bool = False
+    """What is compiled draws the random numbers that it would without."""

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.started_search import StartedSearch
+from memopt_cli.pipeline.worth import judged, unworthy
 from memopt_cli.plan.policy import skipped_step
 from memopt_cli.progress import Span
-from memopt_cli.records import Failure, LevelRow, Measurement, Plan
-from memopt_cli.units import format_bytes
+from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
 
-_LEAST_SAVING = 0.02
-"""A plan that saves a smaller share of the peak is applied if it hardly takes time."""
-_HARDLY_SLOWER = 1.02
 _MEASUREMENTS = 3
 """Plans that are measured until one is as fast as it was to be."""
 
@@ -30,20 +27,23 @@ class Climb:
     measurements: PlanMeasurements
     measure_all: bool
     applied: LevelRow | None = None
-    """The highest level's that could be measured, once there are rows."""
-    too_slow: list[Plan] = field(default_factory=list)
-    """By their measurements; the notes name them."""
+    """The highest level's that is worth its time as measured, once there are rows."""
     _asked: float = math.inf
     """The slowdown that a plan may be predicted to have, by what was measured."""
 
     def rows(self) -> list[LevelRow]:
-        """A row for every level, without the original's; the last is measured, or another that could be run."""
+        """A row for every level, without the original's; the last is measured, or another that could be run.
+
+        Where its measured peak saves too little, that of the level below is measured, too.
+        """
         rows = [self.search.original, *self._predicted()]
         for at in range(len(rows) - 1, 0, -1):
             rows[at] = self._applicable(rows[at])
-            if isinstance(rows[at].outcome, Measurement):
+            if isinstance(rows[at].outcome, Measurement) and self._judged(rows[at]) is None:
                 self.applied = rows[at]
                 break
+        else:
+            rows = self._none_applied(rows)
         believed = [row if row.outcome is not None else self._believed(row) for row in rows[1:]]
         if not self.measure_all:
             return believed
@@ -52,21 +52,27 @@ class Climb:
     def _believed(self, row: LevelRow) -> LevelRow:
         """The row, or that of a faster plan where measurements have shown that its own is too slow.
 
-        So no level ends above the one below it.
+        So no level ends above the one below it, and where the highest has no plan, none has.
         """
+        if self.applied is not None and self.applied.plan.is_empty and not row.plan.is_empty:
+            return self._unchanged(row)
         if (row.predicted_slowdown or 1.0) <= self._asked:
             return row
-        if self.applied is not None and self.applied.plan.is_empty:
-            return self._unchanged(row)
         found = self.search.planner.dry_runs.smallest(row.level, self._asked)
         return replace(self.search.row(row.level, found, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
+    def _none_applied(self, rows: list[LevelRow]) -> list[LevelRow]:
+        """The rows where each plan that runs saves too little: the model stays as it is."""
+        unchanged = [self._unchanged(row) if isinstance(row.outcome, Measurement) else row for row in rows[1:]]
+        self.applied = next((row for row in reversed(unchanged) if isinstance(row.outcome, Measurement)), None)
+        return [rows[0], *unchanged]
+
     def _applicable(self, row: LevelRow) -> LevelRow:
-        """The row, measured, as long as its plan is worth its time and fast enough; or that of another plan."""
-        refusal = self._refusal(row)
-        if not refusal:
+        """The row, measured, as long as its plan promises to be worth its time; or that of another plan."""
+        dropped = self._unworthy(row)
+        if dropped is None:
             return self._fast_enough(row)
-        self.search.found.notes.append(refusal)
+        self.search.found.drop(dropped)
         self._asked = 1.0
         return self._unchanged(row)
 
@@ -112,26 +118,29 @@ class Climb:
             return math.inf
         return self.search.options.max_slowdown or math.inf
 
-    def _refusal(self, row: LevelRow) -> str:
-        """Why its plan is not worth its time; empty if it is, or nothing else runs."""
-        if row.plan.is_empty or not isinstance(self._original, Measurement):
-            return ""
-        known, original_bytes = self.search.planner.dry_runs.known(row.plan), self.search.first.allocated_peak_bytes
-        peak_bytes = known.peak_bytes if known is not None else original_bytes
-        return not_worth_it(1 - peak_bytes / original_bytes, row.predicted_slowdown or 1.0, of="peak")
+    def _unworthy(self, row: LevelRow) -> Dropped | None:
+        """Why the row's plan is not even measured; ``None``: it promises enough, or nothing else runs."""
+        known = self.search.planner.dry_runs.known(row.plan)
+        if known is None or not isinstance(self._original, Measurement):
+            return None
+        original_bytes = self.search.first.allocated_peak_bytes
+        return unworthy(row.plan, known.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
+
+    def _judged(self, row: LevelRow) -> Dropped | None:
+        return judged(row, self._original, self._limit)
 
     def _fast_enough(self, row: LevelRow) -> LevelRow:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
-        planner, notes = self.search.planner, self.search.found.notes
+        planner = self.search.planner
         for _ in range(_MEASUREMENTS):
             row = self.measurements.confirm(self.measured(row), self._limit)
-            slowdown = self._slowdown(row)
-            if slowdown <= self._limit:
+            dropped = self._judged(row)
+            if dropped is not None:
+                self.search.found.drop(dropped)
+            if dropped is None or not isinstance(dropped.why, TooSlow):
                 return row
-            self.too_slow.append(row.plan)
-            notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
             predicted = row.predicted_slowdown or self._limit
-            asked = 1 + (predicted - 1) * (self._limit - 1) / (slowdown - 1)
+            asked = 1 + (predicted - 1) * (self._limit - 1) / (dropped.why.slowdown - 1)
             started, tried = time.monotonic(), len(planner.dry_runs)
             self.search.probes.prolong()
             self._search_begins(f"level {row.level}: searching for a faster plan")
@@ -154,22 +163,3 @@ class Climb:
         if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:
             return None
         return Span(original.spent_s * row.predicted_slowdown)
-
-    def _slowdown(self, row: LevelRow) -> float:
-        """As measured and shown; 1 where there is nothing to compare."""
-        original = self._original
-        if not isinstance(original, Measurement) or not isinstance(row.outcome, Measurement) or row.plan.is_empty:
-            return 1.0
-        return row.outcome.slowdown(original)
-
-
-def _peak(row: LevelRow) -> str:
-    assert isinstance(row.outcome, Measurement)
-    return format_bytes(row.outcome.allocated_peak_bytes)
-
-
-def not_worth_it(saved: float, slowdown: float, *, of: str) -> str:
-    """Why a plan that saves that share of the peak is not applied for a step so many times as long; empty if it is."""
-    if saved >= _LEAST_SAVING or slowdown <= _HARDLY_SLOWER:
-        return ""
-    return f"No plan is applied: the best saves {saved:.1%} of the {of} for a step {slowdown:.2f} times as long."

@@ -13,7 +13,6 @@ from memopt_cli.batch_size.capacity import runnable_bytes
 from memopt_cli.errors import MemoryBudgetError, NothingFitsError, OptionError
 from memopt_cli.estimation import estimate
 from memopt_cli.measure.jobs import ORIGINAL, Data, TraceJob
-from memopt_cli.pipeline.climb import not_worth_it
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.goal import budget_bytes, nothing_fits, require_fast
 from memopt_cli.pipeline.prediction import predict, without_data
@@ -22,9 +21,12 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import verified_small
+from memopt_cli.pipeline.worth import unworthy
 from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.records import (
     Counted,
+    Differs,
+    Dropped,
     LevelRow,
     OptimizeRequest,
     PlanEstimates,
@@ -119,8 +121,17 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     if request.unverified:
         notes.append(_UNVERIFIED)
     else:
-        verification = verified_small(prepared, plan)
-        found.verification = required(verification, "verification could not be run: ")
+        verification = required(verified_small(prepared, plan), "verification could not be run: ")
+        found.verification = verification
+        if not verification.passed:
+            found.drop(
+                Dropped(
+                    plan=plan,
+                    peak_bytes=rows[-1].predicted_allocated_peak_bytes,
+                    original_bytes=first.allocated_peak_bytes,
+                    why=Differs(verification=verification),
+                )
+            )
     return found
 
 
@@ -175,8 +186,8 @@ def _searched(request: OptimizeRequest, search: StartedSearch) -> LevelRow:
         require_fast(best, request.search.get("max_slowdown") or math.inf, "is estimated to make")
     else:
         best = planner.best(options.level, options.max_slowdown or math.inf)
-        refusal = not_worth_it(1 - best.peak_bytes / original.peak_bytes, best.slowdown, of="estimated peak")
-        if refusal:
-            found.notes.append(refusal)
+        dropped = unworthy(best.plan, best.peak_bytes, original.peak_bytes, best.slowdown)
+        if dropped is not None:
+            found.drop(dropped)
             best = original
     return search.row(options.level, best, len(planner.dry_runs), started)

@@ -8,7 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from memopt_cli.errors import StepError
-from memopt_cli.fingerprints.causes import EVAL, RANDOM, RANDOM_COMPILED, Pair, cause_of, of_failure, of_gaps
+from memopt_cli.fingerprints.causes import (
+    EVAL,
+    FROZEN,
+    RANDOM,
+    RANDOM_AGAIN,
+    RANDOM_COMPILED,
+    RANDOM_IN_BACKWARD,
+    Pair,
+    cause_of,
+    of_failure,
+    of_gaps,
+)
 from memopt_cli.fingerprints.gaps import (
     Apart,
     by_the_same_names,
@@ -68,7 +79,7 @@ def compare_prepared(reference: Prepared, candidate: Prepared, steps: int) -> Eq
         notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes))),
     )
     if other.failed:
-        cause = of_failure(other.steps[-1])
+        cause = sides.cause_of_failure(job, other)
         return replace(blank, failed=other.failed, differs_in_step=len(other.steps), cause=cause)
     sides.unsteady = unsteady(*by_the_same_names(once, again))
     again, _ = sides.comparable(again, other)
@@ -118,6 +129,17 @@ class _Sides:
     def candidate(self, job: FollowJob) -> Followed:
         """Raises :class:`MemoptError` if it cannot be run."""
         return required(self._ask(self._candidate, job), "the candidate's step could not be run: ")
+
+    def cause_of_failure(self, job: FollowJob, failed: Followed) -> Cause | None:
+        """Why the last of the candidate's steps failed, which is taken once more and watched, as the reference's is."""
+        self.progress.stage("looking for the cause")
+        count = len(failed.steps)
+        watched = replace(job, steps=count, watched=count - 1)
+        one, other = self._ask(self._reference, watched), self._ask(self._candidate, watched)
+        if not isinstance(one, Followed) or not isinstance(other, Followed) or not other.failed:
+            one = other = failed
+        pair = Pair(reference=one.steps[-1], candidate=other.steps[-1], gaps=(), tolerance=0.0)
+        return of_failure(pair, is_first=count == 1)
 
     def both(self, job: FollowJob) -> tuple[Followed, Followed] | Failure:
         """The same of each, by the same names."""
@@ -226,17 +248,48 @@ class _Judge:
         self, job: FollowJob, both: tuple[Followed, Followed], gaps: Sequence[TensorGap], tolerance: float
     ) -> Cause | None:
         one, other = both
+        if frozen := _frozen(one, other, gaps):
+            return frozen
         cause = cause_of(Pair(reference=one.steps[-1], candidate=other.steps[-1], gaps=gaps, tolerance=tolerance))
         if job.mode == "as it came":
             return cause or _evaluated(one, other)
-        if cause is not None and cause.text != RANDOM and not other.is_compiled:
+        if other.is_compiled:
+            return self._drawn_when_compiled(job, gaps, tolerance) or cause
+        if cause is not None:
             return cause
+        drawn = _drawn_otherwise(gaps)
+        if drawn is None or any(gap.name.startswith("the random") for gap in gaps):
+            return drawn
         if one.draws or other.draws:
             calm = self.sides.both(replace(job, mode="eval"))
-            if isinstance(calm, tuple) and first_gap(*calm, max(tolerance, half_of_digits(calm[0], 0.0))) is None:
-                text = RANDOM_COMPILED if other.is_compiled else RANDOM
-                return replace(cause, text=text) if cause else Cause(module="", class_name="", text=text)
-        return cause
+            if isinstance(calm, tuple) and self._agree(calm, tolerance):
+                return drawn
+        return None
+
+    def _drawn_when_compiled(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> Cause | None:
+        """How random numbers explain what differs of a compiled candidate; ``None``: they do not.
+
+        It is followed again with those that it would draw without: then it agrees, or forward alone does.  Where its
+        backward recomputes with others, whoever is told that it draws others would dismiss wrong gradients.
+        """
+        alike = self.sides.both(replace(job, draws_alike=True))
+        if not isinstance(alike, tuple) or not (alike[0].draws or alike[1].draws):
+            return None
+        if self._agree(alike, tolerance):
+            return Cause(module="", class_name="", text=RANDOM_COMPILED)
+        apart = first_gap(*alike, self._allowed(alike, tolerance))
+        assert apart is not None, "they do not agree"
+        if not _is_backward_alone(apart.gaps):
+            return None
+        calm = self.sides.both(replace(job, mode="eval"))
+        is_drawn = isinstance(calm, tuple) and self._agree(calm, tolerance)
+        return Cause(module="", class_name="", text=RANDOM_IN_BACKWARD) if is_drawn else None
+
+    def _agree(self, both: tuple[Followed, Followed], tolerance: float) -> bool:
+        return first_gap(*both, self._allowed(both, tolerance)) is None
+
+    def _allowed(self, both: tuple[Followed, Followed], tolerance: float) -> float:
+        return max(tolerance, half_of_digits(both[0], 0.0))
 
     def _in_their_modes(self, found: Equivalence) -> Equivalence:
         """What was found in training mode; and where only one has modules in eval mode, in those that both came in."""
@@ -280,6 +333,31 @@ def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
             "a step (memopt_cli.Step) keeps modes.",
         )
     return ()
+
+
+def _drawn_otherwise(gaps: Sequence[TensorGap]) -> Cause | None:
+    """How other random numbers would explain the gaps of a candidate that is not compiled; ``None``: they would not.
+
+    Forward draws others where the outputs differ.  Where they agree and gradients do not, it is backward that does.
+    """
+    if any(gap.name.startswith("output") for gap in gaps):
+        return Cause(module="", class_name="", text=RANDOM)
+    return Cause(module="", class_name="", text=RANDOM_AGAIN) if _is_backward_alone(gaps) else None
+
+
+def _is_backward_alone(gaps: Sequence[TensorGap]) -> bool:
+    """Whether outputs agree, and gradients that both have do not."""
+    has_gradient = any(gap.name.startswith("gradient") and not gap.missing for gap in gaps)
+    return has_gradient and not any(gap.name.startswith("output") for gap in gaps)
+
+
+def _frozen(reference: Followed, candidate: Followed, gaps: Sequence[TensorGap]) -> Cause | None:
+    """The first parameter whose gradient the candidate lacks since it wants none there; the outputs agree."""
+    if any(gap.name.startswith("output") for gap in gaps):
+        return None
+    alone = {f"gradient of {name}" for name in set(candidate.frozen) - set(reference.frozen)}
+    name = next((gap.name for gap in gaps if gap.name in alone and gap.missing == "candidate"), "")
+    return Cause(module=name.removeprefix("gradient of "), class_name="", text=FROZEN) if name else None
 
 
 def _evaluated(reference: Followed, candidate: Followed) -> Cause:

@@ -38,6 +38,7 @@ from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     BatchProbe,
     BatchRequest,
+    Dropped,
     Failure,
     FastestTraining,
     Objective,
@@ -121,6 +122,8 @@ class _Job:
     pricing: Pricing | None = None
     dry_runs: list[BatchProbes] = field(default_factory=list)
     """Those of each plan."""
+    dropped: list[Dropped] = field(default_factory=list)
+    """Plans that train faster than the answer, and fail verification."""
 
     def __post_init__(self) -> None:
         self.probes = SearchProbes(self.session, limit_s=self.request.search_limit_s)
@@ -271,10 +274,10 @@ class _Job:
             files=(),
             spent_s=0.0,
             interrupted=self.interrupted,
+            dropped=tuple(self.dropped),
         )
 
     def _proven(self, pairs: list[PairRun]) -> tuple[int, Verification | None]:
-        fault = ""
         for index in ranked(pairs):
             plan, batch = pairs[index].plan, pairs[index].batch
             if plan == ORIGINAL:
@@ -282,14 +285,18 @@ class _Job:
             found = verified(self.prepared.at(batch), plan, fits=False)
             if isinstance(found, Verification) and found.passed:
                 return index, found
-            fault = fault_in(found)
-            self.notes.append(f"The plan that was run at batch {batch} is left out: {fault}.")
-        if fault:
-            raise VerificationError(
-                f"no plan that fits computes what the original does: {fault}",
-                hint="A lower --level may pass. Please report it.",
-            )
+            self._drop(pairs[index], found)
+        if self.dropped:
+            why = self.dropped[-1].why
+            raise VerificationError(f"a plan was found that fits, but {why.because}", hint=why.remedy)
         raise self._nothing_fits()
+
+    def _drop(self, pair: PairRun, found: Verification | Failure) -> None:
+        """Note that the plan of a pair is not the answer, which it would be but for its verification."""
+        why, outcome = fault_in(found), pair.outcome
+        assert why is not None, "it did not pass"
+        peak_bytes = outcome.allocated_peak_bytes if isinstance(outcome, BatchProbe) else None
+        self.dropped.append(Dropped(plan=pair.plan, peak_bytes=peak_bytes, original_bytes=None, why=why))
 
     def _nothing_fits(self) -> NothingFitsError:
         unit = self.limits.multiple_of

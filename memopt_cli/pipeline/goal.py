@@ -15,7 +15,7 @@ from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.started_search import StartedSearch
 from memopt_cli.plan.planner import Planner, nondominated
 from memopt_cli.plan.questions import Priced
-from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemory, ParetoPoint, describe
+from memopt_cli.records import Budget, Failure, LevelRow, Measurement, NotRun, OutOfMemory, ParetoPoint
 from memopt_cli.units import format_apart, format_bytes
 
 _MEASURED = 6
@@ -91,10 +91,10 @@ class GoalSearch:
                 proven = self.in_backward.proven(row) if row.plan.in_backward else row
                 if isinstance(proven, LevelRow):
                     return proven
-                self.in_backward.refuse(proven)
+                self.in_backward.refuse(row.plan, proven)
                 continue
             if found.plan.in_backward and not isinstance(outcome, Measurement | OutOfMemory):
-                self.in_backward.refuse(describe(outcome))
+                self.in_backward.refuse(found.plan, NotRun(failure=outcome))
                 continue
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")

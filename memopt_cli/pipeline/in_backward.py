@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.optimizer_text import NoOptimizer, parse_optimizer
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.worth import judged
 from memopt_cli.plan.interface import NotTried
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.questions import Priced
-from memopt_cli.records import Counted, Failure, LevelRow, Measurement, Plan, StepSettings, describe
+from memopt_cli.records import (
+    Counted,
+    Dropped,
+    Failure,
+    LevelRow,
+    Measurement,
+    NotRun,
+    Plan,
+    Reason,
+    StepSettings,
+    TooSlow,
+)
 
 _LEAST_SAVING = 0.02
 """Of the peak: less is not worth what the training script may not do then."""
@@ -35,10 +48,11 @@ class InBackwardPlans:
 
     count: Callable[[Plan], Counted | Failure | NotTried]
     measurements: PlanMeasurements
-    fault: Callable[[Plan], str]
-    """What the verification of a plan finds; empty if it passes."""
+    fault: Callable[[Plan], Reason | None]
+    """What the verification of a plan finds; ``None`` if it passes."""
     most_slowdown: float
-    notes: list[str]
+    drop: Callable[[Dropped], object]
+    """Told of a plan that is not applied."""
     is_allowed: bool
     """By the step, and by all that was seen so far."""
 
@@ -52,7 +66,7 @@ class InBackwardPlans:
             lower = replace(found, plan=plan, counted=counted, level=level_of(plan))
             return lower if lower.peak_bytes <= (1 - _LEAST_SAVING) * found.peak_bytes else None
         if not isinstance(counted, NotTried):
-            self.refuse(describe(counted))
+            self.refuse(plan, NotRun(failure=counted))
         return None
 
     def least_of(self, found: Priced) -> int:
@@ -62,35 +76,38 @@ class InBackwardPlans:
     def of_level(self, row: LevelRow, found: Priced) -> LevelRow | None:
         """A level's row of the plan with it, measured and proven; ``None`` where that promises nothing, or fails."""
         lower = self.of(found)
-        tried = "" if lower is None else self._tried(row, found, lower)
-        if not isinstance(tried, str):
+        if lower is None:
+            return None
+        tried = self._tried(row, found, lower)
+        if isinstance(tried, LevelRow):
             return tried
-        if tried:
-            self.refuse(tried)
+        self.refuse(lower.plan, tried)
         return None
 
-    def _tried(self, row: LevelRow, found: Priced, lower: Priced) -> LevelRow | str:
+    def _tried(self, row: LevelRow, found: Priced, lower: Priced) -> LevelRow | Reason:
         before, outcome = self.measurements.measure(found.plan), self.measurements.measure(lower.plan)
         if not isinstance(outcome, Measurement):
-            return describe(outcome)
-        if isinstance(before, Measurement) and outcome.allocated_peak_bytes >= before.allocated_peak_bytes:
-            return "its measured peak is no lower"
+            return NotRun(failure=outcome)
         tried = replace(row, plan=lower.plan, outcome=outcome, dry_runs=row.dry_runs + 1, repeats=None)
+        saves_nothing = judged(tried, before, math.inf)
+        if saves_nothing is not None:
+            return saves_nothing.why
         return self.proven(tried.predicted(lower.counted) if row.predicted_allocated_peak_bytes is not None else tried)
 
-    def proven(self, row: LevelRow) -> LevelRow | str:
+    def proven(self, row: LevelRow) -> LevelRow | Reason:
         """A row that was measured, as it is confirmed; or what speaks against it."""
-        timed, original = self.measurements.confirm(row, self.most_slowdown), self.measurements.measure(ORIGINAL)
-        if isinstance(timed.outcome, Measurement) and isinstance(original, Measurement):
-            slowdown = timed.outcome.slowdown(original)
-            if slowdown > self.most_slowdown:
-                return f"the step would take {slowdown:.2f} times as long"
+        timed = self.measurements.confirm(row, self.most_slowdown)
+        dropped = judged(timed, self.measurements.measure(ORIGINAL), self.most_slowdown)
+        if dropped is not None and isinstance(dropped.why, TooSlow):
+            return dropped.why
         return self.fault(row.plan) or timed
 
-    def refuse(self, reason: str) -> None:
-        """From now on there are none."""
+    def refuse(self, plan: Plan, why: Reason) -> None:
+        """From now on there are none: ``plan`` is not applied."""
         self.is_allowed = False
-        self.notes.append(f"The optimizer does not run in backward: {reason.removesuffix('.')}.")
+        peaks = [self.measurements.known(each) for each in (plan, ORIGINAL)]
+        peak_bytes, original_bytes = (found.allocated_peak_bytes if found is not None else None for found in peaks)
+        self.drop(Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=why))
 
 
 def _held_by_gradients(counted: Counted) -> int:

@@ -30,6 +30,8 @@ from memopt_cli.pipeline.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.records import (
+    Differs,
+    Dropped,
     InputSpec,
     LoadedModel,
     ModelSource,
@@ -313,13 +315,18 @@ def found_and_proven(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """
     found = find(request, prepared)
     if found.verification is not None and not found.verification.passed:
-        raise difference_error(found.verification)
+        raise difference_error(found.decisive or dropped_unmeasured(found.plan, found.verification))
     return found
 
 
-def difference_error(found: Verification) -> VerificationError:
-    """What is raised where a plan does not compute the same."""
+def dropped_unmeasured(plan: Plan, failed: Verification) -> Dropped:
+    """A plan that was not measured, and fails verification."""
+    return Dropped(plan=plan, peak_bytes=None, original_bytes=None, why=Differs(verification=failed))
+
+
+def difference_error(dropped: Dropped) -> VerificationError:
+    """Make the error that is raised where the plan ``dropped`` does not compute the same."""
     return VerificationError(
-        f"the optimized model differs from the original: {found.difference}, at batch {found.batch}",
-        hint="The model is as it was; a lower level may pass. Please report it.",
+        f"the optimized model differs from the original: found {dropped.found}, but {dropped.why.because}",
+        hint=f"The model is as it was. {dropped.why.remedy}",
     )

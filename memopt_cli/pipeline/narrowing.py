@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from memopt_cli.records import Plan, SegmentPlan, Verification
+from memopt_cli.records import LeftOut, Plan, SegmentPlan, Verification
 
 
-def agreeing(plan: Plan, verify: Callable[[Plan], Verification | None]) -> tuple[Plan, dict[str, str]]:
-    """What of a plan does as the original does, and the rest: the path of each segment, and what differs with it.
+def agreeing(plan: Plan, verify: Callable[[Plan], Verification | None]) -> tuple[Plan, tuple[LeftOut, ...]]:
+    """Return what of ``plan`` does as the original does, and the rest, with what differs with it.
 
     Found by halving: about twice as many runs as there are segments at fault, times the halvings.  ``verify``: of a
     plan; ``None`` where it could not be run.
@@ -40,8 +40,12 @@ def agreeing(plan: Plan, verify: Callable[[Plan], Verification | None]) -> tuple
         return larger
 
     kept = search(plan.segments)
+    found = [LeftOut(segment=path, difference=difference) for path, difference in sorted(left_out.items())]
     packs = agrees(kept, packed=True) if plan.packed else None
-    return replace(plan, segments=tuple(kept), packed=packs is not None and packs.passed), left_out
+    is_packed = packs is not None and packs.passed
+    if plan.packed and not is_packed:
+        found.append(LeftOut(segment=None, difference=_difference(packs)))
+    return replace(plan, segments=tuple(kept), packed=is_packed), tuple(found)
 
 
 def _difference(found: Verification | None) -> str:

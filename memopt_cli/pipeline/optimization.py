@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
@@ -29,8 +28,10 @@ from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,
+    Dropped,
     LevelRow,
     Measurement,
+    NotRun,
     OptimizeRequest,
     OptimizeResult,
     OutOfMemory,
@@ -38,7 +39,6 @@ from memopt_cli.records import (
     Plan,
     SearchGoal,
     SearchOverrides,
-    describe,
 )
 from memopt_cli.write import check_targets, output_paths
 
@@ -201,6 +201,7 @@ class _Job:
         search.probes.end("the search was interrupted")
         self.found.interrupted = True
         self.found.skipped.clear()
+        self.found.dropped.clear()
         del self.found.notes[search.notes :]
         try:
             rows = self._seek(search)
@@ -248,7 +249,7 @@ class _Job:
         )
         rows = climb.rows()
         self.applied = self._in_backward(search, rows, climb.applied)
-        self._choose(search, applied_row([search.original, *rows], self.applied).plan, refused=climb.too_slow)
+        self._choose(search, applied_row([search.original, *rows], self.applied).plan)
         return rows
 
     def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
@@ -271,7 +272,7 @@ class _Job:
             measurements=self.measurements,
             fault=self.prover.fault,
             most_slowdown=most_slowdown,
-            notes=self.found.notes,
+            drop=self.found.drop,
             is_allowed=may_run_in_backward(self.prepared.subject.settings)
             and self.request.dim_range is None,  # the optimizer is the same at all lengths
         )
@@ -284,15 +285,14 @@ class _Job:
         outcome = self.measurements.measure(point.plan)
         return replace(point, outcome=outcome, original_step_s=original.step_s)
 
-    def _choose(self, search: StartedSearch, plan: Plan, *, refused: Collection[Plan] = ()) -> None:
+    def _choose(self, search: StartedSearch, plan: Plan) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
         modules, by_goal = search.traced.trace.modules, self.found.by_goal
         self.found.selection = selected(modules, plan, search.options, by_goal=by_goal)
         self.found.notes += left_out(self.found.selection.refused)
         failures = search.planner.dry_runs.failures
-        for failed, failure in [*failures.items()][:1]:
-            more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
-            self.found.notes.append(
-                f"A plan of {len(failed.segments)} segments could not run{more}: {describe(failure)}."
-            )
+        for failed, failure in [*failures.items()][:1]:  # which came first of all
+            dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))
+            self.found.dropped.insert(0, dropped)
+        refused = [dropped.plan for dropped in self.found.dropped]
         self.found.faster, self.found.smaller = search.planner.neighbours(plan, refused)

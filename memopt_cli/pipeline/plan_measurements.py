@@ -36,6 +36,11 @@ class PlanMeasurements:
                 return self.measure_in(session, plan)
         return measurement_in(self._found[plan])
 
+    def known(self, plan: Plan) -> Measurement | None:
+        """Of a plan that was measured; ``None``: it was not, or could not be."""
+        found = self._found.get(plan)
+        return found.measurement if isinstance(found, Measured) else None
+
     def _prepared_for(self, plan: Plan) -> Prepared:
         """Where the original has left nothing to compare with, segments in chunks try whether their rows mix."""
         if plan == ORIGINAL or isinstance(self._found.get(ORIGINAL), Measured):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,16 +14,30 @@ from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import fault_in, verified, verified_by_fingerprints
-from memopt_cli.records import Failure, LevelRow, Measurement, Plan, StepFailed, Verification, describe
+from memopt_cli.pipeline.worth import judged
+from memopt_cli.records import (
+    Differs,
+    Dropped,
+    Failure,
+    LeftOut,
+    LevelRow,
+    Measurement,
+    NotRun,
+    Plan,
+    Reason,
+    StepFailed,
+    Verification,
+    describe,
+)
 
 
 def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
-    """The row whose plan is applied: the chosen one, unless it raises the measured allocated peak of the original.
+    """The row whose plan is applied: the chosen one, else the original's, the first.
 
     Raises :class:`MeasurementError` if no level could be run.
     """
-    measured = [(row, row.outcome) for row in (chosen, rows[0]) if row and isinstance(row.outcome, Measurement)]
-    if not measured:
+    applied = next((row for row in (chosen, rows[0]) if row and isinstance(row.outcome, Measurement)), None)
+    if applied is None:
         failure = rows[-1].outcome
         assert failure is not None
         assert not isinstance(failure, Measurement)
@@ -30,8 +45,7 @@ def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
             f"no plan up to level {rows[-1].level} could be run: {describe(failure)}",
             hint="Try a smaller batch (--dim B=1 where the shape says B), or a machine with more memory.",
         )
-    best, _ = min(measured, key=lambda found: found[1].allocated_peak_bytes)
-    return best
+    return applied
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +54,7 @@ class Prover:
 
     measurements: PlanMeasurements
     found: Findings
-    """Its rows change where a plan does, and the neighbours of that are not known."""
+    """Its rows change where a plan does, and the neighbours of that are not known; it is told what is not applied."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """What was verified before."""
 
@@ -56,16 +70,16 @@ class Prover:
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
         found = self._verify(best.plan)
         if isinstance(found, StepFailed) and best.plan.has_chunks and not is_asked_for:
-            self.found.notes.append(
-                f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}"
-            )
+            self._drop(best, NotRun(failure=found, in_verification=True))
             best = self._without_chunks()
             found = self._verify(best.plan)
         found = required(found, "verification could not be run: ")
-        return (best, found) if found.passed or is_asked_for else self._narrowed(best, found)
+        if found.passed:
+            return best, found
+        return self._failed(best, found) if is_asked_for else self._narrowed(best, found)
 
-    def fault(self, plan: Plan) -> str:
-        """What a plan's verification finds, which is known from then on; empty if it passes."""
+    def fault(self, plan: Plan) -> Reason | None:
+        """What a plan's verification finds, which is known from then on; ``None`` if it passes."""
         found = self.known[plan] = self._verify(plan)
         return fault_in(found)
 
@@ -73,19 +87,21 @@ class Prover:
         """The best row whose plan runs nothing in chunks."""
         rows = self.found.rows
         at = max(at for at, row in enumerate(rows) if not row.plan.has_chunks)
-        if rows[at].outcome is None:
-            rows[at] = replace(rows[at], outcome=self.measurements.measure(rows[at].plan))
+        rows[at] = replace(rows[at], outcome=self.measurements.measure(rows[at].plan))
         self.found.faster = self.found.smaller = None
-        return applied_row(rows, rows[at])
+        return self._worth_its_time(at)
 
     def _narrowed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
         """The row without the segments that differ, in place of it, verified; the failure where that does not help."""
         self.measurements.prepared.progress.stage("finding what differs")
         plan, left_out = self._agreeing(best.plan, failed)
+        self._drop(best, Differs(verification=failed, left_out=left_out))
+        self.found.faster = self.found.smaller = None
         rows = self.found.rows
         row = rows[0]
         if plan.segments or plan.packed:
-            narrowed = replace(
+            at = rows.index(best)
+            rows[at] = replace(
                 best,
                 plan=plan,
                 outcome=self.measurements.measure(plan),
@@ -94,18 +110,41 @@ class Prover:
                 predicted_slowdown=None,
                 repeats=None,
             )
-            rows[rows.index(best)] = narrowed
-            row = applied_row(rows, narrowed)
-            self.found.faster = self.found.smaller = None
+            row = self._worth_its_time(at)
         found = self._verify(row.plan)
         if not isinstance(found, Verification) or not found.passed:
             return best, failed
-        self.found.notes += [
-            f"'{path or '(root)'}' is not a segment: with it {reason}." for path, reason in sorted(left_out.items())
-        ]
         return row, found
 
-    def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, dict[str, str]]:
+    def _failed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
+        """The row that was asked for, which no other replaces."""
+        self._drop(best, Differs(verification=failed))
+        return best, failed
+
+    def _worth_its_time(self, at: int) -> LevelRow:
+        """The row of that index, timed as any other is; the original's where that is not worth its time."""
+        rows, most = self.found.rows, self.found.resolved.options.max_slowdown or math.inf
+        rows[at] = self.measurements.confirm(rows[at], most)
+        original = self.measurements.measure(ORIGINAL)
+        rows[0] = replace(rows[0], outcome=original)  # which may have been timed again
+        dropped = judged(rows[at], original, most)
+        if dropped is not None:
+            self.found.drop(dropped)
+        return applied_row(rows, rows[at] if dropped is None else None)
+
+    def _drop(self, row: LevelRow, why: Reason) -> None:
+        peaks = [outcome.allocated_peak_bytes for outcome in (row.outcome,) if isinstance(outcome, Measurement)]
+        original = self.measurements.known(ORIGINAL)
+        self.found.drop(
+            Dropped(
+                plan=row.plan,
+                peak_bytes=next(iter(peaks), row.predicted_allocated_peak_bytes),
+                original_bytes=None if original is None else original.allocated_peak_bytes,
+                why=why,
+            )
+        )
+
+    def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
         """What of a plan does as the original does, at the sizes at which it failed; see :func:`agreeing`."""
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 

@@ -110,6 +110,9 @@ class _Job:
             found = find_plan(request, self.prepared)
         except MemoptError as error:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
+        if found.decisive is not None:
+            dropped = found.decisive
+            return StepFailed(message=f"found {dropped.found}, but {dropped.why.because}", hint=dropped.why.remedy)
         self.notes.append(f"The plan is that of level {found.applied_level} at {self._where(self.steps.low)}.")
         return found.plan
 

@@ -12,6 +12,7 @@ from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend, r
 from memopt_cli.plan.ways import spent_by
 from memopt_cli.records import (
     BatchAdvice,
+    Dropped,
     LevelRow,
     Measurement,
     MemOptSummary,
@@ -24,6 +25,7 @@ from memopt_cli.records import (
     RangeRow,
     SearchGoal,
     Verification,
+    decisive,
     to_data,
 )
 from memopt_cli.units import format_bytes, format_seconds, format_some
@@ -66,6 +68,13 @@ class Findings:
     """Of many ranks; then nothing was measured, either."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Of a plan by length."""
+    dropped: list[Dropped] = field(default_factory=list)
+    """Plans that were found and are not applied, in turn."""
+
+    def drop(self, dropped: Dropped) -> None:
+        """Note that a plan is not applied, unless that is known."""
+        if all(known.plan != dropped.plan for known in self.dropped):
+            self.dropped.append(dropped)
 
     @classmethod
     def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
@@ -79,6 +88,12 @@ class Findings:
             by_goal=request.goal != SearchGoal(),
             notes=[*resolved.notes, *prepared.notes],
         )
+
+    @property
+    def decisive(self) -> Dropped | None:
+        """See :attr:`memopt_cli.records.MemOptSummary.decisive`."""
+        failed = self.verification is not None and not self.verification.passed
+        return decisive(self.dropped) if failed or self.plan.is_empty else None
 
     @property
     def is_run(self) -> bool:
@@ -151,6 +166,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
         estimates=found.estimates,
         parallel=found.parallel,
         ranges=found.ranges,
+        dropped=found.dropped,
     )
 
 
@@ -219,10 +235,12 @@ def _generic(found: Findings) -> str:
         return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
+    if found.plan.is_empty and found.dropped:
+        return _what_stays(rows)
     if found.plan.is_empty and all(row.plan.is_empty for row in rows):
         limit = found.resolved.options.max_slowdown
         quick = f" and takes at most {limit:g} times as long" if limit else ""
-        return f"No plan that was found lowers the measured peak of this step{quick}.{_what_stays(rows)}"
+        return f"No plan that was found lowers the measured peak of this step{quick}. {_what_stays(rows)}".rstrip()
     before, after = _measured(rows, 0), found.measured
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
         return "Other plans, from the fastest to the smallest: --frontier; the fastest within a limit: --budget."
@@ -234,7 +252,7 @@ def _what_stays(rows: list[LevelRow]) -> str:
     if original is None:
         return ""
     share = original.resident_bytes / original.allocated_peak_bytes
-    return f" What no plan makes smaller (parameters, gradients, buffers, inputs and the like) is {share:.0%} of it."
+    return f"What no plan makes smaller (parameters, gradients, buffers, inputs and the like) is {share:.0%} of it."
 
 
 def _measured_sentence(found: Findings) -> str:

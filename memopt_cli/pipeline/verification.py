@@ -10,10 +10,12 @@ from memopt_cli.measure.jobs import RoundedJob, Sizes, SizesJob, VerifyJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import (
+    Differs,
     Failure,
     Fingerprint,
     FingerprintCheck,
     FurtherCheck,
+    NotRun,
     OutOfMemory,
     Plan,
     StepFailed,
@@ -89,11 +91,11 @@ def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredS
     return verified(prepared, plan)
 
 
-def fault_in(found: Verification | Failure) -> str:
-    """What speaks against a plan, in words; empty if it passes."""
+def fault_in(found: Verification | Failure) -> Differs | NotRun | None:
+    """What speaks against a plan; ``None`` if it passes."""
     if isinstance(found, Verification):
-        return "" if found.passed else found.difference
-    return describe(found)
+        return None if found.passed else Differs(verification=found)
+    return NotRun(failure=found, in_verification=True)
 
 
 def agreement(

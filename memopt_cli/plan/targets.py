@@ -9,7 +9,7 @@ from dataclasses import replace
 from memopt_cli.errors import PlanError
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.policy import Selection, chosen
-from memopt_cli.records import ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
+from memopt_cli.records import Dropped, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
 from memopt_cli.units import format_some
 
 _NEVER_CALLED = "the step never calls it"
@@ -61,16 +61,23 @@ def left_out(refusals: Mapping[str, str]) -> list[str]:
     return [f"Not candidates: {format_some(named)}."] if named else []
 
 
-def without_segment(classes: Iterable[tuple[str, Sequence[str]]], selection: Selection) -> list[str]:
-    """A note for each class asked for, of which there are modules at these paths, where none became a segment."""
-    return [f"No segment of {name}: {_why_none(paths, selection)}." for name, paths in classes]
+def without_segment(
+    classes: Iterable[tuple[str, Sequence[str]]], selection: Selection, dropped: Dropped | None = None
+) -> list[str]:
+    """A note for each class asked for, of which there are modules at these paths, where none became a segment.
+
+    ``dropped``: the plan that would be applied but for its reason.
+    """
+    return [f"No segment of {name}: {_why_none(paths, selection, dropped)}." for name, paths in classes]
 
 
-def _why_none(paths: Sequence[str], selection: Selection) -> str:
+def _why_none(paths: Sequence[str], selection: Selection, dropped: Dropped | None) -> str:
     refusals = selection.refused
     if not paths:
         return "the model has none"
     if any(path not in refusals for path in paths):
+        if dropped is not None:
+            return f"a plan was found, but {dropped.why.because}"
         return _NONE_ALLOWED.get(selection.policy, "no plan that was found with one lowers the peak")
     reason = next((refusals[path] for path in paths if refusals[path] != _NEVER_CALLED), _NEVER_CALLED)
     return f"no inputs were recorded, as {_NEVER_CALLED}" if reason == _NEVER_CALLED else f"refused because {reason}"

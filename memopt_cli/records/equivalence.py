@@ -75,6 +75,8 @@ class StepPrint:
     choices: tuple[ChoicePrint, ...] = ()
     warnings: tuple[str, ...] = ()
     """What Python warned of."""
+    nested_backward: bool = False
+    """Of a step that was watched: backward ran within backward, as a reentrant checkpoint has it."""
     failed: str = ""
     """What the step raised: it left nothing, and none follows it."""
     updated: bool = True
@@ -96,6 +98,8 @@ class Followed:
     """Modules in it go through ``torch.compile``, and were not watched."""
     evaluating: tuple[str, ...] = ()
     """Paths of modules that came in eval mode, of those that training mode is for."""
+    frozen: tuple[str, ...] = ()
+    """Names of the parameters that want no gradient."""
 
     @property
     def failed(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memopt_cli.records.batch import Accumulation, BatchProbe
+from memopt_cli.records.dropped import Dropped
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.measurement import Failure
 from memopt_cli.records.plan import Plan
@@ -60,6 +61,8 @@ class FastestTraining:
     spent_s: float
     interrupted: bool = False
     """Something was still to be run; the answer is the best of what had been."""
+    dropped: tuple[Dropped, ...] = ()
+    """Plans that were run, train faster than the answer, and fail verification."""
 
     @property
     def answer(self) -> PairRun:

@@ -7,10 +7,12 @@ from typing import Any
 
 from memopt_cli.records.batch import BatchAdvice
 from memopt_cli.records.device import PlanEstimates
+from memopt_cli.records.dropped import Dropped, decisive
 from memopt_cli.records.measurement import Counted, Failure, Measurement
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.rank import PlannedRanks
 from memopt_cli.records.verification import Verification
+from memopt_cli.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,3 +169,39 @@ class MemOptSummary:
     """Of one rank of many, whose layout it has; then nothing was measured, either."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Of a plan by length, from the shortest on; all else here is of the longest."""
+    dropped: list[Dropped] = field(default_factory=list)
+    """Plans that were found and are not applied, in turn."""
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether a plan changes the model: there is one, and it did not fail verification."""
+        failed = self.verification is not None and not self.verification.passed
+        return self.plan is not None and not self.plan.is_empty and not failed
+
+    @property
+    def decisive(self) -> Dropped | None:
+        """The plan that would be applied but for its reason; ``None`` where one is, or none was found."""
+        is_to_choose = bool(self.frontier) and self.verification is None
+        return None if self.is_applied or is_to_choose else decisive(self.dropped)
+
+    @property
+    def unchanged(self) -> str:
+        """Why the model stays as it is though a plan was looked for, and what to do; empty where one is applied.
+
+        So it is where one was asked for that the original itself meets, a budget say.
+        """
+        is_met = self.budget_bytes is not None or bool(self.frontier)
+        if self.decisive is not None:
+            dropped = self.decisive
+            return f"found {dropped.found}, but {dropped.why.because}. The model stays as it is. {dropped.why.remedy}"
+        if self.is_applied or is_met or not self.requested_level:
+            return ""
+        original = self.levels[0].outcome if self.levels else None
+        if isinstance(original, Measurement):
+            most = self.options.get("max_slowdown")
+            quick = f" in at most {most:g} times the step" if self.smaller is not None and most is not None else ""
+            peak = format_bytes(original.allocated_peak_bytes)
+            return f"no plan that was found lowers the peak of {peak}{quick}: the model stays as it is"
+        if self.gc_selection_policy == "no_candidates":
+            return f"The model stays as it is. {self.gc_selection_explanation}"
+        return ""

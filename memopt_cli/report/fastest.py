@@ -32,6 +32,8 @@ def gain(found: FastestTraining) -> str:
     if found.original == found.chosen:
         others = any(not run.plan.is_empty for run in found.runs)
         verdict = "no plan that was run is faster" if others else "by the sums no plan is faster"
+        if found.dropped:
+            verdict = f"with a plan it is faster, but {found.dropped[0].why.because}"
         whole = found.accumulation is not None and found.accumulation.steps == 1
         untried = f"no plan was tried{', as no batch may be larger than the global one' if whole else ''}"
         return f"{rate(speed)} samples/s; {verdict if found.priced else untried}"
@@ -86,6 +88,8 @@ def _verdict(found: FastestTraining, index: int) -> str:
         return "over the time of a step"
     if not run.usable:
         return "not of use for the global batch"
+    if any(run.plan == dropped.plan for dropped in found.dropped):
+        return "not exact"
     return "the original's best" if index == found.original else ""
 
 
@@ -107,4 +111,5 @@ def remarks(found: FastestTraining) -> Iterator[str]:
         f"{counted(found.dry_runs, 'dry run')}, {counted(found.priced, 'plan')} priced by sums; "
         f"total time {format_seconds(found.spent_s)}"
     )
+    yield from (dropped.sentence for dropped in found.dropped)
     yield from found.notes

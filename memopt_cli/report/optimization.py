@@ -8,6 +8,8 @@ from rich.table import Table
 
 from memopt_cli.records import (
     BatchAdvice,
+    Differs,
+    Dropped,
     FingerprintCheck,
     LevelRow,
     Measurement,
@@ -35,20 +37,17 @@ _ROUGH = 0.15
 
 
 def headline(summary: MemOptSummary) -> str:
-    """``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×)``."""
+    """``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×)``; where no plan is applied, why."""
+    if summary.unchanged:
+        return summary.unchanged
     if summary.parallel is not None:
         return planned_headline(summary.parallel)
     if summary.estimates is not None:
         return _estimated(summary.estimates)
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
-        case Measurement(), Measurement() if not _changes(summary) and summary.requested_level:
-            peak = format_bytes(before.allocated_peak_bytes)
-            if summary.budget_bytes or summary.frontier:
-                return f"the model stays as it is, with a peak of {peak}"
-            if summary.smaller is not None:
-                return f"no plan that was found is worth its time: the model stays as it is, with a peak of {peak}"
-            return f"no plan that was found lowers the peak of {peak}: the model stays as it is"
+        case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
+            return f"the model stays as it is, with a peak of {format_bytes(before.allocated_peak_bytes)}"
         case Measurement(), Measurement():
             peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
@@ -69,10 +68,6 @@ def _estimated(found: PlanEstimates) -> str:
     room = f"{format_bytes(after.reserved_peak_bytes)} reserved of {format_bytes(after.memory_bytes)}"
     fits = "it fits" if after.fits else "it does not fit"
     return f"estimated for {after.device}: {peak} ({smaller}), {step}; {fits}: {room}"
-
-
-def _changes(summary: MemOptSummary) -> bool:
-    return any(not row.plan.is_empty for row in summary.levels if row.level == summary.applied_level)
 
 
 def _outcome(summary: MemOptSummary, level: int) -> object:
@@ -223,11 +218,21 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
     if beaten:
         yield f"not shown, as another plan is no slower and no larger: pick {', '.join(map(str, beaten))}"
     yield from _rough_times(summary)
+    yield from unapplied(summary, but=summary.decisive)
     yield from summary.notes
 
 
+def unapplied(summary: MemOptSummary, *, but: Dropped | None = None) -> Iterator[str]:
+    """Tell of the plans that are not applied, and of the parts that are at fault; ``but``: told already."""
+    for dropped in summary.dropped:
+        if dropped is not but:
+            yield dropped.sentence
+        if isinstance(dropped.why, Differs):
+            yield from (part.sentence for part in dropped.why.left_out)
+
+
 def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
-    applied = f"level {summary.applied_level}" if _changes(summary) else "no plan"
+    applied = f"level {summary.applied_level}" if summary.is_applied else "no plan"
     yield f"* {applied} is applied{_less_than(summary)}"
     yield from _of_the_ranges(summary)
     if summary.budget_bytes is not None:
@@ -241,7 +246,7 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
         yield from planned_lines(summary.parallel, verified=summary.verification is not None)
     elif summary.estimates is not None:
         there = summary.estimates.planned.device
-        how = f"; memopt apply --confirm measures the plan on {there}" if _changes(summary) else ""
+        how = f"; memopt apply --confirm measures the plan on {there}" if summary.is_applied else ""
         yield f"estimated for {there}, not measured{how}"
     elif any(row.outcome is None for row in summary.levels):
         yield "~ predicted by a dry run; --measure-levels measures every level"

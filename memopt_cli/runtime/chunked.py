@@ -336,7 +336,9 @@ def _without_axis(config: SegmentConfig, output: Any) -> str:
         if not isinstance(part, Tensor):
             return f"returns a {type(part).__name__}, of which chunks cannot be joined"
         if not -part.dim() <= config.axis < part.dim():
-            return f"returns a tensor of shape {tuple(part.shape)}, which has no axis {config.axis} to join chunks along"
+            return (
+                f"returns a tensor of shape {tuple(part.shape)}, which has no axis {config.axis} to join chunks along"
+            )
     return ""
 
 

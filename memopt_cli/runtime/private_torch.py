@@ -768,6 +768,15 @@ def compiled_anew() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def compiled_to_draw_alike() -> Iterator[None]:
+    """Within, what is compiled draws the random numbers that it would without; the kernels of Inductor draw others."""
+    import torch._inductor.config
+
+    with torch._inductor.config.patch(fallback_random=True):
+        yield
+
+
 def original_of(module: Any) -> Any:
     """The module within a compiled one; any other object as it is."""
     return getattr(module, "_orig_mod", module)

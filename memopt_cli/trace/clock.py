@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import defaultdict
@@ -16,7 +17,8 @@ from memopt_cli.records import OpTrace, StepTrace, ancestry
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.private_torch import TorchDispatchMode
-from memopt_cli.step import Step, reset_gradients, seed_everything, synchronize, take
+from memopt_cli.runtime.state import StartingState
+from memopt_cli.step import Step, begin, synchronize, take
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 
 _PACKED_ELEMENTS = 2**22
@@ -65,11 +67,10 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
     Where a device runs them while the next ones are launched, a step takes less than its operators one by one: they
     share its time then.
     """
-    clock, device = Clock(step.settings.device), step.settings.device
-    with clock:
-        _take(step)
+    clock, device, start = Clock(step.settings.device), step.settings.device, StartingState(step.model)
+    _step_s(step, start, clock)
     times = tuple(clock.times)
-    return times if device == "cpu" else together(times, seconds_of(lambda: _take(step), device, runs=2))
+    return times if device == "cpu" else together(times, min(_step_s(step, start) for _ in range(2)))
 
 
 def together(times: Sequence[OperatorTime], step_s: float) -> tuple[OperatorTime, ...]:
@@ -78,11 +79,13 @@ def together(times: Sequence[OperatorTime], step_s: float) -> tuple[OperatorTime
     return tuple(replace(timed, seconds=timed.seconds * share) for timed in times)
 
 
-def _take(step: Step) -> None:
-    reset_gradients(step)
-    seed_everything(step.settings.seed)
-    take(step)
+def _step_s(step: Step, start: StartingState, clock: Clock | None = None) -> float:
+    """Time one step from ``start`` in seconds, its operators by ``clock`` if there is one; leaves no gradients."""
+    begin(step, start)
+    with clock or contextlib.nullcontext():
+        _, seconds = _timed(lambda: take(step), step.settings.device)
     step.model.zero_grad(set_to_none=True)
+    return seconds
 
 
 def seconds_of(run: Callable[[], object], device: str, *, runs: int) -> float:

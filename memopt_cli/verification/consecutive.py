@@ -65,6 +65,7 @@ def consecutive(step: Step, count: int, watched: int | None, between: Callable[[
             steps=tuple(taken),
             draws=_drawn(model) != begun,
             is_compiled=is_unseen,
+            frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
         )
 
 
@@ -113,6 +114,7 @@ def _taken(step: Step, start: Others, between: Callable[[nn.Module], object], *,
         hooks=tuple(hooks),
         calls=tuple(watch.calls),
         choices=tuple(watch.choices),
+        nested_backward=watch.nested,
         warnings=tuple(dict.fromkeys(str(warning.message) for warning in warned)),
         failed=left.failed,
         updated=left.updated,
@@ -264,6 +266,8 @@ class _Watch:
     calls: list[CallPrint] = field(default_factory=list)
     choices: list[ChoicePrint] = field(default_factory=list)
     _open: list[_Open] = field(default_factory=list)
+    nested: bool = False
+    """Autograd was started while it ran."""
     _engines: int = 0
 
     @contextlib.contextmanager
@@ -291,6 +295,7 @@ class _Watch:
 
     def _count(self, change: int) -> None:
         self._engines += change
+        self.nested |= self._engines > 1
 
     def _enter(self, path: str, module: nn.Module, inputs: Any) -> None:
         self._open.append(_Open(path, _printed(inputs), self._engines > 0, _drawn(self.model)))

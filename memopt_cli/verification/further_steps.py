@@ -175,7 +175,11 @@ class _CannotCopy(StepError):
 
 
 class _Course:
-    """A copy of the model on its way from step to step."""
+    """A copy of the model on its way from step to step.
+
+    Each step is put where the last one ended, cut off the graph of that: two copies share what lies outside of them, a
+    module's global dictionary of membranes say, which the other copy has moved on meanwhile.
+    """
 
     def __init__(self, step: Step) -> None:
         try:
@@ -183,16 +187,16 @@ class _Course:
         except Exception as error:  # the model's own classes may do anything
             raise _CannotCopy(f"the model cannot be copied ({first_line(error)})") from error
         self._step = replace(step, model=self.model, optimizer=None)
-        self._start = StartingState(self.model)
+        self._start = self._reached = StartingState(self.model)
         self.at_start = True
         """The next step starts from the state in which the model was given."""
         self.took_from_start = True
         """The last one did."""
 
     def take(self, variation: Variation) -> dict[str, Tensor]:
-        """The effects of a step, which goes on where the last one ended; a model that cannot begins anew.
+        """Return the effects of a step that goes on where the last one ended, or from the start where it cannot.
 
-        Raises what the model raises then.
+        It cannot where membranes are of another batch size, say.  Raises what the model raises from the start, too.
         """
         try:
             return self._take(variation)
@@ -206,11 +210,11 @@ class _Course:
         return self.take(variation)
 
     def _take(self, variation: Variation) -> dict[str, Tensor]:
-        if self.at_start:
-            self._start.enter()
+        (self._start if self.at_start else self._reached).enter()
         with variation.vary(self._step) as step:
             found = effects(step)
         synchronize(step.settings.device)
+        self._reached = StartingState(self.model)
         self.took_from_start, self.at_start = self.at_start, False
         return found
 

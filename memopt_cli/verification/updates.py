@@ -13,8 +13,9 @@ from memopt_cli.equality import difference, generators_kept, state_of
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.module_state import copy_of
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.step import Step, reset_gradients, seed_everything, take
+from memopt_cli.step import Step, begin, take
 from memopt_cli.verification.further_steps import Found
 
 Install = Callable[[nn.Module, Optimizer], object]
@@ -45,13 +46,13 @@ def _left(step: Step, install: Install) -> dict[str, Tensor]:
     if optimizer is None:  # the plan is refused before it is run, too
         raise StepError("there is no optimizer that could run in backward", hint="Name it with --optimizer.")
     set_rate(optimizer)
+    start = StartingState(model)
     install(model, optimizer)
     with generators_kept():
-        seed_everything(step.settings.seed)
         for _ in range(_UPDATES):
             args, kwargs = map_leaves(_copied, (step.args, step.kwargs))
             copied = replace(step, model=model, optimizer=optimizer, args=args, kwargs=kwargs)
-            reset_gradients(copied)
+            begin(copied, start)
             take(copied)
     parameters = {f"parameter {name}": p.detach() for name, p in model.named_parameters()}
     return parameters | _state(optimizer) | state_of(model)

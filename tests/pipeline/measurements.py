@@ -48,7 +48,12 @@ def measurements_by(
     measure: Callable[[Plan], Any], confirm: Callable[[LevelRow, float], LevelRow] = lambda row, most_slowdown: row
 ) -> Any:
     """Stands in for measurements of plans."""
-    return SimpleNamespace(measure=measure, confirm=confirm, prepared=SimpleNamespace(progress=Progress()))
+
+    def known(plan: Plan) -> Measurement | None:
+        found = measure(plan)
+        return found if isinstance(found, Measurement) else None
+
+    return SimpleNamespace(measure=measure, confirm=confirm, known=known, prepared=SimpleNamespace(progress=Progress()))
 
 
 def counted(peak: int, gradients: int = 0) -> Counted:

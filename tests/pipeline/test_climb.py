@@ -15,10 +15,14 @@ from memopt_cli.records import (
     Failure,
     LevelRow,
     Measurement,
+    NotRun,
     OutOfMemory,
     Plan,
+    SavesTooLittle,
     SearchOptions,
     SegmentPlan,
+    StepFailed,
+    TooSlow,
 )
 from tests.pipeline import measurements
 from tests.pipeline.measurements import measured, measurements_by, started
@@ -134,7 +138,7 @@ def test_what_is_confirmed_is_believed() -> None:
     (row,) = found.rows()
     assert found.applied == row
     assert row.outcome == measured(600, 1.25)
-    assert (asked, found.search.found.notes) == ([600], [])
+    assert (asked, found.search.found.dropped) == ([600], [])
 
 
 def test_where_the_original_does_not_fit_any_plan_that_runs_is_welcome() -> None:
@@ -153,8 +157,10 @@ def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -
     (row,) = found.rows()
     assert (row.predicted_allocated_peak_bytes, row.outcome) == (800, measured(800, 1.1))
     assert asked == [600, 800]
-    assert found.search.found.notes == ["A plan of 600 B is not applied: its step takes 1.70 times as long."]
-    assert [plan.segments[0].path[1:] for plan in found.too_slow] == ["600"]
+    (dropped,) = found.search.found.dropped
+    assert dropped.plan == priced(600, 1.3).plan
+    assert dropped.why == TooSlow(slowdown=1.7, most=1.33)
+    assert dropped.found == "600 B of 1000 B"
 
 
 def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well() -> None:
@@ -215,7 +221,7 @@ def test_where_every_plan_takes_too_long_the_original_stays() -> None:
     assert row.plan == Plan()
     assert row.outcome == measured(ORIGINAL)
     assert 1 <= len(asked) <= 3
-    assert len(found.search.found.notes) == len(asked)
+    assert len(found.search.found.dropped) == len(asked)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +233,8 @@ def test_the_limit_is_held_by_the_slowdown_that_is_shown(step_times_s: tuple[flo
     is_applied = bool(found.rows()[-1].plan.segments)
     assert measured(600, *step_times_s).slowdown(measured(ORIGINAL)) == shown
     assert is_applied is (shown <= 1.33)
-    refused = [f"A plan of 600 B is not applied: its step takes {shown:.2f} times as long."]
-    assert found.search.found.notes == ([] if is_applied else refused)
+    refused = [TooSlow(slowdown=shown, most=1.33)]
+    assert [dropped.why for dropped in found.search.found.dropped] == ([] if is_applied else refused)
 
 
 def test_where_no_plan_is_as_fast_as_asked_the_next_faster_one_is_measured() -> None:
@@ -241,7 +247,7 @@ def test_where_no_plan_is_as_fast_as_asked_the_next_faster_one_is_measured() -> 
 def test_without_a_limit_no_step_is_too_long() -> None:
     found, asked = climb({1: {600: 3.0}}, lambda peak: measured(peak, 5.0), max_slowdown=None)
     assert found.rows()[-1].predicted_allocated_peak_bytes == 600
-    assert (asked, found.search.found.notes) == ([600], [])
+    assert (asked, found.search.found.dropped) == ([600], [])
 
 
 @pytest.mark.parametrize(
@@ -252,5 +258,55 @@ def test_what_saves_next_to_nothing_for_its_time_is_not_applied(peak: int, slowd
     (row,) = found.rows()
     assert bool(row.plan.segments) is applied
     assert asked == [peak] * applied
-    assert bool(found.search.found.notes) is (not applied and peak < ORIGINAL)
+    refused = [SavesTooLittle(saved=1 - peak / ORIGINAL, slowdown=slowdown, is_predicted=True)]
+    is_refused = not applied and peak < ORIGINAL
+    assert [dropped.why for dropped in found.search.found.dropped] == (refused if is_refused else [])
     assert row.predicted_allocated_peak_bytes == (peak if applied else ORIGINAL)
+
+
+@pytest.mark.parametrize(
+    ("peak", "slowdown", "applied"),
+    [(995, 1.14, False), (1000, 1.0, False), (1010, 0.9, False), (995, 1.02, True), (900, 1.3, True)],
+)
+def test_the_measured_peak_decides_and_not_the_predicted_one(peak: int, slowdown: float, applied: bool) -> None:
+    found, asked = climb({1: {800: 1.1}}, lambda _: measured(peak, slowdown))
+    (row,) = found.rows()
+    assert asked == [800]
+    assert bool(row.plan.segments) is applied
+    assert found.applied == row
+    refused = [SavesTooLittle(saved=1 - peak / ORIGINAL, slowdown=slowdown)]
+    assert [dropped.why for dropped in found.search.found.dropped] == ([] if applied else refused)
+
+
+def test_where_the_last_saves_too_little_as_measured_the_one_below_is_measured() -> None:
+    found, asked = climb(
+        {1: {800: 1.1}, 2: {600: 1.2}, 3: {}}, lambda peak: measured(995 if peak == 600 else peak, 1.1)
+    )
+    rows = found.rows()
+    assert asked == [600, 800]
+    assert found.applied == rows[0]
+    assert [row.outcome for row in rows] == [measured(800, 1.1), measured(995, 1.1), measured(995, 1.1)]
+    assert len(found.search.found.dropped) == 1
+
+
+def test_where_all_save_too_little_as_measured_the_model_stays_as_it_is() -> None:
+    found, asked = climb({1: {800: 1.1}, 2: {600: 1.2}}, lambda peak: measured(1000, 1.1))
+    rows = found.rows()
+    assert asked == [600, 800]
+    assert [row.plan for row in rows] == [Plan(), Plan()]
+    assert found.applied == rows[-1]
+    assert len(found.search.found.dropped) == 2
+
+
+def test_a_plan_that_does_not_run_is_dropped_with_its_failure() -> None:
+    gone = StepFailed(message="no such kernel")
+    found, _ = climb({1: {800: 1.1}}, lambda peak: gone)
+    (row,) = found.rows()
+    assert (found.applied, row.outcome) == (None, gone)
+    (dropped,) = found.search.found.dropped
+    assert (dropped.why, dropped.found) == (NotRun(failure=gone), "800 B of 1000 B")
+
+
+def test_no_level_has_a_plan_where_the_highest_has_none_however_fast_it_was_to_be() -> None:
+    found, _ = climb({1: {900: 0.9}, 2: {600: 1.2}}, lambda peak: measured(peak, 3.0))
+    assert [row.plan for row in found.rows()] == [Plan(), Plan()]

@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memopt_cli
 from memopt_cli.errors import OptionError, StepError
@@ -291,6 +291,47 @@ class Counting(nn.Module):
         return torch.tanh(self.layer(x * self.calls[0]))
 
 
+class Counted(Block):
+    """Keeps something that no output depends on."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__(nn.Tanh())
+        self.kept = kept
+        self.steps, self.mean, self.held = 0, torch.zeros(6), {"seen": torch.zeros(())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept == "steps":
+            self.steps += 1
+        elif self.kept == "mean":
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        else:
+            self.held["seen"].add_(len(x))
+        return super().forward(x)
+
+
+class DropFunction(nn.Module):
+    """Dropout that no module does and no mode turns off."""
+
+    def __init__(self, around: Callable[..., Any] = lambda function, x: function(x)) -> None:
+        super().__init__()
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.around(lambda x: nn.functional.dropout(torch.tanh(x), 0.4), x)
+        return out
+
+
+def drawing_first(block: nn.Module, x: Tensor) -> Any:
+    torch.rand(1)
+    return block(x)
+
+
+def frozen_weight() -> nn.Module:
+    net = Net(Block(nn.Tanh()))
+    net.blocks[0].wide.weight.requires_grad_(False)
+    return net
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "candidate", "module", "text"),
@@ -298,11 +339,30 @@ class Counting(nn.Module):
         pytest.param(*pair(dropping, forgetful), "blocks.1.inner.0", causes.RANDOM_AGAIN, id="generators not kept"),
         pytest.param(*pair(Noisy), "blocks.1.noise", causes.CUT_SHORT, id="noise at the end of a checkpoint"),
         pytest.param(*pair(lambda: Block(nn.BatchNorm1d(10))), "blocks.0.inner.0", causes.TWICE, id="batch norm twice"),
-        pytest.param(*pair(Counting), "blocks.1.layer", causes.OVERWRITTEN, id="a counter"),
-        pytest.param(Overwriting, lambda: Overwriting(checked), "block.wide", causes.OVERWRITTEN, id="an input"),
+        pytest.param(*pair(Counting), "blocks.1", causes.OTHERWISE, id="a counter"),
+        pytest.param(Overwriting, lambda: Overwriting(checked), "block", causes.OVERWRITTEN, id="an input"),
         pytest.param(
-            lambda: Net(Block(nn.Dropout(0.4))), lambda: Net(Block(nn.Dropout(0.5))), "blocks.0.inner.0", causes.RANDOM,
-            id="another rate",
+            lambda: Net(Block(nn.Dropout(0.4))), lambda: Net(Block(nn.Dropout(0.5))), "blocks.0.inner.0",
+            causes.RANDOM_ALIKE, id="another rate",
+        ),
+        pytest.param(
+            lambda: Net(dropping()), lambda: Net(dropping(), around=drawing_first), "blocks.0.inner.0", causes.RANDOM,
+            id="a number drawn before",
+        ),
+        pytest.param(*pair(lambda: Counted("steps")), "blocks.0", causes.TWICE, id="a number in an attribute twice"),
+        pytest.param(*pair(lambda: Counted("mean")), "blocks.0", causes.TWICE, id="a tensor in an attribute twice"),
+        pytest.param(*pair(lambda: Counted("held")), "blocks.0", causes.TWICE, id="a tensor in a dict twice"),
+        pytest.param(
+            lambda: Net(Block(nn.BatchNorm1d(10), nn.Dropout(0.4))),
+            lambda: Net(Block(nn.BatchNorm1d(10, momentum=0.3), nn.Dropout(0.4))),
+            "blocks.0.inner.0", causes.KEEPS_OTHERWISE, id="another momentum beside dropout",
+        ),
+        pytest.param(lambda: Net(Block(nn.Tanh())), lambda: frozen_weight(), "blocks.0.wide.weight", causes.FROZEN,
+            id="a frozen parameter",
+        ),
+        pytest.param(
+            lambda: Net(Block(DropFunction())), lambda: Net(Block(DropFunction(forgetful))), "", causes.RANDOM_AGAIN,
+            id="a function in a checkpoint",
         ),
         pytest.param(
             lambda: Net(Block(nn.GELU())), lambda: Net(Block(nn.GELU("tanh"))), "blocks.0.inner.0", causes.ELSEWHERE,
@@ -341,6 +401,185 @@ def test_no_gradient_under_a_reentrant_checkpoint() -> None:
     assert missing[0].name == "gradient of blocks.0.inner.0.bias" or missing[0].name.startswith("gradient of blocks.0")
     assert found.cause is not None
     assert found.cause.text == causes.REENTRANT
+
+
+class Routed(Block):
+    """Takes another way, or another expert, each time that it runs."""
+
+    def __init__(self, *, experts: bool, drawn: bool = False) -> None:
+        super().__init__(nn.Tanh())
+        self.calls, self.experts, self.drawn = 0, experts, drawn
+        self.ways = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.drawn:  # by a number that is the first of its seed, or is not
+            self.calls = int(torch.rand(1).item() == self.first_drawn())
+        if self.experts:
+            chosen = self.ways[self.calls % 2](x)
+            return x + (torch.tanh(torch.tanh(chosen)) if self.calls % 2 else torch.relu(chosen))
+        return super().forward(x) if self.calls % 2 else x + torch.tanh(torch.tanh(self.ways[0](x)))
+
+    def first_drawn(self) -> float:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return torch.rand(1).item()
+
+
+class RowsPicked(Block):
+    """Lets through the rows that a generator of its own picks."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Tanh())
+        self.own = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.rand(len(x), generator=self.own) > 0.5
+        return x.index_put((kept,), super().forward(x[kept]))
+
+
+class Caching(Block):
+    """Appends to a cache, of its own or that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Tanh())
+        self.cache: list[Tensor] = []
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        cache = self.cache if cache is None else cache
+        cache.append(self.wide(x))
+        known = torch.cat(cache)
+        return x + self.narrow(torch.softmax(cache[-1] @ known.T, -1) @ known)
+
+
+class Cached(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.cache = []
+        return super().forward(x)
+
+
+class WithACacheGiven(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(self.blocks[0], self.first(x), [])  # type: ignore[no-any-return]
+
+
+class CachingFunction(Net):
+    """A function in a checkpoint that calls no module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Tensor] = []
+
+        def attend(x: Tensor) -> Tensor:
+            cache.append(torch.tanh(x))
+            known = torch.cat(cache)
+            return x + torch.softmax(x @ known.T, -1) @ known
+
+        out: Tensor = self.around(attend, self.first(x))
+        return out
+
+
+class HookedOnce(Net):
+    """A hook that is not to be called twice in a step."""
+
+    def __init__(self, *blocks: nn.Module, around: Callable[..., Any] = lambda block, x: block(x)) -> None:
+        super().__init__(*blocks, around=around)
+        self.scales: list[float] = []
+        for block in self.blocks:
+            block.wide.register_forward_pre_hook(lambda module, args: (args[0] * self.scales.pop(),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scales = [0.5, 1.0]
+        return super().forward(x)
+
+
+class Within(nn.Module):
+    """Is given a tensor, and the same in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(nn.Tanh())
+
+    def forward(self, x: Tensor, others: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.block(x + others["x"])
+        return out
+
+
+class GivenADict(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        out: Tensor = self.around(self.blocks[0], x, {"x": x})
+        return out
+
+
+def called(block: Callable[..., Any], *given: Any) -> Any:
+    return block(*given)
+
+
+def selective(block: nn.Module, x: Tensor) -> Any:
+    kept = [torch.ops.aten.addmm.default, torch.ops.aten.tanh.default]
+    return checked(block, x, context_fn=functools.partial(create_selective_checkpoint_contexts, kept))
+
+
+def given_checked(block: nn.Module, *given: Any, use_reentrant: bool = False) -> Any:
+    return checkpoint(block, *given, use_reentrant=use_reentrant)
+
+
+given_reentrant = functools.partial(given_checked, use_reentrant=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "around", "module", "text"),
+    [
+        pytest.param(lambda around: Net(Routed(experts=False), around=around), checked, "blocks.0",
+            causes.OTHER_WAY.format("blocks.0.ways.0"), id="another way"),
+        pytest.param(lambda around: Net(Routed(experts=True), around=around), checked, "blocks.0",
+            causes.OTHER_WAY.format("blocks.0.ways.0"), id="another expert"),
+        pytest.param(lambda around: Net(RowsPicked(), around=around), checked, "blocks.0", causes.RANDOM_AGAIN,
+            id="rows by random numbers"),
+        pytest.param(lambda around: Net(Routed(experts=True, drawn=True), around=around), forgetful, "blocks.0",
+            causes.RANDOM_AGAIN, id="an expert by random numbers"),
+        pytest.param(lambda around: Cached(Caching(), around=around), checked, "blocks.0", causes.OTHERWISE,
+            id="a cache of its own"),
+        pytest.param(lambda around: WithACacheGiven(Caching(), around=around), given_checked, "blocks.0",
+            causes.OVERWRITTEN, id="a cache that it is given"),
+        pytest.param(lambda around: CachingFunction(around=around), checked, "", causes.OTHER_TENSORS,
+            id="a cache of a function"),
+        pytest.param(lambda around: HookedOnce(Block(nn.Tanh()), Block(nn.Tanh()), around=around), checked,
+            "blocks.1.wide", causes.RAISES, id="a hook"),
+        pytest.param(lambda around: Net(Routed(experts=False), around=around), selective, "blocks.0",
+            causes.OTHER_WAY.format("blocks.0.ways.0"), id="a selective checkpoint"),
+        pytest.param(lambda around: GivenADict(Within(), around=around), given_reentrant, "", causes.WITHIN,
+            id="a dict in a reentrant checkpoint"),
+    ],
+)  # fmt: skip
+def test_the_cause_of_a_failure_is_named(
+    make: Callable[[Callable[..., Any]], nn.Module], around: Callable[..., Any], module: str, text: str
+) -> None:
+    found = verified(lambda: make(called), lambda: make(around))
+    assert (found.passed, found.differs_in_step) == (False, 1)
+    assert found.failed
+    assert found.cause is not None, found.failed
+    assert (found.cause.module, found.cause.text) == (module, text), found.failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "text"), [(0.0, causes.RANDOM_IN_BACKWARD), (1.0, causes.RANDOM_COMPILED)])
+def test_wrong_gradients_of_a_compiled_model_are_not_taken_for_other_random_numbers(
+    budget: float, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pytorch#190758: under a memory budget, dropout has another mask in backward."""
+    import torch._functorch.config as config
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 6))
+
+    with config.patch(activation_memory_budget=budget):
+        found = verified(net, lambda: torch.compile(net(), backend="aot_eager_decomp_partition"))  # type: ignore[arg-type, return-value]
+    assert not found.passed
+    assert found.cause is not None
+    assert found.cause.text == text
 
 
 def test_a_step_that_fails_says_in_which_one_and_why() -> None:
@@ -741,6 +980,8 @@ def test_a_graph_that_only_the_candidate_keeps_from_step_to_step() -> None:
     found = verified(lambda: Carrying(cut=True), lambda: Carrying(cut=False))
     assert (found.passed, found.differs_in_step) == (False, 2)
     assert "backward through the graph a second time" in found.failed
+    assert found.cause is not None
+    assert found.cause.text == causes.KEPT_GRAPH
     both = verified(lambda: Carrying(cut=False), lambda: Carrying(cut=False))  # as loops detach spiking neurons
     assert both.alike == "to the bit"
 

@@ -17,11 +17,14 @@ from memopt_cli.plan.questions import Priced
 from memopt_cli.records import (
     Budget,
     Counted,
+    Dropped,
     Failure,
     LevelRow,
     Measurement,
+    NotRun,
     OutOfMemory,
     Plan,
+    Reason,
     SearchOptions,
     SegmentPlan,
     StepFailed,
@@ -86,25 +89,34 @@ def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, l
 
 
 def not_in_backward() -> InBackwardPlans:
-    return plans_in_backward(lambda plan: counted(0), "", is_allowed=False)
+    return plans_in_backward(lambda plan: counted(0), None, is_allowed=False)
 
 
-def plans_in_backward(count: Callable[[Plan], Counted], fault: str, *, is_allowed: bool) -> InBackwardPlans:
+def plans_in_backward(count: Callable[[Plan], Counted], fault: Reason | None, *, is_allowed: bool) -> InBackwardPlans:
     return InBackwardPlans(
         count=count,
         measurements=measurements_by(lambda plan: measured(1000)),
         fault=lambda plan: fault,
         most_slowdown=math.inf,
-        notes=[],
+        drop=DROPPED.append,
         is_allowed=is_allowed,
     )
+
+
+DROPPED: list[Dropped] = []
+"""What plans in backward were refused for."""
+
+
+@pytest.fixture(autouse=True)
+def _none_dropped() -> None:
+    DROPPED.clear()
 
 
 HELD = 150
 """Bytes of gradients that stand at the peak of every plan but the original."""
 
 
-def in_backward(search: GoalSearch, fault: str = "") -> GoalSearch:
+def in_backward(search: GoalSearch, fault: Reason | None = None) -> GoalSearch:
     """The same, whose plans hold gradients at their peaks, and the optimizer may run in backward."""
     planner: Any = search.search.planner
     planner.plans = tuple(holding(found) for found in FakePlanner.plans)
@@ -141,10 +153,11 @@ def test_a_budget_below_the_least_plan_is_met_in_backward() -> None:
 
 
 def test_a_plan_in_backward_that_fails_gives_way_to_the_next_best() -> None:
-    search = in_backward(goal(measured)[0], "output[0] differs")
+    fault = NotRun(failure=StepFailed(message="no gradient"), in_verification=True)
+    search = in_backward(goal(measured)[0], fault)
     row = replace(search, measurements=measurements_by(lambda plan: measured(550))).within(560)
     assert row.plan == priced(500).plan
-    assert search.in_backward.notes == ["The optimizer does not run in backward: output[0] differs."]
+    assert [dropped.why for dropped in DROPPED] == [fault]
 
 
 def test_a_plan_in_backward_that_cannot_be_measured_gives_way_to_the_next_best() -> None:
@@ -153,7 +166,8 @@ def test_a_plan_in_backward_that_cannot_be_measured_gives_way_to_the_next_best()
 
     search = replace(in_backward(goal(measured)[0]), measurements=measurements_by(measure))
     assert search.within(560).plan == priced(500).plan
-    assert search.in_backward.notes == ["The optimizer does not run in backward: no gradient."]
+    (dropped,) = DROPPED
+    assert dropped.sentence == "The optimizer does not run in backward: its step cannot be run: no gradient."
 
 
 def test_a_frontier_has_plans_with_the_optimizer_in_backward() -> None:

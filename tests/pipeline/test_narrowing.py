@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memopt_cli.pipeline.narrowing import agreeing
-from memopt_cli.records import Plan, SegmentPlan, Verification
+from memopt_cli.records import LeftOut, Plan, SegmentPlan, Verification
 
 
 def verification(*, passed: bool) -> Verification:
@@ -36,7 +36,7 @@ def test_those_at_fault_are_left_out(faulty: set[int]) -> None:
 
     kept, left_out = agreeing(plan(8), verify)
     assert {int(segment.path) for segment in kept.segments} == {*range(8)} - faulty
-    assert left_out == {str(i): "gradient of a differs by 0.5" for i in faulty}
+    assert left_out == tuple(LeftOut(segment=str(i), difference="gradient of a differs by 0.5") for i in sorted(faulty))
     assert len(runs) <= 1 + 8 * len(faulty)
 
 
@@ -45,14 +45,16 @@ def test_two_that_differ_together_are_parted() -> None:
         plan(4), lambda tried: verification(passed=not {"1", "2"} <= {s.path for s in tried.segments})
     )
     assert {s.path for s in kept.segments} == {"0", "1"}
-    assert left_out == dict.fromkeys(("2", "3"), "beside others gradient of a differs by 0.5")
+    beside = "beside others gradient of a differs by 0.5"
+    assert left_out == (LeftOut(segment="2", difference=beside), LeftOut(segment="3", difference=beside))
 
 
 def test_packing_is_left_out_by_itself() -> None:
     kept, left_out = agreeing(plan(2, packed=True), lambda tried: verification(passed=not tried.packed))
-    assert (len(kept.segments), kept.packed, left_out) == (2, False, {})
+    assert (len(kept.segments), kept.packed) == (2, False)
+    assert left_out == (LeftOut(segment=None, difference="gradient of a differs by 0.5"),)
 
 
 def test_a_step_that_cannot_be_run_is_at_fault() -> None:
     _, left_out = agreeing(plan(1), lambda tried: None)
-    assert left_out == {"0": "its step cannot be run"}
+    assert left_out == (LeftOut(segment="0", difference="its step cannot be run"),)

@@ -163,7 +163,7 @@ class TestInProcess:
         assert found.curves[1].remark == "no plan was found: no plan could be run. Try a smaller batch."
 
     def test_the_note_names_the_level_of_the_plan(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        found_plan = SimpleNamespace(applied_level=1, plan=Plan())
+        found_plan = SimpleNamespace(applied_level=1, plan=Plan(), decisive=None)
         monkeypatch.setattr(strategies, "find_plan", lambda *_: found_plan)
         found = compared(tmp_path, spiking(), "plan", steps=DimRange(symbol="T", low=2, high=4))
         assert "The plan is that of level 1 at T=2." in found.notes

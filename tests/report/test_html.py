@@ -23,6 +23,8 @@ from memopt_cli.errors import UsageError
 from memopt_cli.records import (
     BatchProbe,
     Breakdown,
+    Differs,
+    Dropped,
     FastestTraining,
     FileHeader,
     FingerprintCheck,
@@ -49,6 +51,7 @@ from memopt_cli.records import (
     StorageTrace,
     Verification,
 )
+from memopt_cli.report.fastest import headline, remarks, run_rows
 from memopt_cli.report.html import fastest_page, optimize_page, profile_page, require_plotly
 from memopt_cli.report.html.figure import bytes_axis
 from memopt_cli.report.html.frontier import FrontierPoint, frontier, points_of
@@ -465,10 +468,9 @@ def pair(plan: Plan, batch: int, peak: int, samples_per_s: float) -> PairRun:
     return PairRun(plan=plan, batch=batch, steps=1, outcome=probe, samples_per_s=samples_per_s, usable=True)
 
 
-def test_the_pairs_of_a_search() -> None:
-    pytest.importorskip("plotly")
+def searched() -> FastestTraining:
     failed = replace(pair(PLAN, 64, 0, 0.0), outcome=OutOfMemory(detail=""), samples_per_s=None, usable=False)
-    found = FastestTraining(
+    return FastestTraining(
         header=HEADER,
         budget_bytes=100 * MIB,
         limit=f"100.0 MiB {EVIL}",
@@ -485,7 +487,11 @@ def test_the_pairs_of_a_search() -> None:
         files=(),
         spent_s=60.0,
     )
-    page = fastest_page(found)
+
+
+def test_the_pairs_of_a_search() -> None:
+    pytest.importorskip("plotly")
+    page = fastest_page(searched())
     (figure,) = figures_of(page).values()
     assert figure["data"][1]["x"] == [1 / 16, 1 / 20]
     assert figure["data"][1]["marker"]["symbol"] == ["circle", "star"]
@@ -495,6 +501,31 @@ def test_the_pairs_of_a_search() -> None:
     assert "16 none 90.0 MiB 1.00 s" in text
     assert "7 tensors, bit for bit" in text
     assert "A note." in text
+
+
+def a_dropped_plan() -> Dropped:
+    verification = a_result().summary.verification
+    assert verification is not None
+    failed = replace(verification, passed=False, worst_name="fc.weight", worst_difference=0.5)
+    return Dropped(plan=PLAN, peak_bytes=95 * MIB, original_bytes=None, why=Differs(verification=failed))
+
+
+def test_a_faster_pair_that_fails_verification_is_said() -> None:
+    found = replace(searched(), chosen=0, verification=None, dropped=(a_dropped_plan(),))
+    said = " ".join(headline(found))
+    assert "with a plan it is faster, but verification failed: fc.weight differs by 0.5, at batch 4" in said
+    assert "no plan that was run is faster" not in said
+    assert "not exact" in [cells[-1] for _, cells in run_rows(found)]
+    assert any(line.startswith("A plan of 95.0 MiB is not applied: verification failed") for line in remarks(found))
+
+
+def test_a_plan_that_is_not_applied_is_said() -> None:
+    pytest.importorskip("plotly")
+    result = a_result()
+    result.summary.plan, result.summary.dropped = Plan(), [a_dropped_plan()]
+    text = " ".join(" ".join(Strict(optimize_page(result)).texts).split())
+    assert "A plan of 95.0 MiB is not applied: verification failed: fc.weight differs by 0.5" in text
+    assert "level applied none" in text
 
 
 def test_without_recorded_steps_the_rest_is_there() -> None:

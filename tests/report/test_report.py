@@ -12,21 +12,30 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchProbe,
     Breakdown,
+    Differs,
+    Dropped,
     FileHeader,
     FingerprintCheck,
     FurtherCheck,
     InputSpec,
+    LeftOut,
     LevelRow,
     Measurement,
     MemOptSummary,
+    NotRun,
     OptimizeResult,
     Outlook,
     OutOfMemory,
     ParetoPoint,
     Plan,
+    Reason,
+    SavesTooLittle,
     SegmentPlan,
+    StepFailed,
+    TooSlow,
     Verification,
     from_data,
+    to_data,
 )
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
@@ -130,6 +139,7 @@ def summary() -> MemOptSummary:
             row(1, OutOfMemory(detail="limit 400 MiB"), Plan(segments=SEGMENTS[:1])),
             row(3, measured(294.6, 1.49), Plan(segments=SEGMENTS), repeats=2),
         ],
+        plan=Plan(segments=SEGMENTS),
         verification=VERIFIED,
         advice=ADVICE,
         spent_s=65.0,
@@ -194,7 +204,8 @@ def test_text_in_a_pipe(summary: MemOptSummary) -> None:
 )
 def test_a_model_that_stays_as_it_is_has_no_plan_applied(budget: int | None, said: str, summary: MemOptSummary) -> None:
     rows = [row(0, measured(617.9, 1.09)), row(3, measured(617.9, 1.09))]
-    lines = shown(TextReport(), result(replace(summary, levels=rows, budget_bytes=budget))).splitlines()
+    unchanged = replace(summary, levels=rows, budget_bytes=budget, plan=Plan())
+    lines = shown(TextReport(), result(unchanged)).splitlines()
     assert lines[0] == said
     assert "* no plan is applied; 4 was asked for" in lines
 
@@ -399,7 +410,7 @@ def test_files_of_apply(report: Report, expected: str | None) -> None:
 
 
 def test_a_run_that_changes_nothing_says_so_first(summary: MemOptSummary) -> None:
-    summary.applied_level = 0
+    summary.applied_level, summary.plan = 0, Plan()
     assert shown(TextReport(), result(summary)).startswith("no plan that was found lowers the peak of 617.9 MiB")
 
 
@@ -433,3 +444,93 @@ def test_the_neighbours_on_the_frontier_are_told(
     point = ParetoPoint(plan=Plan(), predicted_allocated_peak_bytes=9, predicted_slowdown=1.0, outcome=measured(9, 1.0))
     summary.frontier = [point]  # all of it is shown
     assert said not in shown(TextReport(), result(summary)).splitlines()
+
+
+DROPPED_PLAN = Plan(segments=SEGMENTS)
+REASONS: list[tuple[Reason, str]] = [
+    (
+        TooSlow(slowdown=1.62, most=1.33),
+        "found 147.0 MiB of 200.0 MiB, but its step takes 1.62 times as long, and 1.33 is the limit. The model stays "
+        "as it is. --max-slowdown 1.8 takes it.",
+    ),
+    (
+        SavesTooLittle(saved=0.004, slowdown=1.14),
+        "found 147.0 MiB of 200.0 MiB, but it was measured to save 0.4% of the peak for a step 1.14 times as long. The "
+        "model stays as it is. Activations may be a larger share of the peak with a larger batch.",
+    ),
+    (
+        SavesTooLittle(saved=0.0, slowdown=1.14, is_predicted=True),
+        "found 147.0 MiB of 200.0 MiB, but it is predicted to save nothing for a step 1.14 times as long. The model "
+        "stays as it is. Activations may be a larger share of the peak with a larger batch.",
+    ),
+    (
+        NotRun(failure=OutOfMemory(detail="")),
+        "found 147.0 MiB of 200.0 MiB, but its step cannot be run: out of memory. The model stays as it is. A lower "
+        "--level may pass, or other modules with --target.",
+    ),
+    (
+        Differs(
+            verification=replace(VERIFIED, passed=False, worst_name="fc.weight", worst_difference=0.5),
+            left_out=(
+                LeftOut(segment="features.1", difference="fc.weight differs by 0.5"),
+                LeftOut(segment=None, difference="fc.weight differs by 0.25"),
+            ),
+        ),
+        "found 147.0 MiB of 200.0 MiB, but verification failed: fc.weight differs by 0.5, at batch 4. The model stays "
+        "as it is. If 'features.1' reads or changes what is no attribute of a module (a file, a C extension), keep "
+        "that in one, or name other modules with --target; else please report it.",
+    ),
+]
+
+
+def dropped_for(why: Reason) -> Dropped:
+    return Dropped(plan=DROPPED_PLAN, peak_bytes=147 * MIB, original_bytes=200 * MIB, why=why)
+
+
+@pytest.mark.parametrize(("why", "said"), REASONS)
+def test_a_plan_that_was_found_and_is_not_applied_is_the_headline(
+    why: Reason, said: str, summary: MemOptSummary
+) -> None:
+    unchanged = replace(summary, plan=Plan(), applied_level=0, dropped=[dropped_for(why)])
+    lines = shown(TextReport(), result(unchanged)).splitlines()
+    assert lines[0] == said
+    assert not any("is not applied" in line for line in lines)
+    assert from_data(MemOptSummary, json.loads(json.dumps(to_data(unchanged)))) == unchanged
+    if isinstance(why, Differs):
+        assert "'features.1' is not a segment: with it fc.weight differs by 0.5." in lines
+        assert "What is saved outside of segments is not packed: with that fc.weight differs by 0.25." in lines
+
+
+def test_beside_a_plan_that_is_applied_it_is_a_remark(summary: MemOptSummary) -> None:
+    dropped = [dropped_for(why) for why, _ in REASONS]
+    lines = shown(TextReport(), result(replace(summary, dropped=dropped))).splitlines()
+    assert lines[0].startswith("617.9 MiB → 294.6 MiB")
+    assert sum(line.startswith("A plan of 147.0 MiB is not applied: ") for line in lines) == len(REASONS)
+
+
+def test_what_failed_verification_comes_before_what_was_slow(summary: MemOptSummary) -> None:
+    slow, *_, differing = [dropped_for(why) for why, _ in REASONS]
+    assert replace(summary, plan=Plan(), dropped=[differing, slow]).decisive == differing
+    assert replace(summary, plan=Plan(), dropped=[slow]).decisive == slow
+    assert replace(summary, dropped=[slow]).decisive is None
+    slower = replace(slow, why=TooSlow(slowdown=2.5, most=1.33))
+    assert replace(summary, plan=Plan(), dropped=[slow, slower]).decisive == slow
+
+
+def test_an_optimizer_that_cannot_run_in_backward_is_no_plan_that_was_found(summary: MemOptSummary) -> None:
+    why = NotRun(failure=StepFailed(message="it looks at all gradients"))
+    dropped = Dropped(plan=Plan(in_backward=True), peak_bytes=None, original_bytes=None, why=why)
+    lines = shown(TextReport(), result(replace(summary, plan=Plan(), applied_level=0, dropped=[dropped]))).splitlines()
+    assert lines[0] == "no plan that was found lowers the peak of 617.9 MiB: the model stays as it is"
+    assert any(
+        line.startswith("The optimizer does not run in backward: its step cannot be run: it looks") for line in lines
+    )
+
+
+def test_a_plan_that_was_asked_for_and_fails_is_not_called_applied(summary: MemOptSummary) -> None:
+    why, said = REASONS[-1]
+    assert isinstance(why, Differs)
+    failed = replace(summary, verification=why.verification, dropped=[dropped_for(why)], budget_bytes=150 * MIB)
+    lines = shown(TextReport(), result(failed)).splitlines()
+    assert lines[0] == said
+    assert "* no plan is applied; 4 was asked for" in lines

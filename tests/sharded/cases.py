@@ -21,6 +21,7 @@ from memopt_cli.measure.answers.ranks import median_count, warm_up, with_buckets
 from memopt_cli.optimizer_text import parse_optimizer
 from memopt_cli.optimizers import optimizer_maker
 from memopt_cli.records import Counted, Plan, RankPrediction, SegmentPlan, StepSettings
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step
 from tests.sharded import models
 
@@ -154,9 +155,10 @@ def _counts(cases: tuple[Case, ...]) -> dict[str, Counted]:
     for case in cases:
         torch.manual_seed(0)
         step = real_step(case)
-        warm_up(step)
-        bucketed = with_buckets(step)
-        counted = [median_count(bucketed) for _ in range(3)]  # a thread of gloo's may let go of a buffer late
+        start = StartingState(step.named)
+        warm_up(step, start)
+        bucketed = with_buckets(step, start)
+        counted = [median_count(bucketed, start) for _ in range(3)]  # a thread of gloo's may let go of a buffer late
         found[case.name] = sorted(counted, key=lambda count: count.tensor_peak_bytes)[1]
         dist.barrier()
     return found

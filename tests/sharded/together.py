@@ -15,6 +15,7 @@ from memopt_cli.apply import apply_plan, plan_of
 from memopt_cli.errors import MemoptError, PlanError, UsageError
 from memopt_cli.measure.answers.ranks import warm_up
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, to_data
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.sharded import ranks_of
 from memopt_cli.sharded.agreement import Ranks
 from memopt_cli.step import Step
@@ -81,7 +82,7 @@ def misfit(ranks: Ranks) -> None:
     model = nn.parallel.DistributedDataParallel(Net())
     step = Step(model=model, args=(torch.ones(2, 15),), kwargs={}, settings=StepSettings(device="cpu"))
     with ranks.alone():
-        warm_up(step)
+        warm_up(step, StartingState(step.named))
 
 
 def searches() -> dict[str, Any]:

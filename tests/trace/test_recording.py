@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from memopt_cli.runtime.found_statistics import RepeatableNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -461,25 +460,6 @@ def test_times_come_to_their_operators() -> None:
     same, unknown = with_seconds(fake, times[1:])
     assert same == fake
     assert "other operators" in unknown
-
-
-def test_a_norm_is_timed_as_a_recomputation_runs_it_too() -> None:
-    step = step_of(nn.Sequential(nn.Linear(40, 600), nn.BatchNorm1d(600), nn.ReLU()), torch.randn(600, 40))
-    times = time_operators(step)
-    assert [t.name for t in times if t.recompute_s is not None] == ["aten::native_batch_norm"]
-    timed, _ = with_seconds(FakeStep(step).record(64), times)
-    assert [op.recompute_s for op in timed.ops] == [t.recompute_s for t in times]
-
-
-def test_a_norm_that_there_is_no_memory_to_repeat_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def repeat(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(RepeatableNorm, "repeat", repeat)
-    step = step_of(nn.Sequential(nn.Linear(40, 600), nn.BatchNorm1d(600), nn.ReLU()), torch.randn(600, 40))
-    times = time_operators(step)
-    assert "aten::native_batch_norm" in [t.name for t in times]
-    assert all(t.recompute_s is None for t in times)
 
 
 # ---------------------------------------------------------------------------------------------- under a plan

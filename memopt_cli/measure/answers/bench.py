@@ -29,7 +29,7 @@ from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import forget_marks
 from memopt_cli.spec_text import is_built_in
-from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, take
+from memopt_cli.step import Step, begin, input_dtype, is_out_of_memory, make_scaler, take
 from memopt_cli.user_step import StepModels
 from memopt_cli.verification import first_samples
 
@@ -202,13 +202,21 @@ class Bench:
             args, kwargs = first_samples(step.args, step.kwargs, batch)
             return replace(step, args=args, kwargs=kwargs)
 
+    def begin(self, step: Step) -> None:
+        """See :func:`memopt_cli.step.begin`."""
+        begin(step, self._start)
+
+    def settle(self, step: Step) -> None:
+        """Let the step's scaler find a scale at which gradients are finite; the model is then as it was loaded."""
+        step.settle(self._start)
+        self.reset()
+
     def settled(self, step: Step) -> Step:
         """The step, at a scale at which its gradients are finite and with its optimizers' state; as it was loaded."""
-        step.settle()
+        self.settle(step)
         if any(not optimizer.state for optimizer in step.optimizers()):
-            self.reset()
             take(step)
-        self.reset()
+            self.reset()
         return step
 
     def at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
@@ -218,8 +226,7 @@ class Bench:
         self.enter_start()
         try:
             step = self.step()
-            step.settle()
-            self.reset()
+            self.settle(step)
             return run(step)
         except Exception as error:
             if not is_out_of_memory(error):

@@ -15,7 +15,7 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import FollowJob, Mode
 from memopt_cli.records import Followed, StepPrint
 from memopt_cli.runtime.module_state import reset_hidden_state
-from memopt_cli.runtime.private_torch import is_compiled
+from memopt_cli.runtime.private_torch import compiled_to_draw_alike, is_compiled
 from memopt_cli.step import Step
 from memopt_cli.verification import consecutive
 
@@ -26,12 +26,12 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
     step = bench.step()
     if step.scaler is not None:  # until it has found a scale, it skips updates
         try:
-            step.settle()
+            bench.settle(step)
         except StepError as never_finite:
             return _failed(f"{never_finite.message}; {never_finite.hint}")
-        bench.reset()
     _enter_mode(bench, job.mode)  # until the job is done
-    with _as_asked(step, job) as taken:
+    drawing = compiled_to_draw_alike() if job.draws_alike else contextlib.nullcontext()
+    with _as_asked(step, job) as taken, drawing:
         between = reset_hidden_state if job.detached else _nothing
         return replace(consecutive(taken, job.steps, job.watched, between), evaluating=bench.evaluating)
 

@@ -30,6 +30,7 @@ from memopt_cli.records import (
     StepSettings,
     to_data,
 )
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.sharded import (
     Ranks,
     buckets_seen,
@@ -42,12 +43,11 @@ from memopt_cli.sharded import (
 )
 from memopt_cli.step import (
     Step,
+    begin,
     input_dtype,
     make_scaler,
     place,
-    reset_gradients,
     run_checked,
-    seed_everything,
     synchronize,
     take,
 )
@@ -84,10 +84,11 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
         spread = spread_really(model, mesh, layout, function)
     step = ranks.each(lambda: _step(subject.settings, spec, spread))
     with ranks.alone():
-        warm_up(step)
-        times = tuple(_timed(step, ranks) for _ in range(_TIMED_STEPS))
-        step = with_buckets(step)
-        allocated, counted = _allocated_by(step), median_count(step)
+        start = StartingState(step.named)
+        warm_up(step, start)
+        times = tuple(_timed(step, start, ranks) for _ in range(_TIMED_STEPS))
+        step = with_buckets(step, start)
+        allocated, counted = _allocated_by(step, start), median_count(step, start)
     found = RankMeasurement(
         rank=ranks.rank,
         tensor_peak_bytes=counted.tensor_peak_bytes,
@@ -133,46 +134,45 @@ def _step(settings: StepSettings, spec: InputSpec, model: nn.Module) -> Step:
 # ---------------------------------------------------------------------------------------------- steps together
 
 
-def warm_up(step: Step) -> None:
+def warm_up(step: Step, start: StartingState) -> None:
     """Let the optimizer make its state, and DDP its buckets, which it does anew in the second step.
 
     Raises :class:`StepError` that says why a step cannot be taken.
     """
-    step.settle()
-    _begin(step)
+    step.settle(start)
+    begin(step, start)
     run_checked(step)
     step.clip()
     step.update()
-    _begin(step)
+    begin(step, start)
     take(step)
 
 
-def with_buckets(step: Step) -> Step:
-    """The same with the buckets in which DDP reduces, if it does."""
-    _begin(step)
+def with_buckets(step: Step, start: StartingState) -> Step:
+    """Return ``step`` with the buckets in which DDP reduces, if it does."""
+    begin(step, start)
     return replace(step, buckets=buckets_seen(step))
 
 
-def median_count(step: Step) -> Counted:
-    """What the counter of tensor peaks sees of the step."""
-    return sorted((trace.count(step) for _ in range(_COUNTS)), key=lambda found: found.tensor_peak_bytes)[_COUNTS // 2]
+def median_count(step: Step, start: StartingState) -> Counted:
+    """Count the tensor peak of ``step`` a few times, and return the count in the middle."""
+    found = []
+    for _ in range(_COUNTS):
+        begin(step, start)
+        found.append(trace.count(step))
+    return sorted(found, key=lambda counted: counted.tensor_peak_bytes)[_COUNTS // 2]
 
 
-def _allocated_by(step: Step) -> Allocated:
-    _begin(step)
+def _allocated_by(step: Step, start: StartingState) -> Allocated:
+    begin(step, start)
     held_bytes = trace.resident_bytes(step) + sum(bucket.nbytes for bucket in step.buckets)
     return measure_allocated(functools.partial(take, step), step.settings.device, held_bytes)
 
 
-def _timed(step: Step, ranks: Ranks) -> float:
-    _begin(step)
+def _timed(step: Step, start: StartingState, ranks: Ranks) -> float:
+    begin(step, start)
     ranks.each(lambda: synchronize(step.settings.device))
     started = time.perf_counter()
     take(step)
     synchronize(step.settings.device)
     return time.perf_counter() - started
-
-
-def _begin(step: Step) -> None:
-    reset_gradients(step)
-    seed_everything(step.settings.seed)

@@ -11,7 +11,7 @@ from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import Phase
-from memopt_cli.step import Step, reset_gradients, seed_everything, take
+from memopt_cli.step import Step, reset_gradients, take
 
 Found = TypeVar("Found")
 
@@ -29,9 +29,7 @@ def allocated_by(bench: Bench, step: Step) -> Allocated:
 
 def take_from_start(bench: Bench, step: Step, run: Callable[[Step], Found]) -> Found:
     """What ``run`` finds of the step from the model's starting state; leaves gradients."""
-    bench.enter_start()
-    reset_gradients(step)
-    seed_everything(bench.settings.seed)
+    bench.begin(step)
     if isinstance(step, OwnStep):  # it frees gradients that it finds, of which the profiler tells if it saw them made
         step.model.zero_grad(set_to_none=True)
     return run(step)

@@ -37,7 +37,7 @@ from memopt_cli.own_step import OwnStep
 from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, Plan
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.unsafe import told_of
-from memopt_cli.step import Step, is_out_of_memory, reset_gradients, run_checked, seed_everything, synchronize, take
+from memopt_cli.step import Step, is_out_of_memory, run_checked, seed_everything, synchronize, take
 from memopt_cli.verification import fingerprint, left_by, left_on, repeated
 
 _ENOUGH_S = 0.3
@@ -136,13 +136,14 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
 
 def probed(bench: Bench, step: Step) -> tuple[int, float]:
     """The allocated peak of a step in bytes, and its time, with the optimizer's state in memory."""
-    step.settle()
+    bench.settle(step)
     if any(not optimizer.state for optimizer in step.optimizers()):
         _timed(bench, step)  # makes it
     try:
         allocated = allocated_by(bench, step)
     except Exception as error:
         if not is_out_of_memory(error):
+            bench.begin(step)
             run_checked(step)  # fails again, and says in which module
         raise
     step.model.zero_grad(set_to_none=True)
@@ -199,8 +200,7 @@ def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     """A step whose gradients are finite, and without them afterwards: how long it took, and what it left."""
     elapsed, left = _taken(bench, step)
     if not step.is_settled():
-        step.settle()
-        bench.reset()
+        bench.settle(step)
         elapsed, left = _taken(bench, step)
     bench.model.zero_grad(set_to_none=True)
     return elapsed, left
@@ -262,9 +262,7 @@ class _Timed:
 
 def _timed(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
     """``phases``: its update by itself, too, before and after which the device is waited for."""
-    bench.enter_start()
-    reset_gradients(step)
-    seed_everything(bench.settings.seed)
+    bench.begin(step)
     timed = _Timed(bench.settings.device)
     with timed.running():
         take(step, timed.enter if phases else lambda phase: None)

@@ -49,8 +49,7 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
 def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
     """At the sizes of the job; an optimizer in backward in a few updates, after all that needs none."""
     trained = bench.resized(job.batch, job.dims)
-    trained.settle()
-    bench.reset()
+    bench.settle(trained)
     step, plan = replace(trained, optimizer=None), job.plan.of_model
     described = bench.subject.spec.dims
 

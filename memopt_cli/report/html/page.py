@@ -32,7 +32,7 @@ from memopt_cli.report.html.frontier import FrontierPoint, frontier_figure, poin
 from memopt_cli.report.html.module_tree import module_tree
 from memopt_cli.report.html.modules import kept_by_module, treemap_figure
 from memopt_cli.report.html.timeline import CATEGORIES, timeline, timeline_figure
-from memopt_cli.report.optimization import range_headings, range_rows
+from memopt_cli.report.optimization import range_headings, range_rows, unapplied
 from memopt_cli.units import format_bytes, format_seconds
 
 _SAVED = 12
@@ -70,7 +70,7 @@ def optimize_page(result: OptimizeResult) -> str:
         page.steps(traces)
         page.modules(traces, plan.longest)
     page.frontier(points_of(summary))
-    page.remarks(summary.notes)
+    page.remarks((*unapplied(summary), *summary.notes))
     return page.html()
 
 
@@ -136,7 +136,7 @@ def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
         times = (base.step_s if base else None, after.step_s)
         yield "step", _change(*map(_seconds_or_dash, times)), _ratio(*times)
     if summary.verification:
-        applied = str(summary.applied_level) if summary.plan and not summary.plan.is_empty else "none"
+        applied = str(summary.applied_level) if summary.is_applied else "none"
         yield "level applied", applied, f"{summary.requested_level} asked for"
         yield _verified(summary.verification)
     else:

@@ -1,0 +1,57 @@
+"""Whether a plan is worth the time of its step: by its predictions before it is measured, then by its measurement.
+
+This is the one place that decides so.  A prediction that misses (a peak of 1.2 MiB that was to be 1.1) is found out
+once the plan is measured.
+"""
+
+from __future__ import annotations
+
+from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, NotRun, Plan, Reason, SavesTooLittle, TooSlow
+
+_LEAST_SAVING = 0.02
+"""A plan that saves a smaller share of the peak is worth hardly any time."""
+_HARDLY_SLOWER = 1.02
+
+
+def unworthy(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:
+    """Say why ``plan`` is not to be measured, by what is predicted of it; ``None``: it is."""
+    if plan.is_empty:
+        return None
+    why = _saves_too_little(peak_bytes, original_bytes, slowdown, is_predicted=True)
+    return _dropped(plan, why, peak_bytes, original_bytes)
+
+
+def judged(row: LevelRow, original: Measurement | Failure, most_slowdown: float) -> Dropped | None:
+    """Say why the plan of ``row`` is not applied, by what was measured of it; ``None``: it runs and is worth its time.
+
+    Where the original does not run, any plan that does is.
+    """
+    outcome = row.outcome
+    if row.plan.is_empty or outcome is None:
+        return None
+    original_bytes = original.allocated_peak_bytes if isinstance(original, Measurement) else None
+    if not isinstance(outcome, Measurement):
+        why, predicted_bytes = NotRun(failure=outcome), row.predicted_allocated_peak_bytes
+        return Dropped(plan=row.plan, peak_bytes=predicted_bytes, original_bytes=original_bytes, why=why)
+    if not isinstance(original, Measurement):
+        return None
+    peaks = outcome.allocated_peak_bytes, original.allocated_peak_bytes
+    slowdown = outcome.slowdown(original)
+    if slowdown > most_slowdown:
+        return _dropped(row.plan, TooSlow(slowdown=slowdown, most=most_slowdown), *peaks)
+    return _dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
+
+
+def _dropped(plan: Plan, why: Reason | None, peak_bytes: int, original_bytes: int) -> Dropped | None:
+    if why is None:
+        return None
+    return Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=why)
+
+
+def _saves_too_little(
+    peak_bytes: int, original_bytes: int, slowdown: float, *, is_predicted: bool = False
+) -> SavesTooLittle | None:
+    saved = 1 - peak_bytes / original_bytes
+    if saved >= _LEAST_SAVING or (saved > 0 and slowdown <= _HARDLY_SLOWER):
+        return None
+    return SavesTooLittle(saved=saved, slowdown=slowdown, is_predicted=is_predicted)

@@ -1,0 +1,173 @@
+"""Plans that were found and are not applied: each with its reason, as a type that reports put into words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memopt_cli.records.measurement import Failure, describe
+from memopt_cli.records.plan import Plan
+from memopt_cli.records.verification import Verification
+from memopt_cli.units import counted, format_apart, format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooSlow:
+    """Its step takes longer than it may."""
+
+    slowdown: float
+    """Measured step time over that of the original."""
+    most: float
+    """The largest that was allowed."""
+
+    @property
+    def because(self) -> str:
+        """The reason, as it follows ``but``."""
+        return f"its step takes {self.slowdown:.2f} times as long, and {self.most:g} is the limit"
+
+    @property
+    def remedy(self) -> str:
+        """A sentence on what to do."""
+        return f"--max-slowdown {math.ceil(10 * self.slowdown) / 10 + 0.1:.1f} takes it."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavesTooLittle:
+    """Its step saves too little for the time that it takes, or nothing."""
+
+    saved: float
+    """Share of the original's allocated peak; zero or less where the peak is no lower."""
+    slowdown: float
+    """Step time over that of the original."""
+    is_predicted: bool = False
+    """Both numbers are predictions: it was not measured."""
+
+    @property
+    def because(self) -> str:
+        """The reason, as it follows ``but``."""
+        how = "is predicted to" if self.is_predicted else "was measured to"
+        saving = "save nothing" if self.saved <= 0 else f"save {self.saved:.1%} of the peak"
+        return f"it {how} {saving} for a step {self.slowdown:.2f} times as long"
+
+    @property
+    def remedy(self) -> str:
+        """A sentence on what to do."""
+        return "Activations may be a larger share of the peak with a larger batch."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A part of a plan that makes it differ from the original."""
+
+    segment: str | None
+    """Path of the module that was a segment; ``None``: the packing of what is saved outside of segments."""
+    difference: str
+    """What differs with it, and where."""
+
+    @property
+    def sentence(self) -> str:
+        """In words."""
+        if self.segment is None:
+            return f"What is saved outside of segments is not packed: with that {self.difference}."
+        return f"'{self.segment or '(root)'}' is not a segment: with it {self.difference}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differs:
+    """Verification failed: a step with it computes something else than one of the original."""
+
+    verification: Verification
+    left_out: tuple[LeftOut, ...] = ()
+    """The parts of it that are at fault, where they were looked for."""
+
+    @property
+    def because(self) -> str:
+        """The reason, as it follows ``but``."""
+        return f"verification failed: {self.verification.difference}, at {self.verification.sizes}"
+
+    @property
+    def remedy(self) -> str:
+        """A sentence on what to do."""
+        paths = [f"'{part.segment or '(root)'}'" for part in self.left_out if part.segment is not None]
+        what = paths[0] if paths else "a module"
+        return (
+            f"If {what} reads or changes what is no attribute of a module (a file, a C extension), keep that in one, "
+            "or name other modules with --target; else please report it."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotRun:
+    """A step with it could not be taken, or not be verified."""
+
+    failure: Failure
+    in_verification: bool = False
+    """It was measured; the comparison with the original is what could not be run."""
+
+    @property
+    def because(self) -> str:
+        """The reason, as it follows ``but``."""
+        what = "it cannot be verified" if self.in_verification else "its step cannot be run"
+        return f"{what}: {describe(self.failure).removesuffix('.')}"
+
+    @property
+    def remedy(self) -> str:
+        """A sentence on what to do."""
+        return "A lower --level may pass, or other modules with --target."
+
+
+Reason = TooSlow | SavesTooLittle | Differs | NotRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A plan that was found and is not applied."""
+
+    plan: Plan
+    peak_bytes: int | None
+    """Its allocated peak, as measured or else as predicted; ``None``: it was neither."""
+    original_bytes: int | None
+    """That of the original; ``None``: it does not run here."""
+    why: Reason
+
+    @property
+    def found(self) -> str:
+        """What was found: ``147.0 MiB of 200.0 MiB``, or ``2.6 MiB (2.4 MiB without it)``; of no known peak, a plan."""
+        if self.peak_bytes is None:
+            return f"a plan of {counted(len(self.plan.segments), 'segment')}"
+        if self.original_bytes is None:
+            return format_bytes(self.peak_bytes)
+        peak, original = format_bytes(self.peak_bytes), format_bytes(self.original_bytes)
+        if peak == original and self.peak_bytes != self.original_bytes:
+            peak, original = format_apart(self.peak_bytes, self.original_bytes)
+        return f"{peak} of {original}" if self.peak_bytes < self.original_bytes else f"{peak} ({original} without it)"
+
+    @property
+    def sentence(self) -> str:
+        """That it is not applied, and why."""
+        if self.plan.in_backward:
+            return f"The optimizer does not run in backward: {self.why.because}."
+        what = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
+        return f"{what[:1].upper()}{what[1:]} is not applied: {self.why.because}."
+
+
+def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
+    """Return the one of ``dropped`` that came nearest to being applied; ``None`` if there is none.
+
+    That is the last one that was verified; else the fastest that was too slow; else the last that saved too little, or
+    that could not be run.  An optimizer that cannot run in backward is no plan that was found.
+    """
+    found = [each for each in dropped if not (each.plan.in_backward and isinstance(each.why, NotRun))]
+    return min(reversed(found), key=_distance, default=None)
+
+
+def _distance(dropped: Dropped) -> tuple[int, float]:
+    match dropped.why:
+        case Differs() | NotRun(in_verification=True):
+            return 0, 0.0
+        case TooSlow(slowdown=slowdown):
+            return 1, slowdown
+        case SavesTooLittle():
+            return 2, 0.0
+    return 3, 0.0
