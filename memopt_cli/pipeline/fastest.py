@@ -270,6 +270,7 @@ class _Job:
             notes=tuple(dict.fromkeys(self.notes)),
             files=(),
             spent_s=0.0,
+            step=self.prepared.subject.settings,
             interrupted=self.interrupted,
         )
 
