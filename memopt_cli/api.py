@@ -19,7 +19,6 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.model_batching.module import refuse_batched
-from memopt_cli.module_calls import unwrapped
 from memopt_cli.pipeline.live_group import on_every_rank
 from memopt_cli.pipeline.live_model import (
     FORMAT,
@@ -58,6 +57,7 @@ from memopt_cli.runtime.compressor import OWN_COMPRESSOR
 from memopt_cli.runtime.module_state import name_of
 from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
 from memopt_cli.units import format_some
+from memopt_cli.wrappers import unwrapped
 
 _GUESS_LIMIT_S = 60.0
 """A step of a few samples that takes longer is not waited for."""

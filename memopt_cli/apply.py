@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memopt_cli.errors import PlanError
-from memopt_cli.module_calls import unwrapped
 from memopt_cli.records import InputDimension, Plan, PlanRange, SegmentPlan, from_data
 from memopt_cli.runtime import (
     ConfigsByLength,
@@ -33,6 +32,7 @@ from memopt_cli.runtime.in_backward import (
     optimizers_in_backward,
     remove_in_backward,
 )
+from memopt_cli.wrappers import unwrapped
 
 _SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 """What an entry of a plan and the segment that it becomes both say, by the same names."""

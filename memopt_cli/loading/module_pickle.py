@@ -44,7 +44,6 @@ from memopt_cli.loading.user_code import UserCode
 from memopt_cli.loading.watch import watched
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgram
-from memopt_cli.runtime.private_torch import original_of
 from memopt_cli.runtime.script_code import UnsafeScript
 
 _SHOWN: Final = 5
@@ -67,12 +66,12 @@ class ModulePickle:
         with uncollected():
             pickled = read_pickled(file)
             refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
-            root, notes = module_in(pickled.pickle.root, file.key, file.path)
+            found = module_in(pickled.pickle.root, file.key, file.path)
         vouched = Vouched(trust, UserCode(trust.code_paths))
-        made = _make(file, pickled, root, kinds_of(_stored(pickled), vouched), vouched)
+        made = _make(file, pickled, found.root, kinds_of(_stored(pickled), vouched), vouched)
         if not isinstance(made, nn.Module):
             raise FileFormatError(f"{file.path} holds a {type(made).__name__}, not a model", hint=_SAVE_AGAIN)
-        return Loaded(module=made, notes=notes)
+        return Loaded(module=made, notes=found.notes, wrappers=found.wrappers)
 
 
 _SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
@@ -108,7 +107,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
     """
     nobody = Vouched(Trust(), UserCode(()))
     try:
-        root, _ = module_in(pickled.pickle.root, file.key, file.path)
+        root = module_in(pickled.pickle.root, file.key, file.path).root
     except FileFormatError:
         root = pickled.pickle.root
     _refuse_many(file, pickled.scan.wanted)
@@ -139,6 +138,8 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> nn.Module:
         missing = "on <module" in str(err)
         message = "it needs a class of the script that saved it" if missing else first_line(err)
         hint = "Name the script with --code-path." if missing else "Save the model again with torch.save(model, path)."
+        if "process group" in str(err):
+            hint = "It belongs to its process: save model.module with torch.save, or leave --trust-pickle out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
     if file.key is not None:
         loaded = entry_of(loaded, file.key, file.path, entries=_live_entries)
@@ -147,10 +148,9 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> nn.Module:
         if len(found) > 1:
             raise several_models(found, file.path)
         loaded = next(iter(found.values()), loaded)
-    inner = original_of(loaded)
-    if not isinstance(inner, nn.Module):
+    if not isinstance(loaded, nn.Module):
         raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model", hint=_SAVE_AGAIN)
-    return inner
+    return loaded
 
 
 def _unpickled(file: ModelFile) -> Any:

@@ -54,6 +54,9 @@ class ModelSource:
     key: str | None = None
     """Which entry is meant of a file that holds several, as keys joined by dots (``--key``)."""
     trust: Trust = Trust()
+    keeps_compiled: bool = False
+    """What ``torch.compile`` made of a model that code builds is run so; otherwise the model within is run as it is
+    written."""
     sha256: str | None = None
     """Hash of the model file when it was first read: one that has become another is refused.  ``None``: not read yet,
     or a callable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.documents import quoted_flag
@@ -12,12 +13,8 @@ from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.kinds.interface import plain_entries
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME
 from memopt_cli.loading.pickles.nodes import Built, Tuple, entries_of
+from memopt_cli.wrappers import WRAPPERS, Wrapper
 
-_WRAPPERS: Final = {
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
-}
-"""Modules that cannot be without their process, and where they hold the one that they wrap."""
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _MOST_LOOKED_AT, _DEEPEST = 100_000, 20
 _SHOWN: Final = 8
@@ -35,8 +32,20 @@ def is_module(value: Any) -> bool:
     return any(name == "_modules" for name, _ in plain_entries(value.state) or ())
 
 
-def module_in(root: Any, key: str | None, path: str) -> tuple[Any, tuple[str, ...]]:
-    """The stand-in of the model that a file holds, and what the user should know of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModule:
+    """The model in a file, before it is made."""
+
+    root: Any
+    """Its stand-in."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user on where it was found."""
+    wrappers: tuple[Wrapper, ...] = ()
+    """Those around it in the file, the outermost first, down to the last that cannot be without its process."""
+
+
+def module_in(root: Any, key: str | None, path: str) -> FoundModule:
+    """Find the stand-in of the model that a file holds.
 
     ``key``: where it stands, as keys joined by dots; without one it is the only model that the file's containers hold.
     Raises :class:`FileFormatError` that names ``path`` and says what is there instead.
@@ -49,14 +58,13 @@ def module_in(root: Any, key: str | None, path: str) -> tuple[Any, tuple[str, ..
         if len(found) > 1:
             raise several_models(found, path)
         if not found and isinstance(root, Built) and not _is_container(root) and tensor_of(root) is None:
-            return root, notes  # what it is, is not known before it is made, if it may be
+            return FoundModule(root=root)  # what it is, is not known before it is made, if it may be
         if not found:
             raise _without_model(root, path)
         ((where, root),) = found.items()
         notes = (f"The model is the entry {'.'.join(where)!r} of the file.",)
-    if _is_wrapper(root):
-        return _wrapped_in(root, path), (*notes, f"What {root.name.name} wraps is taken.")
-    return root, notes
+    wrappers, root = _peeled(root, path)
+    return FoundModule(root=root, notes=notes, wrappers=wrappers)
 
 
 def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
@@ -103,15 +111,26 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _is_wrapper(value: Any) -> bool:
-    return isinstance(value, Built) and str(value.name) in _WRAPPERS
+    return isinstance(value, Built) and str(value.name) in WRAPPERS
 
 
-def _wrapped_in(root: Built, path: str) -> Any:
-    attribute = _WRAPPERS[str(root.name)]
+def _peeled(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
+    """Return the wrappers down to the last that cannot be without its process, and what that one wraps."""
+    wrappers: list[Wrapper] = []
+    within, left_out = root, 0
+    while _is_wrapper(within) and len(wrappers) < _DEEPEST:
+        wrappers.append(WRAPPERS[str(within.name)])
+        within = _wrapped_in(within, wrappers[-1].attribute, path)
+        if not wrappers[-1].stands_alone:
+            root, left_out = within, len(wrappers)
+    return tuple(wrappers[:left_out]), root
+
+
+def _wrapped_in(root: Built, attribute: str, path: str) -> Any:
     modules = next((part for name, part in plain_entries(root.state) or () if name == "_modules"), None)
     known = dict(entries_of(modules))
     inner = known.get(attribute, next(iter(root.given()), None))
-    if not is_module(inner):
+    if not (is_module(inner) or _is_wrapper(inner)):
         raise FileFormatError(
             f"{path} holds a {root.name.name} without what it wraps", hint=f"Save model.{attribute} with torch.save."
         )
