@@ -142,14 +142,30 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         if "summary" in data:
             summary = from_data(MemOptSummary, data["summary"], where="summary")
             shorter = tuple(_shorter(summary))
-            return Baseline(header=header, conditions=None, memory=_summarized(summary), shorter=shorter)
+            return _measurable(Baseline(header=header, conditions=None, memory=_summarized(summary), shorter=shorter))
         parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
-        return _checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
+        return _measurable(_checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file")))
     except FileNotFoundError as err:
         raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
     except (OSError, ValueError, UsageError) as err:
         reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
         raise BaselineError(f"{path} is not a baseline: {reason}", hint=_RECORD) from err
+
+
+def _measurable(found: Baseline) -> Baseline:
+    """Return ``found`` if none of its bytes and seconds is negative.  Raises :class:`UsageError` that names one."""
+    pending: list[tuple[str, Any]] = [("", found)]
+    while pending:
+        name, value = pending.pop()
+        if is_dataclass(value):
+            pending += [(f.name, getattr(value, f.name)) for f in fields(value)]
+        elif isinstance(value, Mapping):
+            pending += [(name, item) for item in value.values()]
+        elif isinstance(value, list | tuple):
+            pending += [(name, item) for item in value]
+        elif name.endswith(("_bytes", "_s")) and isinstance(value, int | float) and value < 0:
+            raise UsageError(f"its {name} is {value}; no step needs less than nothing")
+    return found
 
 
 def _checked(found: Baseline) -> Baseline:

@@ -21,7 +21,7 @@ from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
 from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
-from memopt_cli.loading.pickles.entries import entry_of, found_in, module_in, several_models
+from memopt_cli.loading.pickles.entries import found_in, module_in, place_notes, place_of, several_models
 from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
 from memopt_cli.loading.pickles.kinds.interface import Broken, Denied, Kind, Missing, Use
 from memopt_cli.loading.pickles.kinds.modules import Libraries
@@ -62,7 +62,7 @@ class ModulePickle:
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         if trust.pickle:
-            return Loaded(module=_load_unchecked(file, trust))
+            return _load_unchecked(file, trust)
         with uncollected():
             pickled = read_pickled(file)
             refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
@@ -129,7 +129,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
 # ---------------------------------------------------------------------------------------------- without a check
 
 
-def _load_unchecked(file: ModelFile, trust: Trust) -> nn.Module:
+def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     """By Python's own unpickler; of a container its only module, or the entry that is asked for."""
     UserCode(trust.code_paths).run_scripts()
     try:
@@ -141,16 +141,18 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> nn.Module:
         if "process group" in str(err):
             hint = "It belongs to its process: save model.module with torch.save, or leave --trust-pickle out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
+    whole, where = loaded, tuple[str, ...]()
     if file.key is not None:
-        loaded = entry_of(loaded, file.key, file.path, entries=_live_entries)
+        where, loaded = place_of(loaded, file.key, file.path, entries=_live_entries)
     if not isinstance(loaded, nn.Module):
         found = dict(found_in(loaded, _is_live_module, entries=_live_entries))
         if len(found) > 1:
             raise several_models(found, file.path)
-        loaded = next(iter(found.values()), loaded)
+        within, loaded = next(iter(found.items()), ((), loaded))
+        where = (*where, *within)
     if not isinstance(loaded, nn.Module):
         raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model", hint=_SAVE_AGAIN)
-    return loaded
+    return Loaded(module=loaded, notes=place_notes("The model is", where, whole, entries=_live_entries))
 
 
 def _unpickled(file: ModelFile) -> Any:

@@ -10,7 +10,7 @@ from memopt_cli.contents import plan_yaml, recommended_data, summary_json
 from memopt_cli.errors import Interrupted, MemoptError, Terminated
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
-from memopt_cli.pipeline.prepare import Prepared, file_header, saved_model
+from memopt_cli.pipeline.prepare import Prepared, file_header, reader_notes, saved_model
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.recommendation import batch_file
 from memopt_cli.pipeline.summary import Findings, summarize
@@ -143,6 +143,7 @@ class Kept:
         self.prepared.progress.stage("writing the model")
         source, timeout_s = self.prepared.subject.source, self.prepared.timeout_s
         self._keep(self.paths.model, saved_model(source, self.found.plan, timeout_s))
+        self.found.notes += reader_notes(self.found.model_format, self.paths.model)
 
     def _keep_summary(self) -> None:
         self._keep(self.paths.summary, content(summary_json(file_header(self.prepared), self._summary())))

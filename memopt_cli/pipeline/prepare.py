@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import BinaryIO
+from pathlib import Path
+from typing import BinaryIO, Final
 
 from memopt_cli import __version__
 from memopt_cli.batch_axis import BATCH, with_batch
@@ -199,6 +200,18 @@ def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[
         required(saved, "" if isinstance(saved, StepFailed) else "the model could not be saved: ")
 
     return save
+
+
+def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
+    """Say that what read a model of that format does not read the optimized one at ``path``; nothing if it does."""
+    reader = _READERS.get(model_format)
+    if reader is None:
+        return ()
+    return (f"{path.name} is a pickled module, which {reader} does not read: memopt_cli.load({str(path)!r}) does.",)
+
+
+_READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
+"""Format of a model's file -> what a script reads it with, where that reads no pickled modules."""
 
 
 def file_header(prepared: Prepared) -> FileHeader:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memopt_cli.documents import quoted_flag
+from memopt_cli.documents import abridged, quoted_flag
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading.interface import no_model
 from memopt_cli.loading.pickles.described import tensor_of
@@ -17,9 +18,11 @@ from memopt_cli.wrappers import WRAPPERS, Wrapper
 
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _MOST_LOOKED_AT, _DEEPEST = 100_000, 20
-_SHOWN: Final = 8
+_SHOWN, _LONGEST_NAME = 8, 200
+"""Names in a message, and characters of one."""
 
 Path = tuple[str, ...]
+Notes = tuple[str, ...]
 Entries = Callable[[Any], list[tuple[str, Any]]]
 
 
@@ -38,7 +41,7 @@ class FoundModule:
 
     root: Any
     """Its stand-in."""
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
     """Sentences for the user on where it was found."""
     wrappers: tuple[Wrapper, ...] = ()
     """Those around it in the file, the outermost first, down to the last that cannot be without its process."""
@@ -50,9 +53,9 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
     ``key``: where it stands, as keys joined by dots; without one it is the only model that the file's containers hold.
     Raises :class:`FileFormatError` that names ``path`` and says what is there instead.
     """
-    notes: tuple[str, ...] = ()
+    whole, where = root, tuple[str, ...]()
     if key is not None:
-        root = entry_of(root, key, path)
+        where, root = place_of(root, key, path)
     if not (is_module(root) or _is_wrapper(root)):
         found = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
         if len(found) > 1:
@@ -61,10 +64,10 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
             return FoundModule(root=root)  # what it is, is not known before it is made, if it may be
         if not found:
             raise _without_model(root, path)
-        ((where, root),) = found.items()
-        notes = (f"The model is the entry {'.'.join(where)!r} of the file.",)
+        ((within, root),) = found.items()
+        where = (*where, *within)
     wrappers, root = _peeled(root, path)
-    return FoundModule(root=root, notes=notes, wrappers=wrappers)
+    return FoundModule(root=root, notes=place_notes("The model is", where, whole), wrappers=wrappers)
 
 
 def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
@@ -75,12 +78,13 @@ def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
     )
 
 
-def entry_of(root: Any, key: str, path: str, *, entries: Entries | None = None) -> Any:
-    """The entry of that key, joined by dots.
+def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) -> tuple[Path, Any]:
+    """Return where the entry of that ``key``, whose parts are joined by dots, stands in ``root``, and the entry.
 
     ``entries``: what a container holds, by key or number; by default of stand-ins.  Raises :class:`FileFormatError`.
     """
     value, left, within = root, key, entries or _entries
+    where: list[str] = []
     while left:
         held = dict(within(value))
         name = max((name for name in held if left == name or left.startswith(f"{name}.")), key=len, default=None)
@@ -88,7 +92,24 @@ def entry_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
             known = listed({(name,): None for name in held}) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {known}.")
         value, left = held[name], left[len(name) + 1 :]
-    return value
+        where.append(name)
+    return tuple(where), value
+
+
+def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", entries: Entries | None = None) -> Notes:
+    """Say where ``what`` stands, ``The model is`` or ``The weights are``, and which entries are not written with it.
+
+    ``where``: in ``root``; nothing is said of what is the whole file.  ``entries``: as of :func:`place_of`.
+    """
+    if not where:
+        return ()
+    others, value = list[Path](), root
+    for depth, name in enumerate(where):
+        held = dict((entries or _entries)(value))
+        others += [(*where[:depth], other) for other in held if other != name]
+        value = held[name]
+    left_out = f" Its other entries are not written with a model: {listed(dict.fromkeys(others))}." if others else ""
+    return (f"{what} the entry {abridged('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
 
 
 def state_dicts_in(root: Any) -> dict[Path, Any]:
@@ -149,7 +170,7 @@ def _without_model(root: Any, path: str) -> FileFormatError:
 
 
 def found_in(root: Any, wanted: Callable[[Any], bool], *, entries: Entries | None = None) -> Iterator[tuple[Path, Any]]:
-    """What is wanted in plain containers, in the order of the file; each once.  ``entries``: as of :func:`entry_of`."""
+    """What is wanted in plain containers, in the order of the file; each once.  ``entries``: as of :func:`place_of`."""
     pending: list[tuple[Path, Any]] = [((), root)]
     seen, looked = set[int](), 0
     while pending and looked < _MOST_LOOKED_AT:
@@ -176,5 +197,5 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
 
 def listed(found: dict[Path, Any]) -> str:
     """The first few places, as keys joined by dots."""
-    names = [repr(".".join(where)) for where in found]
-    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(found, _SHOWN)]
+    return ", ".join(names) + (", …" if len(found) > _SHOWN else "")
