@@ -306,8 +306,10 @@ def taken_off_note(carried: Plan) -> list[str]:
     return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
 
 
-def found_and_proven(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """What :func:`~memopt_cli.pipeline.optimization.find` finds.
+def found_and_proven(
+    request: OptimizeRequest, prepared: Prepared, find: Callable[[OptimizeRequest, Prepared], Findings] = find
+) -> Findings:
+    """Return what ``find`` finds, :func:`~memopt_cli.pipeline.optimization.find` by default.
 
     Raises :class:`VerificationError` for a plan that does not compute the same.
     """

@@ -41,6 +41,8 @@ class Prover:
     measurements: PlanMeasurements
     found: Findings
     """Its rows change where a plan does, and the neighbours of that are not known."""
+    takes_chosen: bool = False
+    """The chosen row is applied whatever its peak: the caller has named its segments."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """What was verified before."""
 
@@ -50,7 +52,7 @@ class Prover:
         Where the model cannot run in float64, in which chunks are verified, that is the best row without chunks.
         """
         rows, is_asked_for = self.found.rows, self.found.by_goal
-        best = rows[-1] if is_asked_for else applied_row(rows, chosen)
+        best = rows[-1] if is_asked_for else self._applied(chosen)
         if not isinstance(best.outcome, Measurement):
             assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
@@ -63,6 +65,11 @@ class Prover:
             found = self._verify(best.plan)
         found = required(found, "verification could not be run: ")
         return (best, found) if found.passed or is_asked_for else self._narrowed(best, found)
+
+    def _applied(self, chosen: LevelRow | None) -> LevelRow:
+        if self.takes_chosen and chosen is not None and isinstance(chosen.outcome, Measurement):
+            return chosen
+        return applied_row(self.found.rows, chosen)
 
     def fault(self, plan: Plan) -> str:
         """What a plan's verification finds, which is known from then on; empty if it passes."""
@@ -95,7 +102,7 @@ class Prover:
                 repeats=None,
             )
             rows[rows.index(best)] = narrowed
-            row = applied_row(rows, narrowed)
+            row = self._applied(narrowed)
             self.found.faster = self.found.smaller = None
         found = self._verify(row.plan)
         if not isinstance(found, Verification) or not found.passed:
