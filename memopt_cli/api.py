@@ -19,6 +19,7 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.model_batching.module import refuse_batched
+from memopt_cli.own_checkpoints import switches_of
 from memopt_cli.pipeline.as_named import find_as_named
 from memopt_cli.pipeline.live_group import on_every_rank
 from memopt_cli.pipeline.live_model import (
@@ -33,6 +34,7 @@ from memopt_cli.pipeline.live_model import (
     taken_off_note,
 )
 from memopt_cli.pipeline.optimization import find
+from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import verified
@@ -393,6 +395,7 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
     plan = segments_plan(selection, options) if selection else Plan()
     skipped = [skipped_step(1, segments=0, tried=0, options=options)] if options.level and not plan.segments else []
     notes = [*resolved.notes, *(left_out(selection.refused) if selection else ())]
+    notes += suspended_notes(switches_of(net), plan)
     if options.compress_x and not any(m.calls for m in modules):
         notes.extend(_unobserved_codecs(plan))
     return Findings(

@@ -40,12 +40,18 @@ def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
 
 
 def plan_yaml(
-    header: FileHeader, plan: Plan, level: int, predicted: PredictedStep | None = None, layout: Layout | None = None
+    header: FileHeader,
+    plan: Plan,
+    level: int,
+    predicted: PredictedStep | None = None,
+    layout: Layout | None = None,
+    turns_off: Sequence[str] = (),
 ) -> bytes:
     """The content of ``*.plan.yaml``: the header's keys, the ``level`` that the plan was made at, and the plan.
 
     ``predicted``: what is estimated for a device elsewhere, below ``predicted``; ``layout``: of the ranks that the plan
-    was searched for, below ``parallel``.  Whoever applies the plan needs neither.
+    was searched for, below ``parallel``; ``turns_off``: attributes of the model that are off under the plan.  Whoever
+    applies the plan needs none of these.
     """
     said = {"level": level, **_short(plan)}
     if plan.ranges:
@@ -54,7 +60,8 @@ def plan_yaml(
         said["segments"] = [_named(segment) for segment in plan.segments]
     more = {_PREDICTED: predicted, _PARALLEL: layout}
     more = {name: to_data(value) for name, value in more.items() if value is not None}
-    return yaml_text({**_header(header), **said, **more}).encode()
+    off = {_TURNS_OFF: list(turns_off)} if turns_off else {}
+    return yaml_text({**_header(header), **off, **said, **more}).encode()
 
 
 def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:
@@ -99,11 +106,12 @@ def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
         )
-    refuse_unknown(data, [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), _PREDICTED, _PARALLEL], str(path))
+    known = [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), _PREDICTED, _PARALLEL, _TURNS_OFF]
+    refuse_unknown(data, known, str(path))
     return data
 
 
-_PREDICTED, _PARALLEL = "predicted", "parallel"
+_PREDICTED, _PARALLEL, _TURNS_OFF = "predicted", "parallel", "turns_off"
 _PLAN = "Give a *.plan.yaml that memopt optimize wrote; its header belongs to it."
 
 

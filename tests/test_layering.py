@@ -16,7 +16,17 @@ PACKAGE = "memopt_cli"
 BASE = {"errors", "units", "records", "documents", "spec_text", "batch_axis", "optimizer_text", "__version__"}
 BELOW_STAGES = (
     BASE
-    | {"progress", "runtime", "optimizers", "module_calls", "wrappers", "step", "user_step", "own_step"}
+    | {
+        "progress",
+        "runtime",
+        "optimizers",
+        "module_calls",
+        "wrappers",
+        "own_checkpoints",
+        "step",
+        "user_step",
+        "own_step",
+    }
     | {"equality", "workspace", "python_words"}
 )
 STAGES = {
@@ -42,6 +52,7 @@ PARTS: dict[str, set[str]] = {
     "runtime": set(),
     "module_calls": {"errors", "runtime"},
     "wrappers": {"runtime"},
+    "own_checkpoints": {"records", "runtime", "module_calls"},
     "step": BASE | {"runtime", "module_calls", "optimizers", "wrappers"},
     "user_step": {"errors", "runtime", "optimizers"},
     "own_step": BASE | {"runtime", "module_calls", "optimizers", "step", "user_step"},

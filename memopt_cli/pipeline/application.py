@@ -10,6 +10,7 @@ from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.confirmation import as_predicted, confirmed, unlike
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.in_backward import IN_BACKWARD
+from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.prepare import (
     Prepared,
     inputs_of_file,
@@ -37,14 +38,14 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
     check_targets([target], force=request.force)
     if request.verify or request.confirm:
         prepared, tried = _tried(request, header, plan, progress, ask)
-        source, model_format = prepared.subject.source, prepared.facts.format
+        source, facts = prepared.subject.source, prepared.facts
     else:
         source, facts = open_model(request.source, DescribeJob(inputs=False), request.timeout_s, ask=ask)
         for note in facts.notes:
             progress.note(note)
-        tried, model_format = ApplyResult(files=()), facts.format
+        tried = ApplyResult(files=())
     files = write_all({target: saved_model(source, plan, request.timeout_s)}, force=request.force)
-    for note in reader_notes(model_format, target):
+    for note in (*suspended_notes(facts.checkpoint_switches, plan), *reader_notes(facts.format, target)):
         progress.note(note)
     return replace(tried, files=files)
 

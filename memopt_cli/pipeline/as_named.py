@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.profiling import record_step
@@ -24,6 +25,7 @@ def find_as_named(request: OptimizeRequest, prepared: Prepared) -> Findings:
 
     Those whose segment differs from the original are left out, by name.  Raises :class:`MemoptError`.
     """
+    prepared = without_own_checkpoints(prepared)
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))
     found = Findings.begun(request, prepared)
     options = found.resolved.options

@@ -105,7 +105,9 @@ class Kept:
         if self.paths.plan_only:
             self.found.notes.append(self._how_to_apply())
         header, found = file_header(self.prepared), self.found
-        plan = content(plan_yaml(header, found.plan, found.applied_level, self._predicted(), self.request.layout))
+        predicted, turns_off = self._predicted(), () if found.plan.is_empty else found.turns_off
+        text = plan_yaml(header, found.plan, found.applied_level, predicted, self.request.layout, turns_off)
+        plan = content(text)
         try:
             self._keep(self.paths.plan, plan)
         except KeyboardInterrupt:  # at this one moment it waits for the plan

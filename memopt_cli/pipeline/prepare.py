@@ -202,6 +202,13 @@ def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[
     return save
 
 
+def turned_off(prepared: Prepared) -> tuple[str, ...]:
+    """Return the names of the attributes that are off where the model is prepared without its own checkpointing."""
+    is_off = not prepared.subject.source.own_checkpoints
+    names = (switch.rpartition(".")[2] for switch in prepared.facts.checkpoint_switches)
+    return tuple(dict.fromkeys(names)) if is_off else ()
+
+
 def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
     """Say that what read a model of that format does not read the optimized one at ``path``; nothing if it does."""
     reader = _READERS.get(model_format)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.pipeline.batch_advice import BegunAdvice
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import Prepared, turned_off
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend, resolve
 from memopt_cli.plan.ways import spent_by
@@ -66,6 +66,8 @@ class Findings:
     """Of many ranks; then nothing was measured, either."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Of a plan by length."""
+    turns_off: tuple[str, ...] = ()
+    """Names of the attributes by which the model checkpoints by itself, which are off under the plan."""
 
     @classmethod
     def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
@@ -77,6 +79,7 @@ class Findings:
             model_format=prepared.facts.format,
             device=prepared.subject.settings.device,
             by_goal=request.goal != SearchGoal(),
+            turns_off=turned_off(prepared),
             notes=[*resolved.notes, *prepared.notes],
         )
 
