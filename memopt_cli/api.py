@@ -19,7 +19,8 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.model_batching.module import refuse_batched
-from memopt_cli.module_calls import unwrapped
+from memopt_cli.own_checkpoints import switches_of
+from memopt_cli.pipeline.as_named import find_as_named
 from memopt_cli.pipeline.live_group import on_every_rank
 from memopt_cli.pipeline.live_model import (
     FORMAT,
@@ -33,6 +34,8 @@ from memopt_cli.pipeline.live_model import (
     step_of_copies,
     taken_off_note,
 )
+from memopt_cli.pipeline.optimization import find
+from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import verified
@@ -59,6 +62,7 @@ from memopt_cli.runtime.compressor import OWN_COMPRESSOR
 from memopt_cli.runtime.module_state import name_of
 from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
 from memopt_cli.units import format_some
+from memopt_cli.wrappers import unwrapped
 
 _GUESS_LIMIT_S = 60.0
 """A step of a few samples that takes longer is not waited for."""
@@ -105,14 +109,14 @@ def memory_optimization(
 ) -> Any:  # a tuple with return_summary
     """Make ``net`` train in less memory, in place, as ``memopt optimize`` does with a file; returns ``net``.
 
-    Modules that are an ``instance`` may become segments, and from level 2 on what lies in them.  With ``dummy_input``
-    (any shapes that ``forward`` takes; dimension 0 of the first tensor is the batch) the plan of the lowest peak is
-    searched, however much longer its step is, measured in profiling subprocesses and verified against the original; one
-    that does not lower the measured peak is not applied.  Without it, a segment on every outermost ``instance``, level
-    1, is installed unmeasured, and verified on inputs that its first layers suggest where it takes them; a note says
-    where not.  Level 0, the default without ``profile`` and ``prefer``, makes no segments.  Where no plan is applied
-    though one was looked for, a warning says why.  A plan that ``net`` carries from before is taken off first, and put
-    back where this fails.
+    Level 1 makes a segment of every outermost module that is an ``instance``, as many as the limits allow, whatever it
+    saves.  From level 2 on, those and what lies in them may become segments, and the plan of the lowest peak is
+    searched, however much longer its step is; one that does not lower the measured peak is not applied.  Plans are
+    measured in profiling subprocesses, with ``dummy_input`` (any shapes that ``forward`` takes; dimension 0 of the
+    first tensor is the batch), and verified against the original.  Without it level 1 is installed unmeasured, and
+    verified on inputs that its first layers suggest where it takes them; a note says where not.  Level 0, the default
+    without ``profile`` and ``prefer``, makes no segments.  Where no plan is applied though one was looked for, a
+    warning says why.  A plan that ``net`` carries from before is taken off first, and put back where this fails.
 
     Parameters
     ----------
@@ -225,6 +229,7 @@ def apply_gc(
         checkpoint_budget=checkpoint_budget,
         max_gc_wrapped_modules=max_gc_wrapped_modules,
         gc_target_budget_ratio=gc_target_budget_ratio,
+        max_slowdown=math.inf,
     )
     resolved = resolve(request)
     device = resolve_device() if device == "cuda" else device
@@ -306,7 +311,11 @@ def _measured(
     settings: StepSettings,
     progress: Progress,
 ) -> Findings:
-    """The pipeline of ``memopt optimize``, less the files and the batch that fits; the plan is on ``net`` then."""
+    """The pipeline of ``memopt optimize``, less the files and the batch that fits; the plan is on ``net`` then.
+
+    At level 1 nothing is searched: the caller has decided.
+    """
+    find_plan = find_as_named if resolved.options.level == 1 else find
     refuse_batched(net)
     with processes.kept(), prepared_model(net, inputs, settings) as prepared:
         for note in prepared.notes:
@@ -315,7 +324,7 @@ def _measured(
             source=prepared.subject.source, spec=None, settings=settings, search=request, recommend_batch=False
         )
         with taken_off(net) as carried:
-            found = found_and_proven(asked, replace(prepared, progress=progress))
+            found = found_and_proven(asked, replace(prepared, progress=progress), find_plan)
             apply_plan(net, found.plan)  # before anything that can fail
         found.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:
@@ -390,6 +399,7 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
     plan = segments_plan(selection, options) if selection else Plan()
     skipped = [skipped_step(1, segments=0, tried=0, options=options)] if options.level and not plan.segments else []
     notes = [*resolved.notes, *(left_out(selection.refused) if selection else ())]
+    notes += suspended_notes(switches_of(net), plan)
     if options.compress_x and not any(m.calls for m in modules):
         notes.extend(_unobserved_codecs(plan))
     return Findings(

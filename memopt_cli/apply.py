@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memopt_cli.errors import PlanError
-from memopt_cli.module_calls import unwrapped
+from memopt_cli.own_checkpoints import resume, suspend
 from memopt_cli.records import InputDimension, Plan, PlanRange, SegmentPlan, from_data
 from memopt_cli.runtime import (
     ConfigsByLength,
@@ -33,6 +33,7 @@ from memopt_cli.runtime.in_backward import (
     optimizers_in_backward,
     remove_in_backward,
 )
+from memopt_cli.wrappers import unwrapped
 
 _SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 """What an entry of a plan and the segment that it becomes both say, by the same names."""
@@ -42,7 +43,8 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
     """Install every segment of ``plan`` on ``model``, in place; returns the model.
 
     ``optimizer``: the one that a plan with ``in_backward`` runs there.  In a wrapper the model within is meant, as
-    everywhere here: see :func:`unwrapped`.
+    everywhere here: see :func:`unwrapped`.  Checkpointing of the model's own is off as long as it has a plan, where an
+    attribute turns that off: see :mod:`memopt_cli.own_checkpoints`.
 
     All or nothing: raises :class:`PlanError` that names the first module which is missing or cannot be a segment, or
     says why the optimizer cannot run in backward, and leaves the model as it was.
@@ -59,6 +61,8 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
 def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> None:
     installed: list[nn.Module] = []
     runs: list[Run] = []
+    if not plan.of_model.is_empty:
+        suspend(model)
     try:
         for segment in plan.everywhere:
             runs += _add_runs(model, segment.path)
@@ -71,6 +75,7 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
         for module in installed:
             remove_segment(module)
         remove_runs(model, runs)
+        resume(model)
         raise
 
 
@@ -180,6 +185,7 @@ def put_back(model: nn.Module) -> Iterator[Plan]:
 def remove_segments(model: nn.Module) -> None:
     """As :func:`remove_plan`; runs of layers stay, as the modules that they are."""
     model = unwrapped(model)
+    resume(model)
     remove_in_backward(model)
     for _, module in list(named_parts(model)):
         if settings_of(module) is not None:

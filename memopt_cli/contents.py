@@ -40,12 +40,18 @@ def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
 
 
 def plan_yaml(
-    header: FileHeader, plan: Plan, level: int, predicted: PredictedStep | None = None, layout: Layout | None = None
+    header: FileHeader,
+    plan: Plan,
+    level: int,
+    predicted: PredictedStep | None = None,
+    layout: Layout | None = None,
+    turns_off: Sequence[str] = (),
 ) -> bytes:
     """The content of ``*.plan.yaml``: the header's keys, the ``level`` that the plan was made at, and the plan.
 
     ``predicted``: what is estimated for a device elsewhere, below ``predicted``; ``layout``: of the ranks that the plan
-    was searched for, below ``parallel``.  Whoever applies the plan needs neither.
+    was searched for, below ``parallel``; ``turns_off``: attributes of the model that are off under the plan.  Whoever
+    applies the plan needs none of these.
     """
     said = {"level": level, **_short(plan)}
     if plan.ranges:
@@ -54,7 +60,8 @@ def plan_yaml(
         said["segments"] = [_named(segment) for segment in plan.segments]
     more = {_PREDICTED: predicted, _PARALLEL: layout}
     more = {name: to_data(value) for name, value in more.items() if value is not None}
-    return yaml_text({**_header(header), **said, **more}).encode()
+    off = {_TURNS_OFF: list(turns_off)} if turns_off else {}
+    return yaml_text({**_header(header), **off, **said, **more}).encode()
 
 
 def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:
@@ -99,11 +106,12 @@ def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
         )
-    refuse_unknown(data, [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), _PREDICTED, _PARALLEL], str(path))
+    known = [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), _PREDICTED, _PARALLEL, _TURNS_OFF]
+    refuse_unknown(data, known, str(path))
     return data
 
 
-_PREDICTED, _PARALLEL = "predicted", "parallel"
+_PREDICTED, _PARALLEL, _TURNS_OFF = "predicted", "parallel", "turns_off"
 _PLAN = "Give a *.plan.yaml that memopt optimize wrote; its header belongs to it."
 
 
@@ -142,14 +150,30 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         if "summary" in data:
             summary = from_data(MemOptSummary, data["summary"], where="summary")
             shorter = tuple(_shorter(summary))
-            return Baseline(header=header, conditions=None, memory=_summarized(summary), shorter=shorter)
+            return _measurable(Baseline(header=header, conditions=None, memory=_summarized(summary), shorter=shorter))
         parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
-        return _checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
+        return _measurable(_checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file")))
     except FileNotFoundError as err:
         raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
     except (OSError, ValueError, UsageError) as err:
         reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
         raise BaselineError(f"{path} is not a baseline: {reason}", hint=_RECORD) from err
+
+
+def _measurable(found: Baseline) -> Baseline:
+    """Return ``found`` if none of its bytes and seconds is negative.  Raises :class:`UsageError` that names one."""
+    pending: list[tuple[str, Any]] = [("", found)]
+    while pending:
+        name, value = pending.pop()
+        if is_dataclass(value):
+            pending += [(f.name, getattr(value, f.name)) for f in fields(value)]
+        elif isinstance(value, Mapping):
+            pending += [(name, item) for item in value.values()]
+        elif isinstance(value, list | tuple):
+            pending += [(name, item) for item in value]
+        elif name.endswith(("_bytes", "_s")) and isinstance(value, int | float) and value < 0:
+            raise UsageError(f"its {name} is {value}; no step needs less than nothing")
+    return found
 
 
 def _checked(found: Baseline) -> Baseline:

@@ -19,7 +19,7 @@ import yaml
 
 from memopt_cli.errors import UsageError, shortened
 from memopt_cli.errors import printable as printable
-from memopt_cli.units import MOST_DIGITS
+from memopt_cli.units import MOST_DIGITS, format_bytes
 
 MOST_BYTES = 64 << 20
 """Of a document that people read, or that memopt wrote for them."""
@@ -74,13 +74,28 @@ _ExactDumper.add_representer(str, _ExactDumper.represent_text)
 def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
     """What a file holds: a regular one, or a pipe; a device may have no end.
 
-    ``most``: bytes that it may have.  Raises :class:`OSError` with a reason for people.
+    ``most``: bytes that it may have; ``None``: as many as this machine has memory for.  Raises :class:`OSError` with a
+    reason for people.
     """
     with _opened(path) as file:
+        if most is None:
+            _require_room(os.fstat(file.fileno()), path)
         data = file.read() if most is None else file.read(most + 1)
     if most is not None and len(data) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
     return data
+
+
+def _require_room(state: os.stat_result, path: str | os.PathLike[str]) -> None:
+    """Raise :class:`OSError` for a file that is larger than the machine's memory, before any of it is read."""
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if state.st_size <= room:
+        return
+    reason = f"it has {format_bytes(state.st_size)}, and this machine {format_bytes(room)} of memory"
+    stored = state.st_blocks * 512
+    if stored < state.st_size // 2:
+        reason += f"; only {format_bytes(stored)} of it were ever written, as of a download that was broken off"
+    raise OSError(errno.EFBIG, reason, str(path))
 
 
 def read_end(path: str | os.PathLike[str], most: int) -> bytes:

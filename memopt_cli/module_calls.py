@@ -1,4 +1,4 @@
-"""Watching the calls of a model's modules, and saying which of them rejected its input."""
+"""Watch the calls of a model's modules, and say which of them rejected its input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from memopt_cli.errors import first_line
 from memopt_cli.runtime import named_parts
-from memopt_cli.runtime.private_torch import original_of
 from memopt_cli.runtime.tree import tensors_of
 
 
@@ -23,16 +22,6 @@ class WatchedCall:
     path: str
     module: nn.Module
     inputs: Any
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within wrappers that only run it: ``DistributedDataParallel``, ``DataParallel``, ``torch.compile``.
-
-    FSDP2 wraps nothing: it changes the model itself.
-    """
-    runs = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    within: Any = model.module if runs else original_of(model)
-    return model if within is model else unwrapped(within)
 
 
 @contextlib.contextmanager

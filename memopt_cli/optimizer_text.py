@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -61,12 +62,25 @@ rate of zero; ASGD, whose step takes memory by what its numbers say.
 IN_MEMORY = " (in memory)"
 """Ends the reference of a function that nobody else finds by it."""
 _FUNCTION = re.compile(r".+\.py:[^\W\d]\w*")
+_NOTEBOOK = re.compile(r"(.+\.ipynb)(:.*)?")
 _OWN = "Or write train.py:function, which takes the model and returns its optimizer."
 
 
 def is_function(text: str) -> bool:
     """Whether it names code of the user's."""
     return _FUNCTION.fullmatch(text) is not None
+
+
+def notebook_refusal(text: str) -> str:
+    """Say what to do with ``text`` that names a notebook where code is wanted; empty for any other text."""
+    match = _NOTEBOOK.fullmatch(text)
+    if match is None:
+        return ""
+    script = f"{match[1].removesuffix('.ipynb')}.py"
+    return (
+        f"'{match[1]}' is a notebook, not a Python file: export it with jupyter nbconvert --to script "
+        f"{shlex.quote(match[1])}, and name {script}{match[2] or ''}"
+    )
 
 
 def parse_optimizer(text: str) -> OptimizerChoice:

@@ -15,7 +15,6 @@ from memopt_cli import apply
 from memopt_cli.contents import the_plan
 from memopt_cli.equality import generators_kept, gradients_kept
 from memopt_cli.errors import OptionError, VerificationError
-from memopt_cli.module_calls import unwrapped
 from memopt_cli.python_words import said_in_python
 from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
@@ -26,6 +25,7 @@ from memopt_cli.user_step import Step as UserStep
 from memopt_cli.user_step import models_of
 from memopt_cli.verification import first_samples
 from memopt_cli.verification import verify as compared
+from memopt_cli.wrappers import unwrapped
 
 Applied = TypeVar("Applied", bound=nn.Module | UserStep | Mapping[str, nn.Module])
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import StepError, first_line
-from memopt_cli.module_calls import rejection, unwrapped, watched_modules
+from memopt_cli.module_calls import rejection, watched_modules
 from memopt_cli.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.records import Phase, StepSettings
 from memopt_cli.runtime.deferred import DeferredLinear
@@ -25,6 +25,7 @@ from memopt_cli.runtime.in_backward import is_in_backward
 from memopt_cli.runtime.private_torch import is_fake, is_out_of_cpu_memory, is_started, unseen
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.wrappers import unwrapped
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
 _AUTOCASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -119,7 +119,9 @@ def _prepared(
         _refuse_hooks_on_gradients(name, model)
         obstacle = "a file holds no compiled model" if any(map(is_compiled, model.modules())) else ""
         with also_prepared_model(model, given, settings, functions, obstacle) as prepared:
-            yield replace(prepared, carried=plan_of(model).of_model)
+            source = replace(prepared.subject.source, keeps_compiled=True)
+            subject = replace(prepared.subject, source=source)
+            yield replace(prepared, subject=subject, carried=plan_of(model).of_model)
         return
     if isinstance(trained, Step) or not callable(trained):
         raise OptionError(

@@ -25,6 +25,21 @@ SPECIAL = [
 ]
 
 
+def test_what_no_memory_holds_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file of 200 GB was out of memory, with the advice to give smaller inputs."""
+    sparse, whole = tmp_path / "sparse.pt", tmp_path / "whole.pt"
+    with open(sparse, "wb") as file:
+        file.truncate(1 << 20)
+    whole.write_bytes(b"x" * (1 << 20))
+    assert len(read_bytes(sparse)) == len(read_bytes(whole)) == 1 << 20
+    monkeypatch.setattr(documents.os, "sysconf", {"SC_PHYS_PAGES": 4, "SC_PAGE_SIZE": 4096}.__getitem__)
+    with pytest.raises(OSError, match=r"it has 1\.0 MiB, and this machine 16\.0 KiB of memory:"):
+        read_bytes(whole)
+    with pytest.raises(OSError, match=r"16\.0 KiB of memory; only 0 B of it were ever written"):
+        read_bytes(sparse)
+    assert len(read_bytes(whole, most=1 << 20)) == 1 << 20
+
+
 @pytest.mark.parametrize("path", SPECIAL)
 def test_what_the_kernel_makes_up_is_not_read(path: str) -> None:
     with pytest.raises(OSError, match=r"not a regular file|No such|ermi"):

@@ -16,7 +16,17 @@ PACKAGE = "memopt_cli"
 BASE = {"errors", "units", "records", "documents", "spec_text", "batch_axis", "optimizer_text", "__version__"}
 BELOW_STAGES = (
     BASE
-    | {"progress", "runtime", "optimizers", "module_calls", "step", "user_step", "own_step"}
+    | {
+        "progress",
+        "runtime",
+        "optimizers",
+        "module_calls",
+        "wrappers",
+        "own_checkpoints",
+        "step",
+        "user_step",
+        "own_step",
+    }
     | {"equality", "workspace", "python_words"}
 )
 STAGES = {
@@ -41,7 +51,9 @@ PARTS: dict[str, set[str]] = {
     "step_peaks": {"records"},
     "runtime": set(),
     "module_calls": {"errors", "runtime"},
-    "step": BASE | {"runtime", "module_calls", "optimizers"},
+    "wrappers": {"runtime"},
+    "own_checkpoints": {"records", "runtime", "module_calls"},
+    "step": BASE | {"runtime", "module_calls", "optimizers", "wrappers"},
     "user_step": {"errors", "runtime", "optimizers"},
     "own_step": BASE | {"runtime", "module_calls", "optimizers", "step", "user_step"},
     "equality": BASE | {"runtime", "step", "own_step"},

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import memopt_cli
 from memopt_cli import Plan, SegmentPlan
-from memopt_cli.errors import StepError
+from memopt_cli.errors import FileFormatError, StepError
+from memopt_cli.loading import load_model
+from memopt_cli.measure.jobs import Measured, MeasureJob, Subject
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.records import InputSpec, ModelSource, Trust
+from memopt_cli.spec_text import parse_tensor
+from memopt_cli.wrappers import compiled_notes
 
 X = torch.ones(8, 6)
 PLAN = Plan(segments=(SegmentPlan(path="0"), SegmentPlan(path="1")))
@@ -37,6 +46,16 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch.compile": compiled,
     "torch.compile of DistributedDataParallel": lambda model: compiled(DistributedDataParallel(model)),
     "DistributedDataParallel of torch.compile": lambda model: DistributedDataParallel(compiled(model)),
+    "DataParallel of torch.compile": lambda model: nn.DataParallel(compiled(model)),
+}
+CODE = {
+    "DistributedDataParallel": "DistributedDataParallel(model)",
+    "DataParallel": "nn.DataParallel(model)",
+    "torch.compile": "torch.compile(model)",
+    "torch.compile of DistributedDataParallel": "torch.compile(DistributedDataParallel(model))",
+    "DistributedDataParallel of torch.compile": "DistributedDataParallel(torch.compile(model))",
+    "DataParallel of torch.compile": "nn.DataParallel(torch.compile(model))",
+    "AveragedModel": "AveragedModel(model)",
 }
 every_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 
@@ -118,3 +137,99 @@ def test_a_sharded_model_is_to_be_optimized_before() -> None:
         memopt_cli.memory_optimization(model, Block, X, level=1)
     plain = gradients(network())
     assert same([g.full_tensor() for g in gradients(memopt_cli.apply_plan(model, PLAN))], plain)  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------------------- in files
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_the_model_within_is_taken_from_a_file(name: str, tmp_path: Path) -> None:
+    model, file = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), str(tmp_path / "wrapped.pt")
+    wrap = {**WRAPPERS, "AveragedModel": AveragedModel}[name]
+    torch.save(wrap(model), file)
+    loaded = load_model(ModelSource(location=file))
+    assert type(loaded.module) is nn.Sequential
+    assert all(map(torch.equal, loaded.module.parameters(), model.parameters()))
+    (note,) = loaded.notes
+    assert note.startswith(f"The model is wrapped, {CODE[name]}. Its step is measured")
+
+
+@pytest.mark.parametrize("name", ["DataParallel", "DataParallel of torch.compile"])
+@pytest.mark.parametrize("keeps_compiled", [False, True])
+def test_the_model_within_is_taken_of_a_callable(
+    name: str, keeps_compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = "torch.compile(model, backend='eager')" if "compile" in name else "model"
+    code = f"import torch\nmodel = torch.nn.Linear(2, 2)\ndef build(): return torch.nn.DataParallel({made})\n"
+    (tmp_path / "build.py").write_text(code)
+    torch.save(nn.DataParallel(nn.Linear(2, 2)).state_dict(), tmp_path / "weights.pt")  # "module.weight"
+    monkeypatch.chdir(tmp_path)
+    source = ModelSource(location="build.py:build", weights="weights.pt", keeps_compiled=keeps_compiled)
+    loaded = load_model(source)
+    assert isinstance(loaded.module, nn.Linear) == (not keeps_compiled or name == "DataParallel")
+    code = "nn.DataParallel(model)" if keeps_compiled else CODE[name]
+    assert any(note.startswith(f"The model is wrapped, {code}.") for note in loaded.notes)
+
+
+def test_one_that_belongs_to_its_process_cannot_be_unpickled(tmp_path: Path) -> None:
+    torch.save(DistributedDataParallel(network()), tmp_path / "ddp.pt")
+    distributed.destroy_process_group()
+    try:
+        with pytest.raises(FileFormatError) as failed:
+            load_model(ModelSource(location=str(tmp_path / "ddp.pt"), trust=Trust(pickle=True)))
+    finally:
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    assert "save model.module with torch.save, or leave --trust-pickle out" in failed.value.hint
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("flags", [("--level", "1", "--max-slowdown", "none"), ("--budget", "80%")])
+def test_a_plan_is_found_for_a_saved_wrapper(memopt: Callable[..., Any], flags: tuple[str, ...]) -> None:
+    """Every plan was tried on the wrapper, under the names of the model within."""
+    layers = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+    torch.save(nn.DataParallel(nn.Sequential(*layers)), "wrapped.pt")
+    done = memopt("optimize", "wrapped.pt", "-i", "256x16", "--no-recommend-batch", "--max-slowdown", "none", *flags)
+    assert done.code == 0, done.err
+    assert "nn.DataParallel(model)" in done.out
+    written = memopt_cli.load("wrapped.memopt.pt")
+    assert not isinstance(written, nn.DataParallel)
+    assert memopt_cli.plan_of(written).segments
+
+
+# ---------------------------------------------------------------------------------------------- compiled parts
+
+
+def compiled_in_place(model: nn.Sequential, backend: Callable[..., Any]) -> None:
+    model[1].compile(backend=backend)
+
+
+def compiled_part(model: nn.Sequential, backend: Callable[..., Any]) -> None:
+    model[1] = torch.compile(model[1], backend=backend)  # type: ignore[assignment]
+
+
+def compiled_forward(model: nn.Sequential, backend: Callable[..., Any]) -> None:
+    model.forward = torch.compile(model.forward, backend=backend)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("compile_some", [compiled_in_place, compiled_part, compiled_forward])
+@pytest.mark.parametrize("keeps_compiled", [False, True])
+def test_compiled_parts_run_as_they_are_written(compile_some: Callable[..., None], keeps_compiled: bool) -> None:
+    """Steps without data broke off in the compiler; ``memopt verify`` alone compares what is compiled."""
+    seen: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+        compile_some(model, backend)
+        return model
+
+    assert len(compiled_notes(build())) == 1
+    assert not compiled_notes(network())
+    source = ModelSource(location="", keeps_compiled=keeps_compiled)
+    subject = Subject(source=source, spec=InputSpec(tensors=(parse_tensor("8x6"),), source="here"))
+    with LocalSession(subject, 60.0, build=build) as session:
+        assert isinstance(session.ask(MeasureJob(plan=Plan(), steps=1)), Measured)
+    assert bool(seen) == keeps_compiled

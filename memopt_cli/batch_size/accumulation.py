@@ -21,3 +21,8 @@ def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumul
             return Accumulation(global_batch=global_batch, batch=batch, steps=steps)
     batch = -(-global_batch // (fewest * multiple_of)) * multiple_of
     return Accumulation(global_batch=global_batch, batch=batch, steps=fewest)
+
+
+def accumulated(batch: int, steps: int) -> Accumulation | None:
+    """Return how ``steps`` passes of ``batch`` samples make a step of the optimizer; ``None`` for a single pass."""
+    return Accumulation(global_batch=batch * steps, batch=batch, steps=steps) if steps > 1 else None

@@ -10,7 +10,7 @@ import typer
 
 from memopt_cli.cards import device_profile
 from memopt_cli.errors import UsageError
-from memopt_cli.optimizer_text import MadeOptimizer, is_function, parse_optimizer
+from memopt_cli.optimizer_text import MadeOptimizer, is_function, notebook_refusal, parse_optimizer
 from memopt_cli.records import BUILT_IN, DeviceProfile
 from memopt_cli.spec_text import MODEL_SETTINGS, is_built_in, is_pretrained, parse_device, parse_factory, parse_mesh
 from memopt_cli.units import parse_amount
@@ -80,6 +80,7 @@ def card(text: str) -> DeviceProfile:
 
 def check_model(location: str) -> str:
     """Raises :class:`typer.BadParameter` for what names no model."""
+    _refuse_notebook(location if ":" in location else f"{location}:FUNCTION")
     if os.path.isdir(location) and not is_pretrained(location):
         raise typer.BadParameter(f"'{location}' is a folder without {MODEL_SETTINGS}, not a model")
     if os.path.exists(location):
@@ -107,10 +108,12 @@ def check_device(device: str | None) -> str | None:
 
 def check_function(text: str | None) -> str | None:
     """``file.py:function``, not yet opened."""
-    if text is not None and not is_function(text):
+    if text is None:
+        return None
+    _refuse_notebook(text)
+    if not is_function(text):
         raise typer.BadParameter(f"'{text}' is not of the form file.py:function")
-    if text is not None:
-        check_file(text.rpartition(":")[0])
+    check_file(text.rpartition(":")[0])
     return text
 
 
@@ -118,6 +121,7 @@ def check_parallel(text: str | None) -> str | None:
     """A built-in way to spread a model, or ``file.py:function``, not yet opened."""
     if text is None or is_built_in(text):
         return text
+    _refuse_notebook(text)
     if not is_function(text):
         raise typer.BadParameter(f"'{text}' is neither {' nor '.join(BUILT_IN)} nor of the form file.py:function")
     return check_function(text)
@@ -137,11 +141,18 @@ def check_optimizer(text: str | None) -> str | None:
     """A name of ``torch.optim``, or ``file.py:function``, not yet opened."""
     if text is None:
         return None
+    _refuse_notebook(text)
     try:
         choice = parse_optimizer(text)
     except UsageError as err:
         raise typer.BadParameter(f"{err.message}. {err.hint}".strip()) from err
     return check_function(text) if isinstance(choice, MadeOptimizer) else text
+
+
+def _refuse_notebook(text: str) -> None:
+    """Raises :class:`typer.BadParameter` for a notebook in the place of Python code or of a model."""
+    if refusal := notebook_refusal(text):
+        raise typer.BadParameter(refusal)
 
 
 def check_file(path: str | None) -> str | None:
@@ -158,6 +169,7 @@ def check_code(paths: list[str]) -> list[str]:
     for path in paths:
         if os.path.isdir(path):
             continue
+        _refuse_notebook(path)
         check_file(path)
         if not path.endswith(".py"):
             raise typer.BadParameter(f"'{path}' is neither a folder nor a Python file")

@@ -27,6 +27,7 @@ from memopt_cli.python_words import said_in_python
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.spec_text import is_factory, is_pretrained
 from memopt_cli.user_step import StepModels
+from memopt_cli.wrappers import compiled_notes, peeled, unwrapped, wrapper_notes
 
 __all__ = ["format_of", "load", "load_model", "read_file", "read_same"]
 
@@ -53,17 +54,19 @@ def load_model(source: ModelSource) -> LoadedModel:
     else:
         file, sha256 = read_same(source.location, source.key if source.weights is None else None, source.sha256)
         loaded, kind = _load_file(file, source.trust)
+    around, module = peeled(loaded.module, keep_compiled=source.keeps_compiled)
     weights_sha256 = None
     if source.weights is not None:
         file, weights_sha256 = read_same(source.weights, source.key, source.weights_sha256)
-        notes = (*notes, *fill(loaded.module, file))
+        notes = (*notes, *fill(unwrapped(module), file))
+    notes = (*notes, *loaded.notes, *wrapper_notes((*loaded.wrappers, *around)), *cache_notes(module))
     return LoadedModel(
-        module=loaded.module,
+        module=module,
         source=source,
         format=kind,
         sha256=sha256,
         weights_sha256=weights_sha256,
-        notes=(*notes, *loaded.notes, *cache_notes(loaded.module)),
+        notes=notes if source.keeps_compiled else (*notes, *compiled_notes(module)),
         example_spec=loaded.example_spec,
     )
 

@@ -15,7 +15,7 @@ from memopt_cli.documents import quoted_flag
 from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import made_of, refuse_attacks
-from memopt_cli.loading.pickles.entries import entry_of, listed, state_dicts_in
+from memopt_cli.loading.pickles.entries import listed, place_notes, place_of, state_dicts_in
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.user_code import UserCode, make_importable
@@ -120,7 +120,8 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     """The only one that the file holds, or the first whose names are the model's; nothing else of it is made."""
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, UserCode(()))
-    root = pickled.pickle.root if file.key is None else entry_of(pickled.pickle.root, file.key, file.path)
+    whole = pickled.pickle.root
+    outer, root = ((), whole) if file.key is None else place_of(whole, file.key, file.path)
     found = state_dicts_in(root)
     own = model.state_dict().keys()
     fitting = [
@@ -139,8 +140,8 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
                 hint=f"Say which, to be told what differs: {quoted_flag('--key', '.'.join(where))}",
             )
         notes.append(f"Of the state dicts {names} the first is taken; --key names another.")
-    elif where:
-        notes.append(f"The weights are the entry {'.'.join(where)!r} of {file.path}.")
+    else:
+        notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
     made: Mapping[str, Tensor] = made_of(file, pickled, found[where])
     return made
 

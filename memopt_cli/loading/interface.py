@@ -11,6 +11,7 @@ from memopt_cli.documents import quoted_path
 from memopt_cli.errors import ChangedFileError, FileFormatError
 from memopt_cli.records import InputSpec, Trust
 from memopt_cli.units import counted
+from memopt_cli.wrappers import Wrapper
 
 TRUNCATED: Final = "It may be truncated: download it or save it again."
 UNCHECKED: Final = "If you saved it yourself, --trust-pickle loads it without any check."
@@ -35,6 +36,8 @@ class Loaded:
     module: nn.Module
     notes: tuple[str, ...] = ()
     """What the user should know of it."""
+    wrappers: tuple[Wrapper, ...] = ()
+    """Those around the model in the file that are not a part of ``module``, the outermost first."""
     example_spec: InputSpec | None = None
     """The inputs that the file carries."""
 

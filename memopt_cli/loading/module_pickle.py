@@ -21,7 +21,7 @@ from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
 from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
-from memopt_cli.loading.pickles.entries import entry_of, found_in, module_in, several_models
+from memopt_cli.loading.pickles.entries import found_in, module_in, place_notes, place_of, several_models
 from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
 from memopt_cli.loading.pickles.kinds.interface import Broken, Denied, Kind, Missing, Use
 from memopt_cli.loading.pickles.kinds.modules import Libraries
@@ -44,7 +44,6 @@ from memopt_cli.loading.user_code import UserCode
 from memopt_cli.loading.watch import watched
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgram
-from memopt_cli.runtime.private_torch import original_of
 from memopt_cli.runtime.script_code import UnsafeScript
 
 _SHOWN: Final = 5
@@ -63,16 +62,16 @@ class ModulePickle:
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         if trust.pickle:
-            return Loaded(module=_load_unchecked(file, trust))
+            return _load_unchecked(file, trust)
         with uncollected():
             pickled = read_pickled(file)
             refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
-            root, notes = module_in(pickled.pickle.root, file.key, file.path)
+            found = module_in(pickled.pickle.root, file.key, file.path)
         vouched = Vouched(trust, UserCode(trust.code_paths))
-        made = _make(file, pickled, root, kinds_of(storages_of(pickled), vouched), vouched)
+        made = _make(file, pickled, found.root, kinds_of(storages_of(pickled), vouched), vouched)
         if not isinstance(made, nn.Module):
             raise FileFormatError(f"{file.path} holds a {type(made).__name__}, not a model", hint=_SAVE_AGAIN)
-        return Loaded(module=made, notes=notes)
+        return Loaded(module=made, notes=found.notes, wrappers=found.wrappers)
 
 
 _SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
@@ -108,7 +107,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
     """
     nobody = Vouched(Trust(), UserCode(()))
     try:
-        root, _ = module_in(pickled.pickle.root, file.key, file.path)
+        root = module_in(pickled.pickle.root, file.key, file.path).root
     except FileFormatError:
         root = pickled.pickle.root
     _refuse_many(file, pickled.scan.wanted)
@@ -130,7 +129,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
 # ---------------------------------------------------------------------------------------------- without a check
 
 
-def _load_unchecked(file: ModelFile, trust: Trust) -> nn.Module:
+def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     """By Python's own unpickler; of a container its only module, or the entry that is asked for."""
     UserCode(trust.code_paths).run_scripts()
     try:
@@ -139,18 +138,21 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> nn.Module:
         missing = "on <module" in str(err)
         message = "it needs a class of the script that saved it" if missing else first_line(err)
         hint = "Name the script with --code-path." if missing else "Save the model again with torch.save(model, path)."
+        if "process group" in str(err):
+            hint = "It belongs to its process: save model.module with torch.save, or leave --trust-pickle out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
+    whole, where = loaded, tuple[str, ...]()
     if file.key is not None:
-        loaded = entry_of(loaded, file.key, file.path, entries=_live_entries)
+        where, loaded = place_of(loaded, file.key, file.path, entries=_live_entries)
     if not isinstance(loaded, nn.Module):
         found = dict(found_in(loaded, _is_live_module, entries=_live_entries))
         if len(found) > 1:
             raise several_models(found, file.path)
-        loaded = next(iter(found.values()), loaded)
-    inner = original_of(loaded)
-    if not isinstance(inner, nn.Module):
+        within, loaded = next(iter(found.items()), ((), loaded))
+        where = (*where, *within)
+    if not isinstance(loaded, nn.Module):
         raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model", hint=_SAVE_AGAIN)
-    return inner
+    return Loaded(module=loaded, notes=place_notes("The model is", where, whole, entries=_live_entries))
 
 
 def _unpickled(file: ModelFile) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
+from memopt_cli.optimizer_text import notebook_refusal
 
 
 class UserCode:
@@ -23,6 +24,8 @@ class UserCode:
         self._paths = tuple(Path(path).resolve() for path in paths)
         for path in self._paths:
             if not path.is_dir() and path.suffix != ".py":
+                if refusal := notebook_refusal(path.name):
+                    raise UsageError(f"--code-path: {refusal}")
                 raise UsageError(
                     f"--code-path {path} is neither a folder nor a Python file", hint="Give a .py file or its folder."
                 )

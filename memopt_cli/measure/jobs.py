@@ -216,6 +216,8 @@ class Traced:
     """Why they are not, if the model does not allow them."""
     unknown: tuple[str, ...] = ()
     """What is not known of the step, and why."""
+    checkpoints: tuple[str, ...] = ()
+    """Paths of the modules whose forward calls ``torch.utils.checkpoint``; not looked for under a plan."""
 
     @property
     def has_dry_runs(self) -> bool:

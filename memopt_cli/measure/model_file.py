@@ -30,6 +30,7 @@ from memopt_cli.measure.jobs import (
 from memopt_cli.model_batching import BatchModule
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.model_batching.stacked import refuse_unsupported
+from memopt_cli.own_checkpoints import switches_of
 from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan, SnapshotFacts
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
 from memopt_cli.runtime.private_torch import is_fake
@@ -88,6 +89,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         batch_norms=any(map(_is_batch_norm, model.modules())),
         trainable_bytes=unique_bytes(p for p in model.parameters() if p.requires_grad and not is_lazy(p)),
         held_bytes=unique_bytes(t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)),
+        checkpoint_switches=switches_of(model),
         sync_norms=tuple(path for path, module in named_parts(model) if isinstance(module, nn.SyncBatchNorm)),
     )
 

@@ -6,11 +6,13 @@ state in which the model was loaded.  What it prints goes to a file of the paren
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
 import pkgutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, BinaryIO, TextIO, TypeVar, cast
@@ -28,6 +30,7 @@ from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, StepFailed, from_data, to_data
 from memopt_cli.step import FORWARD_HINT, is_out_of_memory
 from memopt_cli.units import format_bytes
+from memopt_cli.wrappers import uncompiled
 
 Answer = TypeVar("Answer")
 
@@ -60,12 +63,15 @@ class Worker:
         if not isinstance(job, StepJob):
             return answer(self._subject, job)
         try:
-            with self.bench.cleared():
+            with self.bench.cleared(), self._as_to_be_run(self.bench.model):
                 return answer(self.bench, job)
         except StepError as error:
             if error.hint == FORWARD_HINT and self._subject.spec.is_guess:
                 error.hint = f"The inputs were {self._subject.spec.source}. {FORWARD_HINT}"
             raise
+
+    def _as_to_be_run(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._subject.source.keeps_compiled else uncompiled(model)
 
     def close(self) -> None:
         """There are no more jobs."""

@@ -10,10 +10,19 @@ from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.confirmation import as_predicted, confirmed, unlike
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.in_backward import IN_BACKWARD
-from memopt_cli.pipeline.prepare import Prepared, inputs_of_file, open_model, opening_of, prepare, saved_model
+from memopt_cli.pipeline.own_checkpoints import suspended_notes
+from memopt_cli.pipeline.prepare import (
+    Prepared,
+    inputs_of_file,
+    open_model,
+    opening_of,
+    prepare,
+    reader_notes,
+    saved_model,
+)
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.progress import Ask, Progress
-from memopt_cli.records import ApplyRequest, ApplyResult, FileHeader, ModelSource, Plan, Verification
+from memopt_cli.records import ApplyRequest, ApplyResult, FileHeader, Plan, Verification
 from memopt_cli.write import check_targets, output_paths, write_all
 
 
@@ -28,19 +37,22 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
     target = output_paths(request.source.location, request.output).model
     check_targets([target], force=request.force)
     if request.verify or request.confirm:
-        source, tried = _tried(request, header, plan, progress, ask)
+        prepared, tried = _tried(request, header, plan, progress, ask)
+        source, facts = prepared.subject.source, prepared.facts
     else:
         source, facts = open_model(request.source, DescribeJob(inputs=False), request.timeout_s, ask=ask)
         for note in facts.notes:
             progress.note(note)
         tried = ApplyResult(files=())
     files = write_all({target: saved_model(source, plan, request.timeout_s)}, force=request.force)
+    for note in (*suspended_notes(facts.checkpoint_switches, plan), *reader_notes(facts.format, target)):
+        progress.note(note)
     return replace(tried, files=files)
 
 
 def _tried(
     request: ApplyRequest, header: FileHeader, plan: Plan, progress: Progress, ask: Ask | None
-) -> tuple[ModelSource, ApplyResult]:
+) -> tuple[Prepared, ApplyResult]:
     """With the inputs of the step that the plan was made for, unless others are given."""
     predicted = read_prediction(request.plan_path) if request.confirm else None
     if request.spec is None:
@@ -55,7 +67,7 @@ def _tried(
     *shorter, verification = _verified_all(prepared, plan.of_model) if request.verify else [None]
     verified = tuple(found for found in shorter if found is not None)
     tried = ApplyResult(files=(), verification=verification, shorter=verified, confirmation=confirmation)
-    return prepared.subject.source, tried
+    return prepared, tried
 
 
 def _verified_all(prepared: Prepared, plan: Plan) -> list[Verification]:

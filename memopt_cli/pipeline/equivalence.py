@@ -47,10 +47,13 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
     """Take the same steps of both, and compare all that they leave.  Raises :class:`MemoptError`."""
     started = time.monotonic()
     opening = Opening(
-        source=request.reference, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
+        source=replace(request.reference, keeps_compiled=True),
+        spec=request.spec,
+        settings=request.settings,
+        timeout_s=request.timeout_s,
     )
     reference = prepare_with_plan(opening, progress=progress, ask=ask)
-    like_it = replace(opening, source=request.candidate, spec=reference.subject.spec)
+    like_it = replace(opening, source=replace(request.candidate, keeps_compiled=True), spec=reference.subject.spec)
     candidate = prepare_with_plan(like_it, progress=progress, ask=ask)
     found = compare_prepared(reference, candidate, request.steps)
     return replace(found, spent_s=time.monotonic() - started)

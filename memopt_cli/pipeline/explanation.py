@@ -19,6 +19,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.oom_text import read_oom
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes, without_own_checkpoints
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.recommendation import norm_notes, recommend_prepared
@@ -170,7 +171,7 @@ def _recorded(prepared: Prepared) -> tuple[StepTrace, list[str]]:
         look_s = prepared.timeout_s if traced.unknown else min(prepared.timeout_s, _LONGEST_LOOK_S)
         whole = replace(prepared, timeout_s=look_s).ask(TraceJob(plan=ORIGINAL, fake=True))
         if isinstance(whole, Traced):
-            return whole.trace, [f"{reason}." for reason in whole.unknown]
+            return whole.trace, [*(f"{reason}." for reason in whole.unknown), *own_checkpoints_notes(whole.checkpoints)]
     return traced.trace, notes
 
 
@@ -285,6 +286,9 @@ class _Trial:
 
     def _search(self, prepared: Prepared, goal: SearchGoal, search: SearchOverrides) -> Findings:
         """Raises :class:`NothingFitsError` if the plan does not compute the same."""
+        known = prepared.notes
+        prepared = without_own_checkpoints(prepared, measures=False)
+        self.notes += [note for note in prepared.notes if note not in (*known, *self.notes)]
         subject = prepared.subject
         asked = OptimizeRequest(
             source=subject.source,

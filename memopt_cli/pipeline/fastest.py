@@ -22,6 +22,7 @@ from memopt_cli.errors import NothingFitsError, OptionError, Terminated, Verific
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out
+from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.pair_runs import PairRuns, best_original, finalists, ranked
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.pricing import Pricing
@@ -73,6 +74,9 @@ def check_search_alone(has_plan: bool, objective: Objective | None) -> None:
         raise OptionError(f"a search finds the plan that trains fastest, and {what}", hint="Leave one of them out.")
 
 
+_WITHOUT_CHECKPOINTS = "Batches without a plan are run with it off, too: turn it off where one of them is the answer."
+
+
 def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraining:
     """The answer for a model that is ready; nothing is written.
 
@@ -82,11 +86,14 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
     started, resolved = time.monotonic(), resolve(request.search)
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
+    bare = without_own_checkpoints(prepared, measures=False)
+    also = [] if bare is prepared else [_WITHOUT_CHECKPOINTS]
+    prepared = bare
     if not resolved.options.targets:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
     limits = replace(limits, most_samples=request.global_batch)
-    notes = [*resolved.notes, *prepared.notes, *memory_left_out(prepared)]
+    notes = [*resolved.notes, *prepared.notes, *also, *memory_left_out(prepared)]
     telling = prepared.at(max(prepared.batch, _TELLING_BATCH))  # for dry runs, and trials of modules in chunks
     session = Sessions(telling, "small batch", notes)
     job = _Job(
@@ -273,6 +280,7 @@ class _Job:
             notes=tuple(dict.fromkeys(self.notes)),
             files=(),
             spent_s=0.0,
+            step=self.prepared.subject.settings,
             interrupted=self.interrupted,
             dropped=tuple(self.dropped),
         )

@@ -10,7 +10,7 @@ from memopt_cli.contents import plan_yaml, recommended_data, summary_json
 from memopt_cli.errors import Interrupted, MemoptError, Terminated
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
-from memopt_cli.pipeline.prepare import Prepared, file_header, saved_model
+from memopt_cli.pipeline.prepare import Prepared, file_header, reader_notes, saved_model
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.recommendation import batch_file
 from memopt_cli.pipeline.summary import Findings, summarize
@@ -105,7 +105,9 @@ class Kept:
         if self.paths.plan_only:
             self.found.notes.append(self._how_to_apply())
         header, found = file_header(self.prepared), self.found
-        plan = content(plan_yaml(header, found.plan, found.applied_level, self._predicted(), self.request.layout))
+        predicted, turns_off = self._predicted(), () if found.plan.is_empty else found.turns_off
+        text = plan_yaml(header, found.plan, found.applied_level, predicted, self.request.layout, turns_off)
+        plan = content(text)
         try:
             self._keep(self.paths.plan, plan)
         except KeyboardInterrupt:  # at this one moment it waits for the plan
@@ -143,6 +145,7 @@ class Kept:
         self.prepared.progress.stage("writing the model")
         source, timeout_s = self.prepared.subject.source, self.prepared.timeout_s
         self._keep(self.paths.model, saved_model(source, self.found.plan, timeout_s))
+        self.found.notes += reader_notes(self.found.model_format, self.paths.model)
 
     def _keep_summary(self) -> None:
         self._keep(self.paths.summary, content(summary_json(file_header(self.prepared), self._summary())))

@@ -25,7 +25,6 @@ from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.measure.reach import UserFunction, main_script, unreachable
-from memopt_cli.module_calls import unwrapped
 from memopt_cli.pipeline.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings
@@ -47,6 +46,7 @@ from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.spec_text import format_tensor, parse_tensor
 from memopt_cli.step import Step, place
+from memopt_cli.wrappers import compiled_notes, unwrapped
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
 """Of a model's forward, by position or by name."""
@@ -72,10 +72,10 @@ def prepared_model(
 
 
 def left_out_note(model: nn.Module) -> list[str]:
-    """What is said of a wrapper around the model that is searched."""
-    name = type(model).__name__
-    seen_through = unwrapped(model) is not model
-    return [f"The step is measured without {name}, and what that holds is not counted."] if seen_through else []
+    """Return what is said of a wrapper around ``model``, and of parts of it that are compiled."""
+    name, within = type(model).__name__, unwrapped(model)
+    left_out = [f"The step is measured without {name}, and what that holds is not counted."]
+    return [*(left_out if within is not model else ()), *compiled_notes(within)]
 
 
 @contextlib.contextmanager
@@ -308,8 +308,10 @@ def taken_off_note(carried: Plan) -> list[str]:
     return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
 
 
-def found_and_proven(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """What :func:`~memopt_cli.pipeline.optimization.find` finds.
+def found_and_proven(
+    request: OptimizeRequest, prepared: Prepared, find: Callable[[OptimizeRequest, Prepared], Findings] = find
+) -> Findings:
+    """Return what ``find`` finds, :func:`~memopt_cli.pipeline.optimization.find` by default.
 
     Raises :class:`VerificationError` for a plan that does not compute the same.
     """

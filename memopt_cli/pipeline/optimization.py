@@ -17,6 +17,7 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.in_backward import IN_BACKWARD, InBackwardPlans, may_run_in_backward
 from memopt_cli.pipeline.kept import Kept
+from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.proof import Prover, applied_row
@@ -77,7 +78,11 @@ def check_goal(goal: SearchGoal, search: SearchOverrides) -> None:
 
 
 def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """As :func:`find_plan`, and where a dimension has a range a plan by length."""
+    """As :func:`find_plan`, and where a dimension has a range a plan by length.
+
+    A model that checkpoints by itself is searched without that, where it can be turned off.
+    """
+    prepared = without_own_checkpoints(prepared, measures=not is_elsewhere(request))
     if request.dim_range is None:
         return find_plan(request, prepared)
     return find_by_length(request, request.dim_range, prepared, find_plan=find_plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memopt_cli.batch_size.accumulation import accumulate
+from memopt_cli.batch_size.accumulation import accumulate, accumulated
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.trials import Pair, Trials
@@ -70,9 +70,12 @@ class PairRuns:
         return rounded if wanted is None or not rounded else accumulate(wanted, rounded, unit).batch
 
     def accumulation(self, batch: int) -> Accumulation | None:
-        """How a batch makes up the global one; ``None``: none is asked for."""
+        """Return how passes of ``batch`` make a step of the optimizer.
+
+        ``None`` if it is made of one and no global batch is asked for.
+        """
         if self.global_batch is None:
-            return None
+            return accumulated(batch, self.micro_batches)
         return Accumulation(global_batch=self.global_batch, batch=batch, steps=self._steps(batch))
 
     def _steps(self, batch: int) -> int:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import BinaryIO
+from pathlib import Path
+from typing import BinaryIO, Final
 
 from memopt_cli import __version__
 from memopt_cli.batch_axis import BATCH, with_batch
@@ -212,6 +213,25 @@ def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[
             raise UnsafeFileError("no model is written: its file changed while memopt looked at it")
 
     return save
+
+
+def turned_off(prepared: Prepared) -> tuple[str, ...]:
+    """Return the names of the attributes that are off where the model is prepared without its own checkpointing."""
+    is_off = not prepared.subject.source.own_checkpoints
+    names = (switch.rpartition(".")[2] for switch in prepared.facts.checkpoint_switches)
+    return tuple(dict.fromkeys(names)) if is_off else ()
+
+
+def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
+    """Say that what read a model of that format does not read the optimized one at ``path``; nothing if it does."""
+    reader = _READERS.get(model_format)
+    if reader is None:
+        return ()
+    return (f"{path.name} is a pickled module, which {reader} does not read: memopt_cli.load({str(path)!r}) does.",)
+
+
+_READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
+"""Format of a model's file -> what a script reads it with, where that reads no pickled modules."""
 
 
 def file_header(prepared: Prepared) -> FileHeader:

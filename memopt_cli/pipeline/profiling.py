@@ -12,6 +12,7 @@ from memopt_cli.estimation import estimate, timed
 from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, Data, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
 from memopt_cli.pipeline.prediction import predicted_ranks, without_data
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
 from memopt_cli.pipeline.sessions import Sessions
@@ -161,6 +162,7 @@ def record_step(
     if traced.note:
         notes.append(f"{traced.note}; {consequence}.")
     notes.extend(f"{reason}." for reason in traced.unknown)
+    notes.extend(own_checkpoints_notes(traced.checkpoints))
     return traced
 
 

@@ -55,6 +55,8 @@ class Prover:
     measurements: PlanMeasurements
     found: Findings
     """Its rows change where a plan does, and the neighbours of that are not known; it is told what is not applied."""
+    takes_chosen: bool = False
+    """The chosen row is applied whatever it saves and takes: the caller has named its segments."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """What was verified before."""
 
@@ -79,7 +81,7 @@ class Prover:
         return self._failed(best, found) if is_asked_for else self._narrowed(best, found)
 
     def fault(self, plan: Plan) -> Reason | None:
-        """What a plan's verification finds, which is known from then on; ``None`` if it passes."""
+        """Verify ``plan``, which is known from then on, and return what is wrong with it; ``None`` if nothing is."""
         found = self.known[plan] = self._verify(plan)
         return fault_in(found)
 
@@ -124,6 +126,8 @@ class Prover:
     def _worth_its_time(self, at: int) -> LevelRow:
         """The row of that index, timed as any other is; the original's where that is not worth its time."""
         rows, most = self.found.rows, self.found.resolved.options.max_slowdown or math.inf
+        if self.takes_chosen:
+            return applied_row(rows, rows[at])
         rows[at] = self.measurements.confirm(rows[at], most)
         original = self.measurements.measure(ORIGINAL)
         rows[0] = replace(rows[0], outcome=original)  # which may have been timed again

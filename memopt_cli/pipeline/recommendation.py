@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt_cli.batch_axis import BATCH, with_batch
-from memopt_cli.batch_size.accumulation import accumulate
+from memopt_cli.batch_size.accumulation import accumulate, accumulated
 from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batch_size.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.batch_size.length_strategies import read_lengths
@@ -88,12 +88,20 @@ _PREDICTED = "Peaks are tensor peaks, predicted without data; workspace of kerne
 
 
 def accumulating(settings: StepSettings, global_batch: int | None) -> StepSettings:
-    """The step of which as many as are needed make up a global batch: it finds the gradients of others.
+    """Return the step that is run where ``global_batch`` is made up of several: it finds the gradients of others.
 
-    How many there are is what is asked; any number of them takes the same.
+    How many passes there are is what is asked; any number of them takes the same.  Raises :class:`UsageError` where
+    ``settings`` say how many.
     """
-    is_asked = global_batch is not None and settings.micro_batches == 1
-    return replace(settings, micro_batches=2) if is_asked else settings
+    if global_batch is None:
+        return settings
+    if settings.micro_batches > 1:
+        raise UsageError(
+            f"--global-batch {global_batch} asks how many passes make it up, and --accumulate {settings.micro_batches} "
+            "says how many",
+            hint="Keep one of them.",
+        )
+    return replace(settings, micro_batches=2)
 
 
 def recommend_prepared(
@@ -211,6 +219,8 @@ class _Job:
             dry_runs=sum(len(case.probes.dry_runs) for case in cases),
             files=(),
             spent_s=0.0,
+            step=self.prepared.subject.settings,
+            plan=self.request.plan_path or "",
             card="" if self.request.card is None else self.request.card.name,
         )
 
@@ -260,8 +270,11 @@ class _Job:
         return accumulation
 
     def _accumulation(self, main: Case) -> Accumulation | None:
-        wanted = self.request.global_batch
-        return None if wanted is None else accumulate(wanted, self._chosen(main), self.request.multiple_of)
+        """Return how passes make a step of the optimizer; ``None`` for one pass and no global batch."""
+        batch, wanted = self._chosen(main), self.request.global_batch
+        if wanted is None:
+            return accumulated(batch, self.request.settings.micro_batches)
+        return accumulate(wanted, batch, self.request.multiple_of)
 
     def _compare(self, lengths: Sequence[int], main: Case, session: Sessions) -> tuple[LengthBatching, ...]:
         """Ways to batch the user's sequences, by runs of shorter ones.  Raises where one gives no number."""

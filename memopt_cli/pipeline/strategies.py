@@ -15,6 +15,7 @@ from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, VerifyJob
 from memopt_cli.online.jobs import AgreementJob, OnlineJob
 from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.recommendation import check_inputs
 from memopt_cli.pipeline.sessions import Sessions
@@ -107,7 +108,7 @@ class _Job:
             recommend_batch=False,
         )
         try:
-            found = find_plan(request, self.prepared)
+            found = find_plan(request, without_own_checkpoints(self.prepared))
         except MemoptError as error:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
         if found.decisive is not None:

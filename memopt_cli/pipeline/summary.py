@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.pipeline.batch_advice import BegunAdvice
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import Prepared, turned_off
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend, resolve
 from memopt_cli.plan.ways import spent_by
@@ -76,6 +76,9 @@ class Findings:
         if all(known.plan != dropped.plan for known in self.dropped):
             self.dropped.append(dropped)
 
+    turns_off: tuple[str, ...] = ()
+    """Names of the attributes by which the model checkpoints by itself, which are off under the plan."""
+
     @classmethod
     def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
         """Before anything is searched."""
@@ -86,6 +89,7 @@ class Findings:
             model_format=prepared.facts.format,
             device=prepared.subject.settings.device,
             by_goal=request.goal != SearchGoal(),
+            turns_off=turned_off(prepared),
             notes=[*resolved.notes, *prepared.notes],
         )
 
@@ -178,30 +182,39 @@ def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
 
 
 def _codecs_left_out(found: Findings) -> list[str]:
-    """A note on what does not use the codec that it asks for: segments, and what would have been one."""
+    """Say which modules do not use the codec that they ask for: segments, what would have been one, and others.
+
+    Of the others only where the caller has named the modules that may be segments.
+    """
     segments, selected = found.plan.longest.segments, found.selection.considered if found.selection is not None else ()
     codecs = {m.path: m.compressor for m in selected} | {s.path: s.compressor for s in segments}
-    plain = [path for path, codec in codecs.items() if codec == "null" and path in found.asked_codecs]
-    if not plain or not found.resolved.options.compress_x:
+    options = found.resolved.options
+    if not options.compress_x or found.selection is None:
         return []
+    plain = [path for path, codec in codecs.items() if codec == "null" and path in found.asked_codecs]
     misfits = {m.path: m.codec_misfit for m in selected}
     by_reason: dict[str, list[str]] = {}
     for path in plain:
         by_reason.setdefault(misfits.get(path) or "", []).append(path)
-    return [_codec_left_out(paths, misfit) for misfit, paths in by_reason.items()]
+    others = [path for path in found.asked_codecs if path not in codecs] if options.modules is not None else []
+    no_segments = [f"x_compressor is not used by {_named(others)}, which is no segment."] if others else []
+    return [*(_codec_left_out(paths, misfit) for misfit, paths in by_reason.items()), *no_segments]
 
 
 def _codec_left_out(paths: list[str], misfit: str) -> str:
-    named = format_some([f"'{path or '(root)'}'" for path in paths])
     if misfit:
         return (
-            f"x_compressor is not used by {named}: {misfit}. decompress(packed), or decompress(packed, shape), "
+            f"x_compressor is not used by {_named(paths)}: {misfit}. decompress(packed), or decompress(packed, shape), "
             "must return the tensor that compress(x) was given, in its dtype and shape."
         )
     return (
-        f"x_compressor is not used by {named}: it does not make all their inputs in this step smaller "
+        f"x_compressor is not used by {_named(paths)}: it does not make all their inputs in this step smaller "
         "without loss, so a segment stores them as they are."
     )
+
+
+def _named(paths: list[str]) -> str:
+    return format_some([f"'{path or '(root)'}'" for path in paths])
 
 
 def _measured(rows: list[LevelRow], level: int) -> Measurement | None:

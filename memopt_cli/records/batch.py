@@ -137,7 +137,7 @@ class Accumulation:
     """How a step of the optimizer is made of steps that fit."""
 
     global_batch: int
-    """As asked for."""
+    """Samples per optimizer step, as asked for: by ``--global-batch``, or by ``--accumulate`` as so many batches."""
     batch: int
     """Of one forward and backward; it was run."""
     steps: int
@@ -233,5 +233,9 @@ class BatchRecommendation:
     spent_s: float
     interrupted: bool = False
     """Something was still to be run; what is recommended is the best of what had been."""
+    step: StepSettings = StepSettings()
+    """How a step was run: a training script that is to take its memory and its time does the same."""
+    plan: str = ""
+    """Path of the plan's file; empty: no plan was asked for, or the model's file carries it."""
     card: str = ""
     """The device that is not here, for which it is an estimate; empty: the one here."""

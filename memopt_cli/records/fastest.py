@@ -9,6 +9,7 @@ from memopt_cli.records.dropped import Dropped
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.measurement import Failure
 from memopt_cli.records.plan import Plan
+from memopt_cli.records.settings import StepSettings
 from memopt_cli.records.verification import Verification
 
 
@@ -59,6 +60,8 @@ class FastestTraining:
     notes: tuple[str, ...]
     files: tuple[str, ...]
     spent_s: float
+    step: StepSettings = StepSettings()
+    """How a step was run: a training script that is to take its memory and its time does the same."""
     interrupted: bool = False
     """Something was still to be run; the answer is the best of what had been."""
     dropped: tuple[Dropped, ...] = ()

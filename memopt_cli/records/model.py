@@ -54,6 +54,11 @@ class ModelSource:
     key: str | None = None
     """Which entry is meant of a file that holds several, as keys joined by dots (``--key``)."""
     trust: Trust = Trust()
+    keeps_compiled: bool = False
+    """What ``torch.compile`` made of a model that code builds is run so; otherwise the model within is run as it is
+    written."""
+    own_checkpoints: bool = True
+    """The model checkpoints as it comes; otherwise the attributes that ask for that are off."""
     sha256: str | None = None
     """Hash of the model file when it was first read: one that has become another is refused.  ``None``: not read yet,
     or a callable."""
@@ -114,3 +119,6 @@ class ModelFacts:
     """Of all parameters and buffers, as they are stored."""
     sync_norms: tuple[str, ...]
     """Paths of batch norms that need all processes."""
+    checkpoint_switches: tuple[str, ...] = ()
+    """Attributes by which the model checkpoints by itself, as :func:`memopt_cli.own_checkpoints.switches_of` finds
+    them."""

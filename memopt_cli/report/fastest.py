@@ -8,7 +8,8 @@ from rich.table import Table
 
 from memopt_cli.records import BatchProbe, FastestTraining, PairRun, Plan, describe
 from memopt_cli.report.optimization import in_words, verification
-from memopt_cli.report.recommendation import rate, training_settings
+from memopt_cli.report.pasted import training_settings
+from memopt_cli.report.recommendation import rate
 from memopt_cli.units import counted, format_bytes, format_seconds
 
 
@@ -99,7 +100,7 @@ def settings(found: FastestTraining) -> Iterator[str]:
     plan = next((file for file in found.files if file.endswith(".plan.yaml")), None)
     if not answer.plan.is_empty:
         yield f"memopt_cli.apply_plan(model, {'found.plan' if plan is None else repr(plan)})  # before it trains"
-    yield from training_settings(answer.batch, answer.steps)
+    yield from training_settings(answer.batch, answer.steps, found.step, found.step.device)
 
 
 def remarks(found: FastestTraining) -> Iterator[str]:

@@ -15,7 +15,9 @@ from memopt_cli.records import (
     LengthBatching,
     NoBatchFits,
     ReplicaAdvice,
+    StepSettings,
 )
+from memopt_cli.report.pasted import LOSS, loop_lines, training_settings
 from memopt_cli.units import format_bytes, format_copies, format_seconds
 
 
@@ -140,34 +142,23 @@ def length_table(found: BatchRecommendation) -> Table:
 
 
 def settings(found: BatchRecommendation) -> Iterator[str]:
-    """Lines to paste, for Lightning, Hugging Face's Trainer and plain PyTorch."""
+    """Yield lines to paste for what ``found`` recommends, for Lightning, Hugging Face's Trainer and plain PyTorch."""
     batch, steps = found.batch, 1
     if found.accumulation is not None:
         batch, steps = found.accumulation.batch, found.accumulation.steps
+    device = "cuda" if found.card else found.step.device
+    if _main(found).planned and found.plan:
+        yield f"memopt_cli.apply_plan(model, {found.plan!r})  # before it trains"
     advice = _main(found).replicas
     if advice is not None and advice.fastest > 1:
-        yield from _replica_settings(advice, batch, steps)
+        yield from _replica_settings(advice, batch, steps, found.step, device)
         return
     if found.lengths:
         padded = [way for way in found.lengths if way.name != "sequence_packing"]  # which not every model takes
         yield from _sequence_settings(min(padded, key=lambda way: way.epoch_s))
-        if steps > 1:
-            yield from _loop("loss_function(model(inputs), targets)", steps)
+        yield from loop_lines(LOSS, steps, found.step, device, unless_plain=True)
         return
-    yield from training_settings(batch, steps)
-
-
-def training_settings(batch: int, steps: int) -> Iterator[str]:
-    """For a model that trains with this batch, and so many passes for each step of the optimizer."""
-    yield "# Lightning"
-    yield f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True)"
-    yield f"trainer = Trainer(accumulate_grad_batches={steps})"
-    yield "# Hugging Face"
-    yield f"arguments = TrainingArguments(per_device_train_batch_size={batch}, gradient_accumulation_steps={steps})"
-    yield "# PyTorch"
-    yield f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True)"
-    if steps > 1:
-        yield from _loop("loss_function(model(inputs), targets)", steps)
+    yield from training_settings(batch, steps, found.step, device)
 
 
 def _sequence_settings(way: LengthBatching) -> Iterator[str]:
@@ -185,7 +176,7 @@ def _sequence_settings(way: LengthBatching) -> Iterator[str]:
         yield f"loader = DataLoader(dataset, batch_size={way.batch}, shuffle=True, {collate})"
 
 
-def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int) -> Iterator[str]:
+def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int, step: StepSettings, device: str) -> Iterator[str]:
     copies, few = advice.fastest, min(batch, advice.best.batch)
     yield f"models = memopt_cli.BatchModule(model, batch={copies})"
     yield f"models(inputs, data_order='(g b)')  # once with {copies} × {few} samples: chooses what runs the copies"
@@ -193,19 +184,8 @@ def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int) -> Iterator
     yield f"# {batch} samples for each copy; the samples left over at the end are dropped"
     yield f"loader = DataLoader(dataset, batch_size={copies * batch}, shuffle=True, drop_last=True)"
     losses = f"memopt_cli.batch_loss(outputs, targets, {copies}, loss_function, data_order='(g b)')"
-    yield from _loop(f"{losses}.sum()", steps, "outputs = models(inputs, data_order='(g b)')")
-
-
-def _loop(loss: str, steps: int, *before: str) -> Iterator[str]:
-    numbered = "number, (inputs, targets) in enumerate(loader, start=1)"
-    yield f"for {'inputs, targets in loader' if steps == 1 else numbered}:"
-    yield from (f"    {line}" for line in before)
-    yield f"    {loss}.backward()" if steps == 1 else f"    ({loss} / {steps}).backward()"
-    if steps > 1:
-        yield f"    if number % {steps} == 0:"
-    indent = " " * (4 if steps == 1 else 8)
-    yield f"{indent}optimizer.step()"
-    yield f"{indent}optimizer.zero_grad()"
+    outputs = "outputs = models(inputs, data_order='(g b)')"
+    yield from loop_lines(f"{losses}.sum()", steps, step, device, outputs, model="models")
 
 
 def remarks(found: BatchRecommendation) -> Iterator[str]:

@@ -64,7 +64,7 @@ def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Return the lists, dictionaries and plain objects in ``value``, itself among them; not those that threads share."""
+    """Return the lists, dictionaries and plain objects in ``value``, itself among them, but not what threads share."""
     pickler = _Pickler(io.BytesIO(), lambda tensor: None)
     pickler.parts = []
     pickler.dump(value)

@@ -55,12 +55,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_watched
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import _CheckpointFrame as CheckpointCall
 
 if TYPE_CHECKING:
     from torch._functorch.pyfunctorch import VmapInterpreter
 
 __all__ = [
     "BatchNorm",
+    "CheckpointCall",
     "Convolution",
     "FakeCopyMode",
     "FakeTensor",
@@ -89,6 +91,7 @@ __all__ = [
 
 - ``BatchNorm``, ``InstanceNorm``, ``Convolution``: the bases of PyTorch's layers of that kind; there is no public one.
 - ``WrappedHook``, ``ParametrizedWeightNorm``: classes of objects in saved modules.
+- ``CheckpointCall``: one call of ``torch.utils.checkpoint``.
 - ``TorchDispatchMode``: sees every operator; ``unseen()``: within, no mode does, nor does a dry run; ``is_watched()``:
   whether one does.
 - ``with_data()``: within, no dry run is, so that tensors have data.

@@ -11,6 +11,7 @@ import decimal
 import functools
 import gzip
 import io
+import json
 import logging
 import lzma
 import os
@@ -22,6 +23,7 @@ import textwrap
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -561,6 +563,25 @@ def test_a_class_of_the_training_script_needs_the_script(trained: Path) -> None:
     assert "--code-path YOUR_SCRIPT.py" in error.value.hint
 
 
+def test_a_class_of_a_notebook_needs_its_export(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source_lines = ["import torch\n", "class Net(torch.nn.Module):\n"]
+    notebook = {"cells": [{"cell_type": "code", "source": source_lines}], "nbformat": 4}
+    Path("my train.ipynb").write_text(json.dumps(notebook, indent=1))
+    exported = (
+        "was defined in my train.ipynb, a notebook: export it with jupyter nbconvert --to script 'my train.ipynb'"
+    )
+    with pytest.raises(UnsafeFileError, match=exported) as error:
+        load_model(source(trained / "model.pt"))
+    assert error.value.hint.endswith("--code-path 'my train.py'")
+    with pytest.raises(UsageError, match="export it with jupyter nbconvert"):
+        load_model(source(trained / "model.pt", code_paths=("my train.ipynb",)))
+    Path("train.py").write_text("class Net: ...\n")
+    with pytest.raises(UnsafeFileError, match="the script that saved the file") as error:
+        load_model(source(trained / "model.pt"))
+    assert error.value.hint.endswith("--code-path train.py")
+
+
 def test_vouching_for_the_class_alone_still_needs_the_script(trained: Path) -> None:
     for trust in ({"globals": ("__main__.Net",)}, {"packages": ("__main__",)}):
         with pytest.raises(UnsafeFileError, match="the script that saved the file") as error:
@@ -654,15 +675,26 @@ def test_a_state_dict_says_what_it_lacks(tmp_path: Path) -> None:
     assert "package.module:callable --weights" in error.value.hint
 
 
-@pytest.mark.parametrize("wrap", [lambda model: {"model": model, "epoch": torch.tensor(3)}, lambda model: (1, [model])])
-def test_the_only_model_in_a_container_is_taken(tmp_path: Path, wrap: Any) -> None:
+@pytest.mark.parametrize("unchecked", [False, True])
+@pytest.mark.parametrize(
+    ("wrap", "key", "place", "others"),
+    [
+        (lambda model: {"model": model}, None, "model", ""),
+        (lambda model: {"model": model, "epoch": torch.tensor(3)}, None, "model", "'epoch'"),
+        (lambda model: (1, [model]), None, "1.0", "'0'"),
+        (lambda model: {"a": {"net": model, "ema": nn.Tanh()}, "lr": 1}, "a.net", "a.net", "'lr', 'a.ema'"),
+        (lambda model: {"a": {"net": model, "lr": 1}, "b": nn.Tanh()}, "a", "a.net", "'b', 'a.lr'"),
+        (lambda model: [model, *range(20)], None, "0", "'1', '2', '3', '4', '5', '6', '7', '8', …"),
+    ],
+)
+def test_a_model_in_a_container_is_taken_and_the_rest_named(
+    tmp_path: Path, wrap: Any, key: str | None, place: str, others: str, unchecked: bool
+) -> None:
     torch.save(wrap(small_model()), tmp_path / "wrapped.pt")
-    loaded = load_model(source(tmp_path / "wrapped.pt"))
+    loaded = load_model(replace(source(tmp_path / "wrapped.pt", pickle=unchecked), key=key))
     assert isinstance(loaded.module, nn.Sequential)
-    assert loaded.notes[0] in (
-        "The model is the entry 'model' of the file.",
-        "The model is the entry '1.0' of the file.",
-    )
+    left_out = f" Its other entries are not written with a model: {others}." if others else ""
+    assert loaded.notes[-1] == f"The model is the entry '{place}' of the file.{left_out}"
 
 
 @given(data=st.binary(max_size=300), start=st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"(c"]))

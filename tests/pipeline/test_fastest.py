@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memopt_cli.pipeline.pair_runs import best_original, finalists, ranked, samples_per_s
+from memopt_cli.pipeline.pair_runs import PairRuns, best_original, finalists, ranked, samples_per_s
 from memopt_cli.records import BatchProbe, OutOfMemory, PairRun, Plan, SegmentPlan
 
 ORIGINAL, ONE, TWO = (Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(count))) for count in range(3))
@@ -31,6 +31,16 @@ FAILED = PairRun(plan=TWO, batch=64, steps=1, outcome=OutOfMemory(detail=""), sa
 )
 def test_the_fastest_comes_first_and_of_those_as_fast_the_simplest(pairs: list[PairRun], order: list[int]) -> None:
     assert list(ranked(pairs)) == order
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "passes", "found"),
+    [(None, 1, None), (None, 4, (64, 16, 4)), (50, 1, (50, 16, 4)), (16, 1, (16, 16, 1))],
+)
+def test_the_passes_of_a_step(global_batch: int | None, passes: int, found: tuple[int, int, int] | None) -> None:
+    runs = PairRuns(trials=None, limits=None, global_batch=global_batch, micro_batches=passes)  # type: ignore[arg-type]
+    made = runs.accumulation(16)
+    assert (None if made is None else (made.global_batch, made.batch, made.steps)) == found
 
 
 def test_of_two_batches_of_the_original_that_are_as_fast_the_answer_is_its_best() -> None:

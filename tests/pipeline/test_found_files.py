@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,27 @@ def test_a_baseline_that_describes_the_inputs_twice_is_none(memopt: Memopt, in_p
     Path("b.json").write_text(json.dumps(data))
     with pytest.raises(Exception, match=r"the file\.spec: the inputs are described twice"):
         read_measured("b.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda memory: memory.update(tensor_peak_bytes=-5),
+        lambda memory: memory.update(step_s=-0.5),
+        lambda memory: memory["breakdown"].update(inputs_bytes=-1),
+        lambda memory: memory["modules"][0]["held_bytes"].update(inputs=-1),
+    ],
+)
+def test_no_step_needs_less_than_nothing(change: Callable[[Any], None], memopt: Memopt, in_process: None) -> None:
+    torch.save(nn.Linear(3, 3), "model.pt")
+    data = record(memopt)
+    Path("a.json").write_text(json.dumps(data))
+    change(data["memory"])
+    Path("b.json").write_text(json.dumps(data))
+    done = memopt("compare", "a.json", "b.json")
+    assert done.code == 5
+    assert "b.json is not a baseline: its " in done.err
+    assert "no step needs less than nothing" in done.err
 
 
 # ---------------------------------------------------------------------------------------------- what is no tensor

@@ -835,6 +835,9 @@ def test_a_program_is_optimized_and_trains_without_its_source(
     assert summary.verification.passed
     assert summary.plan is not None
     assert summary.plan.segments
+    reader = "torch.export.load" if kind == "exported" else "torch.jit.load"
+    said = f"net.memopt.pt is a pickled module, which {reader} does not read: memopt_cli.load('net.memopt.pt') does."
+    assert said in summary.notes
     needed = torch.serialization.get_unsafe_globals_in_checkpoint("net.memopt.pt")
     assert all(name.startswith("memopt_cli.runtime.") for name in needed), needed
     for optimized in (memopt_cli.load("net.memopt.pt"), torch.load("net.memopt.pt", weights_only=False)):

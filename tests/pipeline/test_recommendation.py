@@ -26,6 +26,7 @@ from memopt_cli.pipeline import prepare as prepare_module
 from memopt_cli.pipeline import recommend_batch
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
+    Accumulation,
     BatchAdvice,
     BatchEstimate,
     BatchProbe,
@@ -155,6 +156,7 @@ class TestInProcess:
         named = recommended(location, "4x1x16x16", memory=4 * MIB, plan_path=str(tmp_path / "p.plan.yaml"))
         assert [row.planned for row in named.rows] == [False, True]
         assert "The file carries a plan already; it was taken off first." in named.notes
+        assert named.plan == str(tmp_path / "p.plan.yaml")
 
     def test_a_model_that_wants_data(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", Reading())
@@ -238,6 +240,15 @@ class TestInProcess:
         assert found.accumulation.batch in {probe.batch for probe in only(found).probes}
         (note,) = (note for note in found.notes if "batch normalization" in note)
         assert f"those of {found.accumulation.batch} samples" in note
+
+    def test_the_passes_that_were_asked_for_make_up_a_step(self, tmp_path: Path) -> None:
+        """They were measured, and one pass was said to be a step."""
+        location = saved(tmp_path / "net.pt", conv_net())
+        settings = StepSettings(micro_batches=4, clip_norm=1.0)
+        found = recommended(location, "4x1x16x16", memory=4 * MIB, settings=settings)
+        assert found.accumulation == Accumulation(global_batch=4 * found.batch, batch=found.batch, steps=4)
+        assert found.step == settings
+        assert any(f"those of {found.batch} samples" in note for note in found.notes)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("optimizer", ["none", "adamw"])
@@ -422,6 +433,11 @@ class Reading(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.inner(x)
         return output * 2 if output.sum().item() > 0 else output * 3
+
+
+def test_passes_that_are_asked_for_and_passes_that_are_looked_for_contradict_each_other() -> None:
+    with pytest.raises(UsageError, match="--global-batch 512 asks how many passes make it up, and --accumulate 4"):
+        recommended("net.pt", "4x1", global_batch=512, settings=StepSettings(micro_batches=4))
 
 
 def header() -> FileHeader:

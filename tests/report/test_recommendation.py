@@ -118,6 +118,15 @@ def test_accumulation_as_code_runs() -> None:
     assert "    if number % 16 == 0:" in lines
 
 
+def test_a_batch_that_fits_under_the_plan_alone_is_pasted_with_it() -> None:
+    row, apply = (
+        BatchRow(planned=True, dims={}, outcome=ADVICE),
+        "memopt_cli.apply_plan(model, 'p.plan.yaml')  # before it trains",
+    )
+    assert apply in shown(replace(FOUND, rows=(row,), plan="p.plan.yaml"))
+    assert apply not in shown(replace(FOUND, plan="p.plan.yaml"))
+
+
 def test_plans_sizes_and_what_was_not_run() -> None:
     rows = (
         BatchRow(planned=False, dims={"S": 128}, outcome=replace(ADVICE, estimated_batch=55, limited_by="the time")),

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
-from memopt_cli.documents import quoted_flag
+from memopt_cli.documents import abridged, quoted_flag
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading.interface import no_model
 from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.kinds.interface import plain_entries
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME
 from memopt_cli.loading.pickles.nodes import Built, Tuple, entries_of
+from memopt_cli.wrappers import WRAPPERS, Wrapper
 
-_WRAPPERS: Final = {
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
-}
-"""Modules that cannot be without their process, and where they hold the one that they wrap."""
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _MOST_LOOKED_AT, _DEEPEST = 100_000, 20
-_SHOWN: Final = 8
+_SHOWN, _LONGEST_NAME = 8, 200
+"""Names in a message, and characters of one."""
 
 Path = tuple[str, ...]
+Notes = tuple[str, ...]
 Entries = Callable[[Any], list[tuple[str, Any]]]
 
 
@@ -35,28 +35,39 @@ def is_module(value: Any) -> bool:
     return any(name == "_modules" for name, _ in plain_entries(value.state) or ())
 
 
-def module_in(root: Any, key: str | None, path: str) -> tuple[Any, tuple[str, ...]]:
-    """The stand-in of the model that a file holds, and what the user should know of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModule:
+    """The model in a file, before it is made."""
+
+    root: Any
+    """Its stand-in."""
+    notes: Notes = ()
+    """Sentences for the user on where it was found."""
+    wrappers: tuple[Wrapper, ...] = ()
+    """Those around it in the file, the outermost first, down to the last that cannot be without its process."""
+
+
+def module_in(root: Any, key: str | None, path: str) -> FoundModule:
+    """Find the stand-in of the model that a file holds.
 
     ``key``: where it stands, as keys joined by dots; without one it is the only model that the file's containers hold.
     Raises :class:`FileFormatError` that names ``path`` and says what is there instead.
     """
-    notes: tuple[str, ...] = ()
+    whole, where = root, tuple[str, ...]()
     if key is not None:
-        root = entry_of(root, key, path)
+        where, root = place_of(root, key, path)
     if not (is_module(root) or _is_wrapper(root)):
         found = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
         if len(found) > 1:
             raise several_models(found, path)
         if not found and isinstance(root, Built) and not _is_container(root) and tensor_of(root) is None:
-            return root, notes  # what it is, is not known before it is made, if it may be
+            return FoundModule(root=root)  # what it is, is not known before it is made, if it may be
         if not found:
             raise _without_model(root, path)
-        ((where, root),) = found.items()
-        notes = (f"The model is the entry {'.'.join(where)!r} of the file.",)
-    if _is_wrapper(root):
-        return _wrapped_in(root, path), (*notes, f"What {root.name.name} wraps is taken.")
-    return root, notes
+        ((within, root),) = found.items()
+        where = (*where, *within)
+    wrappers, root = _peeled(root, path)
+    return FoundModule(root=root, notes=place_notes("The model is", where, whole), wrappers=wrappers)
 
 
 def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
@@ -67,12 +78,13 @@ def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
     )
 
 
-def entry_of(root: Any, key: str, path: str, *, entries: Entries | None = None) -> Any:
-    """The entry of that key, joined by dots.
+def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) -> tuple[Path, Any]:
+    """Return where the entry of that ``key``, whose parts are joined by dots, stands in ``root``, and the entry.
 
     ``entries``: what a container holds, by key or number; by default of stand-ins.  Raises :class:`FileFormatError`.
     """
     value, left, within = root, key, entries or _entries
+    where: list[str] = []
     while left:
         held = dict(within(value))
         name = max((name for name in held if left == name or left.startswith(f"{name}.")), key=len, default=None)
@@ -80,7 +92,24 @@ def entry_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
             known = listed({(name,): None for name in held}) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {known}.")
         value, left = held[name], left[len(name) + 1 :]
-    return value
+        where.append(name)
+    return tuple(where), value
+
+
+def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", entries: Entries | None = None) -> Notes:
+    """Say where ``what`` stands, ``The model is`` or ``The weights are``, and which entries are not written with it.
+
+    ``where``: in ``root``; nothing is said of what is the whole file.  ``entries``: as of :func:`place_of`.
+    """
+    if not where:
+        return ()
+    others, value = list[Path](), root
+    for depth, name in enumerate(where):
+        held = dict((entries or _entries)(value))
+        others += [(*where[:depth], other) for other in held if other != name]
+        value = held[name]
+    left_out = f" Its other entries are not written with a model: {listed(dict.fromkeys(others))}." if others else ""
+    return (f"{what} the entry {abridged('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
 
 
 def state_dicts_in(root: Any) -> dict[Path, Any]:
@@ -103,15 +132,26 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _is_wrapper(value: Any) -> bool:
-    return isinstance(value, Built) and str(value.name) in _WRAPPERS
+    return isinstance(value, Built) and str(value.name) in WRAPPERS
 
 
-def _wrapped_in(root: Built, path: str) -> Any:
-    attribute = _WRAPPERS[str(root.name)]
+def _peeled(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
+    """Return the wrappers down to the last that cannot be without its process, and what that one wraps."""
+    wrappers: list[Wrapper] = []
+    within, left_out = root, 0
+    while _is_wrapper(within) and len(wrappers) < _DEEPEST:
+        wrappers.append(WRAPPERS[str(within.name)])
+        within = _wrapped_in(within, wrappers[-1].attribute, path)
+        if not wrappers[-1].stands_alone:
+            root, left_out = within, len(wrappers)
+    return tuple(wrappers[:left_out]), root
+
+
+def _wrapped_in(root: Built, attribute: str, path: str) -> Any:
     modules = next((part for name, part in plain_entries(root.state) or () if name == "_modules"), None)
     known = dict(entries_of(modules))
     inner = known.get(attribute, next(iter(root.given()), None))
-    if not is_module(inner):
+    if not (is_module(inner) or _is_wrapper(inner)):
         raise FileFormatError(
             f"{path} holds a {root.name.name} without what it wraps", hint=f"Save model.{attribute} with torch.save."
         )
@@ -130,7 +170,7 @@ def _without_model(root: Any, path: str) -> FileFormatError:
 
 
 def found_in(root: Any, wanted: Callable[[Any], bool], *, entries: Entries | None = None) -> Iterator[tuple[Path, Any]]:
-    """What is wanted in plain containers, in the order of the file; each once.  ``entries``: as of :func:`entry_of`."""
+    """What is wanted in plain containers, in the order of the file; each once.  ``entries``: as of :func:`place_of`."""
     pending: list[tuple[Path, Any]] = [((), root)]
     seen, looked = set[int](), 0
     while pending and looked < _MOST_LOOKED_AT:
@@ -157,5 +197,5 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
 
 def listed(found: dict[Path, Any]) -> str:
     """The first few places, as keys joined by dots."""
-    names = [repr(".".join(where)) for where in found]
-    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(found, _SHOWN)]
+    return ", ".join(names) + (", …" if len(found) > _SHOWN else "")

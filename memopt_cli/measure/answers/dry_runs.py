@@ -16,6 +16,7 @@ from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
+from memopt_cli.own_checkpoints import watched_checkpoints
 from memopt_cli.records import Counted, DeviceProfile, Layout, Plan, StepTrace
 from memopt_cli.step import Step, is_out_of_memory, run_checked
 from memopt_cli.workspace import Workspaces
@@ -119,7 +120,7 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
     packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
     try:
         codecs = bench.known(_codecs) if packs else None
-        with _planned(bench, plan) as fake:
+        with _planned(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
             recorded = fake.record(bench.batch, workspaces, codecs)
     except Exception as error:  # the model's own code may raise anything on tensors without data
         if isinstance(error, MemoptError) or is_out_of_memory(error):
@@ -128,7 +129,8 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
         if bench.subject.data != "full size":
             _require_data(bench, reason)
         return replace(record_on_data(bench, plan), note=reason)
-    traced = Traced(trace=recorded, fake=True, dry_run_bytes=recorded.tensor_peak_bytes)
+    called = tuple(dict.fromkeys(checkpoints))
+    traced = Traced(trace=recorded, fake=True, dry_run_bytes=recorded.tensor_peak_bytes, checkpoints=called)
     small = bench.known(small_step)
     if small is None:
         return traced
@@ -142,8 +144,16 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
     """A step that is run."""
     workspaces = workspaces_for(bench, plan)
     with bench.planned(plan):
-        recorded = trace.record(bench.settled(bench.step()), bench.batch, contents=True, workspaces=workspaces)
-    return Traced(trace=recorded, fake=False, dry_run_bytes=None)
+        step = bench.settled(bench.step())
+        with _checkpoints_of(step, plan) as checkpoints:
+            recorded = trace.record(step, bench.batch, contents=True, workspaces=workspaces)
+    called = tuple(dict.fromkeys(checkpoints))
+    return Traced(trace=recorded, fake=False, dry_run_bytes=None, checkpoints=called)
+
+
+def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager[list[str]]:
+    """Watch which modules checkpoint by themselves; segments of a plan do so, too."""
+    return watched_checkpoints(step.named) if plan == ORIGINAL else contextlib.nullcontext([])
 
 
 def _wants_data(bench: Bench, traced: Traced) -> bool:

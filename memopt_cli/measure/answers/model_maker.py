@@ -12,6 +12,7 @@ from memopt_cli import trace
 from memopt_cli.apply import remove_plan
 from memopt_cli.loading import load_model
 from memopt_cli.measure.jobs import Subject
+from memopt_cli.own_checkpoints import turn_off
 from memopt_cli.step import place
 from memopt_cli.user_step import StepModels
 
@@ -32,8 +33,11 @@ class ModelMaker:
         return contextlib.nullcontext() if self._has_data else trace.built_without_data(self.mode)
 
     def built(self) -> nn.Module:
-        """A new one, without its plan."""
-        return remove_plan(self._build() if self._build else load_model(self._subject.source).module)
+        """A new one, without its plan; without checkpoints of its own where the subject has none."""
+        model = remove_plan(self._build() if self._build else load_model(self._subject.source).module)
+        if not self._subject.source.own_checkpoints:
+            turn_off(model)
+        return model
 
     def placed(self, model: nn.Module) -> nn.Module:
         """On the step's device, in its dtype."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
+from memopt_cli.errors import printable
 from memopt_cli.loading.pickles.kinds.interface import (
     TOO_WIDE,
     Denied,
@@ -31,8 +33,9 @@ from memopt_cli.records import Trust
 _SCRIPT: Final = "YOUR_SCRIPT.py"
 _MOST_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
 """Files here that are looked at for the one that defines a class, and bytes of one."""
-_DEFINITION: Final = re.compile(rb"^(class|def)[ \t]+(\w+)", re.MULTILINE)
-"""Parsing a source takes Python seconds, and 300 bytes of memory for each of its bytes: too much for a hint."""
+_DEFINITION: Final = re.compile(rb'^(?:[ \t]*")?(class|def)[ \t]+(\w+)', re.MULTILINE)
+"""At the beginning of a line of Python, or of one in a notebook, where it is a string: ``"class Net(Module):\\n",``.
+Parsing a source takes Python seconds, and 300 bytes of memory for each of its bytes: too much for a hint."""
 
 Definition = Literal["class", "def", ""]
 
@@ -95,10 +98,20 @@ class Vouched:
 
 
 def needs_script(wanted: Global) -> Denied:
-    """Why a name of ``__main__`` is refused, and the script that has it, if one here does: read, not run."""
-    found = [path for path in itertools.islice(sorted(Path().glob("*.py")), _MOST_SCRIPTS) if defined_as(path, wanted)]
-    script = found[0].name if len(found) == 1 else _SCRIPT
-    return Denied("was defined in the script that saved the file", Trust(code_paths=(script,)))
+    """Say why ``wanted``, a name of ``__main__``, is refused, and which script here defines it: read, not run."""
+    found = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
+    source = found[0] if len(found) == 1 else Path(_SCRIPT)
+    reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
+    if source.name != script:
+        exported = f"jupyter nbconvert --to script {shlex.quote(source.name)}"
+        reason = printable(f"was defined in {source.name}, a notebook: export it with {exported}")
+    return Denied(reason, Trust(code_paths=(script,)))
+
+
+def _sources_with(wanted: Global, pattern: str) -> list[Path]:
+    """Return the files of this folder that define a class or a function of that name."""
+    sources = itertools.islice(sorted(Path().glob(pattern)), _MOST_SCRIPTS)
+    return [path for path in sources if defined_as(path, wanted)]
 
 
 def defined_as(path: Path, wanted: Global) -> Definition:

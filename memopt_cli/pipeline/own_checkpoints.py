@@ -1,0 +1,70 @@
+"""Plans for models that checkpoint by themselves: searched without that, and held against it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import Plan, describe
+from memopt_cli.units import counted, format_bytes, format_seconds, format_some
+
+
+def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Prepared:
+    """Return the same model with its own checkpointing off, if it has any that an attribute turns off.
+
+    A step without data tells whether it checkpoints: attributes of such names may stand for something else.  A note
+    says so, and what the step takes with that on, unless nothing is to be run (``measures``).
+    """
+    source, switches = prepared.subject.source, prepared.facts.checkpoint_switches
+    if not switches or not source.own_checkpoints:
+        return prepared
+    prepared.progress.stage("looking for checkpoints of the model's own")
+    traced = prepared.ask(TraceJob(plan=ORIGINAL, fake=True), "small batch")
+    if not isinstance(traced, Traced) or not traced.checkpoints:
+        return prepared
+    note = (
+        f"The model checkpoints by itself ({_in_words(switches)}){_taken(prepared) if measures else ''}. Plans are "
+        "searched with that off, and compared with the step without it. A plan that is applied turns it off, in a "
+        "training script as well: leave out what turns it on again there."
+    )
+    prepared.progress.note(note)
+    subject = replace(prepared.subject, source=replace(source, own_checkpoints=False))
+    return replace(prepared, subject=subject, notes=(*prepared.notes, note))
+
+
+def _taken(prepared: Prepared) -> str:
+    """Say what the step takes as the model came."""
+    prepared.progress.stage("measuring the step with the model's own checkpoints")
+    found = prepared.ask(MeasureJob(plan=ORIGINAL))
+    if not isinstance(found, Measured):
+        return f", which does not run: {describe(found)}"
+    took = found.measurement
+    return f", and takes {format_bytes(took.allocated_peak_bytes)} and {format_seconds(took.step_s)} so"
+
+
+def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:
+    """Say which ``switches`` of a model are off under ``plan``; nothing if there are none."""
+    if not switches or plan.of_model.is_empty:
+        return ()
+    return (f"The model's own checkpointing is off under the plan ({_in_words(switches)}).",)
+
+
+def _in_words(switches: Sequence[str]) -> str:
+    """Return ``switches`` for people: ``gradient_checkpointing of 5 modules``."""
+    counts = Counter(switch.rpartition(".")[2] for switch in switches)
+    return ", ".join(f"{name} of {counted(count, 'module')}" for name, count in counts.items())
+
+
+def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:
+    """Say of a recorded step that the modules at ``paths`` checkpoint in their forward; nothing if there are none."""
+    if not paths:
+        return ()
+    named = format_some([f"'{path or '(root)'}'" for path in paths])
+    return (
+        f"The model checkpoints by itself, in the forward of {named}: what that runs is recomputed whatever a plan "
+        "does, and twice within a segment. Where the forward asks an attribute first, such as use_checkpoint, plans "
+        "are searched with it off.",
+    )

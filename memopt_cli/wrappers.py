@@ -1,0 +1,103 @@
+"""Wrappers that only run a model, such as ``nn.DataParallel`` and what ``torch.compile`` returns.
+
+A plan names the modules of the model within and goes onto that; whoever wraps it again trains under the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from memopt_cli.runtime.private_torch import is_compiled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapper:
+    """A class of modules that run another one and add nothing to what it computes."""
+
+    attribute: str
+    """Name of the module within."""
+    call: str
+    """Code that wraps a model again; ``{}`` stands for the model."""
+    stands_alone: bool
+    """Whether it can be read from a file: the others belong to the process that made them."""
+
+
+_COMPILED: Final = Wrapper(attribute="_orig_mod", call="torch.compile({})", stands_alone=False)
+WRAPPERS: Final = {
+    "torch._dynamo.eval_frame.OptimizedModule": _COMPILED,
+    "torch.nn.parallel.distributed.DistributedDataParallel": Wrapper(
+        attribute="module", call="DistributedDataParallel({})", stands_alone=False
+    ),
+    "torch.nn.parallel.data_parallel.DataParallel": Wrapper(
+        attribute="module", call="nn.DataParallel({})", stands_alone=True
+    ),
+    "torch.optim.swa_utils.AveragedModel": Wrapper(attribute="module", call="AveragedModel({})", stands_alone=True),
+}
+"""By the qualified names of their classes.  FSDP2 is not here: it changes the model itself."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that ``model`` only runs, through any number of wrappers; if it is none, ``model`` itself."""
+    return peeled(model)[1]
+
+
+def peeled(model: nn.Module, *, keep_compiled: bool = False) -> tuple[tuple[Wrapper, ...], nn.Module]:
+    """Return the wrappers around what ``model`` runs, the outermost first, and that model.
+
+    ``keep_compiled``: stop at what ``torch.compile`` returned.
+    """
+    found: list[Wrapper] = []
+    while (wrapper := _wrapper_of(model)) is not None and not (keep_compiled and wrapper is _COMPILED):
+        found.append(wrapper)
+        model = getattr(model, wrapper.attribute)
+    return tuple(found), model
+
+
+def _wrapper_of(model: Any) -> Wrapper | None:
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__)
+    return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
+
+
+def wrapped_again(wrappers: Sequence[Wrapper]) -> str:
+    """Return the code that puts ``wrappers`` around ``model``: ``torch.compile(nn.DataParallel(model))``."""
+    code = "model"
+    for wrapper in reversed(wrappers):
+        code = wrapper.call.format(code)
+    return code
+
+
+def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
+    """Say what becomes of ``wrappers`` that are around a model from a file or a callable; nothing if there are none."""
+    if not wrappers:
+        return ()
+    return (
+        f"The model is wrapped, {wrapped_again(wrappers)}. Its step is measured, and a model written, without the "
+        "wrapper, and what that holds is not counted. Wrap it again to train; memopt_cli.apply_plan takes it wrapped, "
+        "too.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------- compiled parts
+
+
+def compiled_notes(model: nn.Module) -> tuple[str, ...]:
+    """Say that parts of ``model`` are compiled, and are measured as they run without that; nothing if none is."""
+    if not any(map(is_compiled, model.modules())):
+        return ()
+    return ("Parts of the model are compiled (torch.compile): the step is measured as it runs without.",)
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run compiled parts of ``model`` as they are written, within: the compiler takes no step without data."""
+    if not any(map(is_compiled, model.modules())):  # to set a stance imports the compiler
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
