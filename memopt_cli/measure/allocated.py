@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +20,9 @@ MarkedStep = Callable[[Callable[[Phase], None]], object]
 """A step that says which phase it enters."""
 
 _MEMORY_EVENT = "[memory]"
+_ENDED = "memopt::ended"
+_STEPS = 3
+"""Steps that tell whether each leaves more: the first may make what the next ones use again."""
 _MARKS: Mapping[Phase, str] = {phase: f"memopt::{phase}" for phase in get_args(Phase)}
 _PHASES: Mapping[str, Phase] = {name: phase for phase, name in _MARKS.items()}
 
@@ -35,6 +40,8 @@ class Allocated:
     """What single operators held for themselves; on CUDA, what libraries keep alone."""
     phases: Mapping[Phase, int]
     """Phase -> its peak; empty if the step names none."""
+    left_bytes: int
+    """Allocated in the step and not freed when it ended, gradients among it."""
 
 
 def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated:
@@ -47,6 +54,38 @@ def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> 
     if device.startswith("cuda"):
         return _on_cuda(step, device, held_before_bytes)
     return _on_cpu(step, held_before_bytes)
+
+
+def growth(step: Callable[[], object], device: str) -> int:
+    """Return how many bytes each of three calls of ``step`` leaves allocated beyond the last; 0 if one leaves no more.
+
+    Reference cycles are collected after each, for they are no leak.
+    """
+    ends = [*_ends_on_cuda(step, device)] if device.startswith("cuda") else _ends_on_cpu(step)
+    return max(0, min(later - earlier for earlier, later in itertools.pairwise(ends)))
+
+
+def _ends_on_cuda(step: Callable[[], object], device: str) -> Iterator[int]:
+    for _ in range(_STEPS):
+        step()
+        gc.collect()
+        torch.cuda.synchronize(device)
+        yield torch.cuda.memory_allocated(device)
+
+
+def _ends_on_cpu(step: Callable[[], object]) -> list[int]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        for _ in range(_STEPS):
+            step()
+            gc.collect()
+            with record_function(_ENDED):
+                pass
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    results = profiled.profiler.kineto_results
+    allocations = _allocations(results.experimental_event_tree())
+    ends_ns = [e.start_ns() for e in results.events() if e.name() == _ENDED]
+    return [sum(change for start_ns, change in allocations if start_ns < end_ns) for end_ns in sorted(ends_ns)]
 
 
 def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
@@ -69,7 +108,7 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
         if latest is not None:
             phases[latest] = max(phases[latest], live)
     workspaces = find_workspaces(_runs(results.events()), allocations)
-    return Allocated(peak, peak, step_s, "cpu profiler", workspaces, phases)
+    return Allocated(peak, peak, step_s, "cpu profiler", workspaces, phases, live - held_before_bytes)
 
 
 def _mark(phase: Phase) -> None:
@@ -119,7 +158,8 @@ def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
 def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    kept_bytes = max(0, torch.cuda.memory_allocated(device) - held_before_bytes)
+    before_bytes = torch.cuda.memory_allocated(device)
+    kept_bytes = max(0, before_bytes - held_before_bytes)
     torch.cuda.reset_peak_memory_stats(device)
     peaks, reserved, entered = [], [], []
 
@@ -142,6 +182,7 @@ def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated
         "cuda caching allocator",
         Workspaces(kept_bytes),
         phases,
+        torch.cuda.memory_allocated(device) - before_bytes,
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt_cli.measure.allocated import measure_allocated
+from memopt_cli.measure.allocated import growth, measure_allocated
 from memopt_cli.records import StepSettings
 from memopt_cli.step import Step
 from memopt_cli.trace import record
@@ -53,6 +53,27 @@ def test_what_is_freed_at_an_address_of_another_profile_is_not_taken_from_what_i
 
     measure_allocated(lambda _: step(first=True), "cpu", 0)
     assert measure_allocated(lambda _: step(first=False), "cpu", 16 * MIB).peak_bytes == 28 * MIB
+
+
+class Chained:
+    """What only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.itself, self.tensor = self, torch.empty(MIB)
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "grown_bytes"), [([4096] * 3, 4096), ([MIB, 0, 0], 0), ([0, MIB, 0], 0), ([100, 300, 200], 200)]
+)
+def test_memory_grows_where_every_step_leaves_more(kept_bytes: list[int], grown_bytes: int) -> None:
+    kept: list[torch.Tensor] = []
+    sizes = iter(kept_bytes)
+
+    def step() -> None:
+        Chained()
+        kept.append(torch.empty(next(sizes), dtype=torch.uint8))
+
+    assert growth(step, "cpu") == grown_bytes
 
 
 class First(nn.Module):

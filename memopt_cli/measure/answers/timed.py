@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli import trace
-from memopt_cli.apply import apply_plan
+from memopt_cli.apply import apply_plan, remove_segments
 from memopt_cli.equality import Updates, parameters_kept
 from memopt_cli.errors import StepError
+from memopt_cli.measure.allocated import growth
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
@@ -38,6 +39,7 @@ from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measureme
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.unsafe import told_of
 from memopt_cli.step import Step, is_out_of_memory, run_checked, seed_everything, synchronize, take
+from memopt_cli.units import format_bytes
 from memopt_cli.verification import fingerprint, left_by, left_on, repeated
 
 _ENOUGH_S = 0.3
@@ -74,10 +76,13 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         counted = trace.count(step)
     allocated = allocated_by(bench, step)
     left = repeated(first, fingerprint(left_on(bench.model)))
+    not_as_planned = tuple(told_of(bench.model))
     if job.plan == ORIGINAL:
         bench.tell(full_workspaces, metered(meter, allocated))
         if clock.times:
             bench.tell(operator_times, clock.times)
+    if job.plan != ORIGINAL and allocated.left_bytes > _gradient_bytes(bench.model):
+        _refuse_growth(bench, step)
     measurement = Measurement(
         tensor_peak_bytes=counted.tensor_peak_bytes,
         allocated_peak_bytes=allocated.peak_bytes,
@@ -93,7 +98,32 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         spent_s=time.monotonic() - started,
         phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
     )
-    return Measured(measurement=measurement, left=left, not_as_planned=tuple(told_of(bench.model)))
+    return Measured(measurement=measurement, left=left, not_as_planned=not_as_planned)
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(tensor.grad.nbytes for tensor in model.parameters() if tensor.grad is not None)
+
+
+def _refuse_growth(bench: Bench, step: Step) -> None:
+    """Raise :class:`StepError` if steps under the plan each leave more memory than those of the original do.
+
+    Takes the plan off.
+    """
+
+    def taken() -> None:
+        _timed(bench, step)
+
+    device = bench.settings.device
+    planned_bytes = growth(taken, device)
+    if not planned_bytes:
+        return
+    remove_segments(bench.model)
+    if planned_bytes > growth(taken, device):
+        raise StepError(
+            f"each step leaves {format_bytes(planned_bytes)} more behind than the last, which nothing frees",
+            hint="Please report it, and name other modules with --target until it is mended.",
+        )
 
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
