@@ -15,6 +15,8 @@ from memopt_cli.plan.policy import skipped_step
 from memopt_cli.progress import Span
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
 
+_MISSED = 1.05
+"""A measured peak so many times the predicted one puts the other predictions in doubt."""
 _MEASUREMENTS = 3
 """Plans that are measured until one is as fast as it was to be."""
 
@@ -34,13 +36,13 @@ class Climb:
     def rows(self) -> list[LevelRow]:
         """A row for every level, without the original's; the last is measured, or another that could be run.
 
-        Where its measured peak saves too little, that of the level below is measured, too.
+        Where its measured peak saves too little, or misses what was predicted, the level below is measured, too.
         """
         rows = [self.search.original, *self._predicted()]
         for at in range(len(rows) - 1, 0, -1):
             rows[at] = self._applicable(rows[at])
             if isinstance(rows[at].outcome, Measurement) and self._judged(rows[at]) is None:
-                self.applied = rows[at]
+                self.applied = self._lowest(rows, at)
                 break
         else:
             rows = self._none_applied(rows)
@@ -48,6 +50,25 @@ class Climb:
         if not self.measure_all:
             return believed
         return [row if row.outcome is not None else self.measured(row) for row in believed]
+
+    def _lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
+        """Return the row of index ``highest``, with the plan of a level below where that was measured to peak lower.
+
+        ``rows`` change accordingly: no level stands above a lower one that needs less memory.
+        """
+        at = highest
+        while _misses(rows[at]):
+            below = next((n for n in range(at - 1, 0, -1) if rows[n].plan not in (ORIGINAL, rows[at].plan)), None)
+            if below is None:
+                break
+            rows[below] = self._fast_enough(rows[below])
+            if self._judged(rows[below]) is not None or _peak(rows[below]) > _peak(rows[at]):
+                break
+            for n in range(below + 1, highest + 1):
+                row = replace(rows[below], repeats=rows[below].level, level=rows[n].level)
+                rows[n] = replace(row, dry_runs=rows[n].dry_runs, search_s=rows[n].search_s)
+            at = below
+        return rows[highest]
 
     def _believed(self, row: LevelRow) -> LevelRow:
         """The row, or that of a faster plan where measurements have shown that its own is too slow.
@@ -163,3 +184,12 @@ class Climb:
         if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:
             return None
         return Span(original.spent_s * row.predicted_slowdown)
+
+
+def _misses(row: LevelRow) -> bool:
+    """Tell whether the measured peak is further above the predicted one than predictions are usually wrong."""
+    return row.predicted_allocated_peak_bytes is not None and _peak(row) > _MISSED * row.predicted_allocated_peak_bytes
+
+
+def _peak(row: LevelRow) -> float:
+    return row.outcome.allocated_peak_bytes if isinstance(row.outcome, Measurement) else math.inf

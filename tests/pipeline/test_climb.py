@@ -126,6 +126,30 @@ def test_every_level_is_measured_if_asked_for() -> None:
     assert asked == [600, 800]
 
 
+@pytest.mark.parametrize(
+    ("third", "second", "first", "plans", "repeats"),
+    [
+        (630, 650, 800, [800, 700, 600], [None, None, None]),  # as predicted, or nearly
+        (640, 650, 800, [800, 700, 600], [None, None, None]),  # the one below is no better
+        (720, 700, 800, [800, 700, 700], [None, None, 2]),
+        (900, 780, 790, [800, 700, 700], [None, None, 2]),
+        (900, 780, 770, [800, 800, 800], [None, 1, 1]),
+    ],
+)
+def test_no_level_stands_above_one_that_was_measured_to_need_less(
+    third: int, second: int, first: int, plans: list[int], repeats: list[int | None]
+) -> None:
+    peaks = {600: third, 700: second, 800: first}
+    found, asked = climb({1: {800: 1.1}, 2: {700: 1.2}, 3: {600: 1.3}}, lambda peak: measured(peaks[peak], 1.1))
+    rows = found.rows()
+    assert [int(row.plan.segments[0].path[1:]) for row in rows] == plans
+    assert [row.repeats for row in rows] == repeats
+    assert [row.level for row in rows] == [1, 2, 3]
+    assert found.applied == rows[-1]
+    assert rows[-1].outcome == measured(peaks[plans[-1]], 1.1)
+    assert (700 in asked) == (third > 630)
+
+
 def test_what_is_not_worth_its_time_is_not_applied_as_a_lower_level() -> None:
     found, _ = climb({1: {600: 1.3}, 2: {}}, lambda peak: measured(peak, 2.0), measure_all=True)
     rows = found.rows()
