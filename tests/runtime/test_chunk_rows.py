@@ -234,3 +234,38 @@ def test_the_trial_is_seen_by_nobody() -> None:
     torch.manual_seed(3)
     [net[1](torch.ones(8, 3, 4)) for _ in range(3)]
     assert torch.equal(drawn, torch.rand(1))
+
+
+class Reduced(nn.Module):
+    """Gives something else than a row for each of its input's."""
+
+    def __init__(self, reduce: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 10)
+        self.reduce = reduce
+
+    def forward(self, x: Tensor) -> Any:
+        return self.reduce(self.linear(x))
+
+
+REDUCTIONS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "less by a dimension": (lambda y: y.sum((0, 1)), r"gives .* in two chunks along axis|has no axis"),
+    "scalar": (lambda y: y.sum(), "has no axis"),
+    "of length one": (lambda y: y.amax((0, 1), keepdim=True), r"gives .* in two chunks along axis"),
+    "the last row alone": (lambda y: y[-1:, -1:], r"gives .* in two chunks along axis"),
+    "flat": (lambda y: y.sum((0, 1, 2)).expand(3), r"gives .* in two chunks along axis|has no axis"),
+    "dictionary": (lambda y: {"y": y}, "returns a dict, of which chunks cannot be joined"),
+    "list": (lambda y: [y, y], "returns a list, of which chunks cannot be joined"),
+}
+
+
+@pytest.mark.parametrize("axis", [0, 1, -2])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_outputs_without_a_row_for_each_of_the_input_are_computed_whole(name: str, axis: int) -> None:
+    reduce, why = REDUCTIONS[name]
+    net, x = Reduced(reduce), inputs()
+    expected = net(x)
+    memopt_cli.apply_plan(net, Plan(segments=(SegmentPlan(path="", chunks=3, axis=axis),)))
+    with pytest.warns(UserWarning, match=f"{why}.*: it runs whole from now on"):
+        found = net(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
