@@ -45,9 +45,7 @@ from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
-from torch.nn.modules.module import _WrappedHook as WrappedHook
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _WeightNorm as ParametrizedWeightNorm
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.torch_version import TorchVersion
@@ -70,10 +68,8 @@ __all__ = [
     "InstanceNorm",
     "OpOverload",
     "OpOverloadPacket",
-    "ParametrizedWeightNorm",
     "TorchDispatchMode",
     "TreeSpec",
-    "WrappedHook",
     "is_of_transform",
     "is_of_vmap",
     "is_watched",
@@ -90,7 +86,6 @@ __all__ = [
 """What is given on as it is.
 
 - ``BatchNorm``, ``InstanceNorm``, ``Convolution``: the bases of PyTorch's layers of that kind; there is no public one.
-- ``WrappedHook``, ``ParametrizedWeightNorm``: classes of objects in saved modules.
 - ``CheckpointCall``: one call of ``torch.utils.checkpoint``.
 - ``TorchDispatchMode``: sees every operator; ``unseen()``: within, no mode does, nor does a dry run; ``is_watched()``:
   whether one does.
@@ -161,11 +156,6 @@ quantized_by_channel: Final[Callable[..., Tensor]] = torch._empty_per_channel_af
 def set_bits(tensor: Tensor, bits: dict[str, bool]) -> None:
     """Set the bits of a stored tensor: ``conj`` and ``neg``."""
     torch._utils.set_tensor_metadata(tensor, bits)
-
-
-def replace_weight_norm(replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put another function in the place of the one that weight norms call."""
-    torch._weight_norm = replaced(torch._weight_norm)
 
 
 LAYOUT_OF_MKLDNN: Final[torch.layout] = torch._mkldnn  # type: ignore[attr-defined]
@@ -296,11 +286,6 @@ def consists_of_others(operator: OpOverload) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
-def parse_schema(text: str) -> Any:
-    """The schema that a text says."""
-    return torch._C.parse_schema(text)
-
-
 def is_known_to_script(operator: str) -> bool:
     """Whether TorchScript knows an operator of that name: ``aten::relu``."""
     return bool(torch._C._jit_get_schemas_for_operator(operator))
@@ -389,16 +374,11 @@ _HOOK_TABLES: Final = (
 _HOOK_ATTRIBUTES: Final = tuple(f"_{name}" for name in _HOOK_TABLES)
 _GLOBAL_HOOKS: Final = tuple(f"_global_{name}" for name in _HOOK_TABLES)
 
-weights_in_use: Final[Callable[[Any], list[Any]]] = attrgetter("_flat_weights")
-"""The weights that a recurrent layer hands to its kernel, which it holds beside its parameters."""
-
-names_of_weights: Final[Callable[[Any], list[str]]] = attrgetter("_flat_weights_names")
-"""The names of :data:`weights_in_use`."""
-
 
 def use_weights(recurrent: nn.Module) -> None:
-    """Have a recurrent layer hand on the weights that are its attributes now."""
-    recurrent._flat_weights = [getattr(recurrent, name, None) for name in names_of_weights(recurrent)]  # type: ignore[assignment]
+    """Have a recurrent layer hand its kernel the weights that are its attributes now."""
+    names: Any = recurrent._flat_weights_names
+    recurrent._flat_weights = [getattr(recurrent, name, None) for name in names]  # type: ignore[assignment]
 
 
 padding_of: Final[Callable[[Any], list[int]]] = attrgetter("_reversed_padding_repeated_twice")
@@ -780,11 +760,6 @@ def compiled_to_draw_alike() -> Iterator[None]:
         yield
 
 
-def original_of(module: Any) -> Any:
-    """The module within a compiled one; any other object as it is."""
-    return getattr(module, "_orig_mod", module)
-
-
 # ---------------------------------------------------------------------------------------------- many ranks
 
 
@@ -973,11 +948,6 @@ def attribute_of(script: Any, name: str) -> Any:
 def key_of_script(script: Any) -> Any:
     """What is the same for two Python objects of one script."""
     return script._c
-
-
-def inline(graph: Any) -> None:
-    """Put what a graph calls in the place of its calls, one level of what was run unoptimized."""
-    torch._C._jit_pass_inline(graph)
 
 
 def reader_of(archive: bytes) -> Any:
