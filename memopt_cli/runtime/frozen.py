@@ -108,7 +108,8 @@ class _Pickler(pickle.Pickler):
             return _generator_at, (_Opaque(value), str(value.device), bytes(position_of(value).tolist()))
         if isinstance(value, types.MethodType):
             return types.MethodType, (value.__func__, value.__self__)
-        if getattr(value, "nbytes", 0) > _LARGEST_ARRAY:
+        # The class is asked first: an object's own __getattr__ may do anything.
+        if hasattr(type(value), "nbytes") and value.nbytes > _LARGEST_ARRAY:
             return _itself, (_Opaque(value),)
         try:
             reduced = _reduced(value)

@@ -240,6 +240,8 @@ def _numbers_in(frozen: Frozen) -> set[int]:
 
 def put_right(there: Any, value: Any) -> bool:
     """Have the object ``there``, to which others may refer, hold what ``value`` does; tell whether that can be."""
+    if there is value:  # it is not copied
+        return True
     if isinstance(there, dict):
         there.clear()
         dict.update(there, value)  # a Counter's own would count

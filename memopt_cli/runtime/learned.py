@@ -13,6 +13,7 @@ For a block with a batch norm and a counter ``self.calls``::
 
 from __future__ import annotations
 
+import inspect
 import types
 import weakref
 from collections.abc import Mapping, Sequence
@@ -276,5 +277,5 @@ def _behind(owners: Sequence[Owner], modules: Sequence[nn.Module], others: Seque
 def _code_in(values: Sequence[Any]) -> list[Any]:
     """Return the functions, and the classes of the objects, that lie in ``values``."""
     shared = freeze(list(values), lambda tensor: None).shared.values() if values else ()
-    unwrapped = (getattr(value, "__wrapped__", value) for value in shared)
+    unwrapped = (inspect.getattr_static(value, "__wrapped__", value) for value in shared)
     return [value for value in unwrapped if isinstance(value, types.FunctionType | type)]

@@ -67,11 +67,11 @@ class Net(nn.Module):
     def __init__(self, forces: nn.Module, checkpointed: bool) -> None:
         super().__init__()
         self.first, self.forces, self.last = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), forces), nn.Linear(8, 8)
-        self._checkpointed = checkpointed
+        self._runs_twice = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        x = checkpoint(self.forces, x, use_reentrant=False) if self._checkpointed else self.forces(x)
+        x = checkpoint(self.forces, x, use_reentrant=False) if self._runs_twice else self.forces(x)
         output: Tensor = self.last(x)
         return output
 
