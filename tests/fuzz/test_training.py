@@ -137,12 +137,6 @@ def test_what_the_plain_model_cannot_do_says_nothing_of_the_plan() -> None:
     assert outcome(Case(blocks=(Block(kind="linear"),), segments=ROOT, scenario=scenario)).kind == "plain fails"
 
 
-def test_where_the_plain_model_recomputes_in_another_mode_its_gradients_say_nothing() -> None:
-    blocks = (Block(kind="instance norm with statistics"), Block(kind="gru cell", segments=ROOT))
-    case = Case(blocks=blocks, scenario=Scenario(call="in a checkpoint", between=("eval",)), steps=1)
-    assert outcome(case).kind == "noisy"
-
-
 def test_what_differs_from_run_to_run_is_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     def drifting(x: Tensor, _counter: list[int] = [0]) -> Tensor:  # noqa: B006
         _counter[0] += 1

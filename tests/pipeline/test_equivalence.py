@@ -112,7 +112,9 @@ def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings
         sync_norms=(),
     )
     return Prepared(
-        subject=Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings(**settings)),
+        subject=Subject(
+            source=ModelSource(location="-", keeps_compiled=True), spec=spec, settings=StepSettings(**settings)
+        ),
         facts=facts,
         notes=(),
         open_session=functools.partial(LocalSession, build=build),
