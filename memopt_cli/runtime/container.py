@@ -5,11 +5,10 @@ of its own class.  Its name in the model, its parameters' names, its attributes,
 they were, and :func:`remove_segment` undoes it.  The module's own hooks run once a step; those of its children run
 again when they are recomputed (:func:`is_recomputing` tells).
 
-The checkpoint itself is PyTorch's (``torch.utils.checkpoint``, non-reentrant); added here are the packed storage of
-the input, the state of the module (see :mod:`memopt_cli.runtime.state`) and chunks.
-
-``segment_config.py`` says how a segment runs, ``refusals.py`` what can be none, ``segment_call.py`` and
-``segment_run.py`` are the checkpoint, ``chunked.py`` the chunks, ``running.py`` what a thread is at.
+``segment_config.py`` says how a segment runs, and ``refusals.py`` which modules can be none.  ``segment_call.py``
+keeps the inputs of a call, packed, and the state that it starts from (``state.py``); ``segment_run.py`` runs it, and
+runs it again when backward asks for what autograd would have saved.  ``chunked.py`` has the chunks, and ``running.py``
+says where in all this a thread is.
 """
 
 from __future__ import annotations

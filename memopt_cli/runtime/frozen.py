@@ -14,10 +14,12 @@ import functools
 import io
 import logging
 import pickle
+import random
 import threading
 import types
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -64,7 +66,7 @@ def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Return the lists, dictionaries and plain objects in ``value``, itself among them, but not what threads share."""
+    """Return the collections, arrays and objects in ``value``, itself among them, but not what threads share."""
     pickler = _Pickler(io.BytesIO(), lambda tensor: None)
     pickler.parts = []
     pickler.dump(value)
@@ -98,7 +100,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, _Opaque):
             self.shared[id(value.value)] = value.value
             return id(value.value)
-        if self.parts is not None and _is_part(value):
+        if self.parts is not None and (is_opaque(value) or _is_part(value)):
             self.parts.append(value)
         return None
 
@@ -141,11 +143,36 @@ def _is_function(value: Any) -> bool:
     return isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
 
 
+def is_opaque(value: Any) -> bool:
+    """Tell whether what ``value`` holds can change while each of its attributes, if any, stays the same object."""
+    kind: Any = type(value)
+    of_numpy = kind.__module__.startswith("numpy.random") and not hasattr(value, "bit_generator")  # which it goes by
+    return isinstance(value, torch.Generator | random.Random | bytearray) or hasattr(kind, "nbytes") or of_numpy
+
+
 def _is_part(value: Any) -> bool:
     """Tell whether ``value`` has slots of its own; to an object that holds a lock other threads may write any time."""
-    if isinstance(value, list | dict):
+    if isinstance(value, list | dict | set | deque):
         return True
-    return hasattr(value, "__dict__") and not any(isinstance(held, _LOCKS) for held in vars(value).values())
+    attributes = [*getattr(value, "__dict__", {}).values(), *slots_in(value).values()]
+    kind: Any = type(value)
+    has_any = hasattr(value, "__dict__") or bool(slots_of(kind))
+    return has_any and not any(isinstance(held, _LOCKS) for held in attributes)
+
+
+@functools.cache
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of attributes that ``kind`` and its bases declare by ``__slots__``."""
+    declared = (base for base in kind.__mro__ if "__slots__" in vars(base))
+    return tuple(
+        name for base in declared for name, value in vars(base).items() if isinstance(value, types.MemberDescriptorType)
+    )
+
+
+def slots_in(value: object) -> dict[str, Any]:
+    """Return the attributes of ``value`` that its class declares by ``__slots__``."""
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in slots_of(kind) if hasattr(value, name)}
 
 
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)

@@ -26,7 +26,17 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.frozen import ATOMS, freeze, parts_of
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE
-from memopt_cli.runtime.owners import Nothing, Owner, Slots, Table, is_same, owner_of, owners_of, tables_of_hooks
+from memopt_cli.runtime.owners import (
+    Contents,
+    Nothing,
+    Owner,
+    Slots,
+    Table,
+    is_same,
+    owners_in,
+    owners_of,
+    tables_of_hooks,
+)
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
 from memopt_cli.runtime.samples import Turns
@@ -80,8 +90,9 @@ class Known:
         """Names in each owner that something new was seen to stand for, or something that was changed."""
         self.stays = [owner.read() for owner in self.owners]
         """What stood, when somebody looked last, in the other slots.  The list is exchanged, and not changed."""
-        self.looked_at = {(p, n) for p, slots in enumerate(self.stays) for n, v in slots.items() if _may_change(n, v)}
-        """Those slots in which a tensor or an object stood when forward was watched."""
+        whole = (p for p, owner in enumerate(self.owners) if not isinstance(owner, Contents))
+        self.looked_at = {(p, name) for p in whole for name, value in self.stays[p].items() if _may_change(name, value)}
+        """Those slots in which a tensor or an object stood when forward was watched, that can be written back."""
         self.written: set[Slot] = set()
         """Those to whose tensors forward writes in place."""
         self._sort()
@@ -94,9 +105,10 @@ class Known:
                 if is_object(name, value):
                     parts = [part for part in parts_of(value) if id(part) not in seen]
                     seen.update(map(id, parts))
-                    for part in parts[: max(0, _MOST_OWNERS - len(self.owners))]:
+                    inner = [owner for part in parts for owner in owners_in(part)]
+                    for within in inner[: max(0, _MOST_OWNERS - len(self.owners))]:
                         self._slots_of_parts[len(self.owners)] = place, name
-                        self.owners.append(owner_of(part))
+                        self.owners.append(within)
 
     def _sort(self) -> None:
         """Have at hand what :meth:`is_still` compares: it is asked four times a call."""

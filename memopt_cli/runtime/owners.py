@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
 from operator import is_
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt_cli.runtime.frozen import freeze, is_opaque, slots_in, slots_of
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE
 from memopt_cli.runtime.private_torch import (
     attributes_of_script,
@@ -118,18 +120,37 @@ class Table(Owner):
 
 
 class Items(Owner):
-    """What lies in a list, by its place."""
+    """What lies in a list, a queue or a set, by its place."""
 
     __slots__ = ("_items",)
 
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, items: list[Any] | deque[Any] | set[Any]) -> None:
         self._items = items
 
     def read(self) -> Slots:
         return dict(enumerate(self._items))
 
     def write(self, slots: Slots) -> None:
-        self._items[:] = slots.values()
+        self._items.clear()
+        (self._items.update if isinstance(self._items, set) else self._items.extend)(slots.values())
+
+
+class Slotted(Owner):
+    """The attributes of an object that its class declares by ``__slots__``."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, value: object) -> None:
+        self._object = value
+
+    def read(self) -> Slots:
+        return slots_in(self._object)
+
+    def write(self, slots: Slots) -> None:
+        for name in self.read().keys() - slots.keys():
+            object.__delattr__(self._object, name)
+        for name, value in slots.items():
+            object.__setattr__(self._object, name, value)
 
 
 class Nothing(Owner):
@@ -247,6 +268,25 @@ class InContext(Owner):
             self._variable.set(slots[""])
 
 
+class Contents(Owner):
+    """What an object holds that has no attributes for it: an array, a random generator."""
+
+    __slots__ = ("_object", "_seen")
+
+    def __init__(self, value: object) -> None:
+        self._object = value
+        self._seen = freeze(value, id)
+
+    def read(self) -> Slots:
+        now = freeze(self._object, id)
+        if now.data != self._seen.data:
+            self._seen = now
+        return {"": self._seen}
+
+    def write(self, slots: Slots) -> None:
+        """Leave everything as it is: a call that has changed it for the first time does not run again."""
+
+
 def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
     """Give everything in which ``modules`` keep state, besides their parameters."""
     for module in modules:
@@ -258,11 +298,20 @@ def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
             yield from (Table(buffers_of(module)), Table(children_of(module)))
 
 
-def owner_of(part: Any) -> Owner:
-    """Return what keeps the state of ``part``, a list, a dictionary or a plain object."""
-    if isinstance(part, list):
-        return Items(part)
-    return Table(part if isinstance(part, dict) else vars(part))
+def owners_in(part: Any) -> Iterator[Owner]:
+    """Give what keeps the state of ``part``, a collection, an array or another object."""
+    if is_opaque(part):
+        yield Contents(part)
+        return
+    if isinstance(part, dict):
+        yield Table(part)
+    elif isinstance(part, list | deque | set):
+        yield Items(part)
+    if hasattr(part, "__dict__"):
+        yield Table(vars(part))
+    kind: Any = type(part)
+    if slots_of(kind):
+        yield Slotted(part)
 
 
 def tables_of_hooks(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:

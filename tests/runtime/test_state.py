@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -228,6 +231,84 @@ class Scheduling(nn.Module):
             self.block.t, self.block.current = t, torch.full((4,), float(t))
             x = self.block(x)
         return x
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 0
+
+
+@dataclass
+class Plain:
+    factor: int = 0
+
+
+def raise_factor(kept: Any) -> int:
+    kept.factor += 1
+    return int(kept.factor)
+
+
+def raise_first(kept: Any) -> int:
+    kept[0] += 1
+    return int(kept[0])
+
+
+def append(kept: Any) -> int:
+    kept.append(1)
+    return len(kept)
+
+
+def add(kept: set[int]) -> int:
+    kept.add(len(kept))
+    return len(kept)
+
+
+def count(kept: dict[str, int]) -> int:
+    kept["calls"] = kept.get("calls", 0) + 1
+    return kept["calls"]
+
+
+class Late(nn.Module):
+    """Changes what it keeps from the third call on, and computes with it."""
+
+    def __init__(self, kept: Any, change: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kept, self.change, self.calls = kept, change, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.before(x).tanh()
+        output: Tensor = self.after(y * self.change(self.kept) if self.calls > 2 else y)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("kept", "change"),
+    [
+        (Plain(), raise_factor),
+        (Slotted(), raise_factor),
+        ([], append),
+        (deque(), append),
+        (set(), add),
+        ({}, count),
+        (Counter(), count),
+        (random.Random(1), lambda kept: kept.randrange(2, 9)),
+        (np.random.default_rng(1), lambda kept: int(kept.integers(2, 9))),
+        (np.random.RandomState(1), lambda kept: int(kept.randint(2, 9))),
+        (torch.Generator().manual_seed(1), lambda kept: int(torch.randint(2, 9, (), generator=kept))),
+        (np.zeros(3), raise_first),
+        (bytearray(3), raise_first),
+        ([Plain()], lambda kept: raise_factor(kept[0])),
+        ((Slotted(), 1), lambda kept: raise_factor(kept[0])),
+        ({"a": deque()}, lambda kept: append(kept["a"])),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_first_changed_in_a_later_call(judge: Any, kept: Any, change: Callable[[Any], int]) -> None:
+    judge(Loop(Late(kept, change), 1), {"block": PLAIN}, torch.randn(5, 4), steps=6)
 
 
 def test_an_attribute_that_the_caller_changes_between_calls(judge: Any) -> None:
