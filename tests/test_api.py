@@ -37,7 +37,7 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.reach import _unreachable_in_main
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.live_model import detached_copy, prepared_model
-from memopt_cli.records import Measurement, Plan, StepSettings, Verification, from_data
+from memopt_cli.records import Differs, Measurement, Plan, StepSettings, Verification, from_data
 from memopt_cli.runtime import segment_of
 
 
@@ -661,7 +661,10 @@ class TestLevelOne:
         net = nn.Sequential(Block(8), SeesBackward(8), Block(8))
         summary = summary_of(net, Block, (torch.randn(2, 8),), level=1)
         assert segments(net) == ["0", "2"]
-        assert [note for note in summary.notes if note.startswith("'1' is not a segment: with it gradient of 1.")]
+        (dropped,) = summary.dropped
+        assert isinstance(dropped.why, Differs)
+        (left_out,) = dropped.why.left_out
+        assert left_out.sentence.startswith("'1' is not a segment: with it gradient of 1.")
         assert said_of(net[1:2], Block, torch.randn(2, 8))[-1:] == [
             "No segment of Block: with one the model computes otherwise."
         ]

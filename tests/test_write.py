@@ -464,7 +464,7 @@ def test_a_key_that_no_plan_has_is_told_with_all_that_it_may_have(tmp_path: Path
         read_plan(tmp_path / "p.yaml")
     keys = caught.value.hint.removeprefix("Known keys: ").removesuffix(".").split(", ")
     header = (field.name for field in fields(FileHeader))
-    assert keys == [*header, "level", *(field.name for field in fields(Plan)), "predicted", "parallel"]
+    assert keys == [*header, "level", *(field.name for field in fields(Plan)), "predicted", "parallel", "turns_off"]
 
 
 def test_a_plan_of_version_1_is_read() -> None:

@@ -56,6 +56,11 @@ class HeldTensor:
         is_large = tensor.dim() > 1 or self.copy.shared is not None
         return not is_large or not is_unchanged(tensor.detach(), self.copy.values)
 
+    def is_equal(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor``, which it was taken of, has the values that it had."""
+        is_unwritten = version_of(tensor) == self.version
+        return is_unwritten and (self.copy is None or is_unchanged(tensor.detach(), self.copy.values))
+
 
 class HeldSlots:
     """What stood in the slots that move, and the arguments that are no tensors, when a forward started."""
@@ -225,8 +230,8 @@ class HeldSlots:
         """Return what is to stand in ``slot`` for good: what is there if that equals ``value``, or can be made to."""
         if isinstance(there, Tensor):
             held = self.tensors.get(id(there))
-            is_same_one = held is not None and self.originals.get(held.number) is there
-            return there if is_same_one and held is not None and not held.is_written(there) else value
+            is_kept = held is not None and self.originals.get(held.number) is there and there.grad_fn is None
+            return there if is_kept and held is not None and held.is_equal(there) else value
         if type(there) is not type(value) or not is_object(slot[1], value):
             return value
         if slot in self._contents and self._contents[slot].data == freeze(there, lambda tensor: None).data:
