@@ -78,11 +78,7 @@ def _why_none(paths: Sequence[str], selection: Selection, dropped: Dropped | Non
     if any(path not in refusals for path in paths):
         if dropped is not None:
             return f"a plan was found, but {dropped.why.because}"
-        searched = selection.policy in ("least_predicted_peak", "fastest_within_budget")
-        none = (
-            "no plan that was found with one lowers the peak" if searched else "with one the model computes otherwise"
-        )
-        return _NONE_ALLOWED.get(selection.policy, none)
+        return _NONE_ALLOWED.get(selection.policy, "no plan that was found with one lowers the peak")
     reason = next((refusals[path] for path in paths if refusals[path] != _NEVER_CALLED), _NEVER_CALLED)
     return f"no inputs were recorded, as {_NEVER_CALLED}" if reason == _NEVER_CALLED else f"refused because {reason}"
 
