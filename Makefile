@@ -28,7 +28,7 @@ OLDEST_TORCH := torch==$(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.tom
 COMPAT_TESTS ?= tests/runtime tests/loading/test_exported.py $(addprefix tests/,model_batching online sharded trace)
 COMPAT_SECONDS ?= 3600
 
-.PHONY: demo samples test test-fast test-exhaustive compat lint lint-style lint-types lint-layers docs check-docs fuzz check-memory baselines bench clean
+.PHONY: demo samples test test-fast test-exhaustive compat lint lint-style lint-types lint-layers docs check-docs fuzz check-memory baselines bench gpu clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 $(TRUST) --force
@@ -88,6 +88,10 @@ baselines: $(SAMPLES)
 
 bench: $(SAMPLES)
 	for case in plans storage recommend_batch model_batching online lengths; do $(BIN)/python benchmarks/$$case.py || exit 1; done
+
+# By a Python that has memopt's packages, without pip: six minutes on a GPU.  Tried on a CPU: DEVICE=cpu SMALL=1.
+gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(if $(DEVICE),--device $(DEVICE)) $(if $(SMALL),--small)
 
 clean:
 	rm -rf .venv sample_models/build .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

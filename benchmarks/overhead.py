@@ -35,7 +35,7 @@ from memopt_cli.plan.cost_model import (
     Rerun,
 )
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.step import Step
+from memopt_cli.step import Step, synchronize
 from memopt_cli.trace import FakeStep
 
 _LAYERS = 20
@@ -217,11 +217,14 @@ _IN_A_ROW = 24
 _WAYS = ("plain", "PyTorch's checkpoint", "segments", "packing")
 
 
-def _beside_pytorch(rounds: int) -> str:
-    """Return the table of what a block costs in a step plainly, and what each way adds."""
+def beside_pytorch(rounds: int, device: str = "cpu") -> str:
+    """Return the table of what a block costs in a step plainly, and what each way adds.
+
+    CPU time on the CPU; on another ``device`` time on the wall, until it is done.
+    """
     rows = []
     for name, (kind, x) in _BLOCKS.items():
-        plain_s, *added = _block_times(kind, x, rounds)
+        plain_s, *added = _block_times(kind, x.to(device), rounds)
         segment = f"{(added[1] - plain_s) / (added[0] - plain_s):.2f}"
         rows.append([name, *(f"{s * 1e6:.0f} µs" for s in (plain_s, *(s - plain_s for s in added))), segment])
     header = ["one block, a step", "plain", *(f"{way} adds" for way in _WAYS[1:]), "segments / checkpoint"]
@@ -230,20 +233,23 @@ def _beside_pytorch(rounds: int) -> str:
 
 def _block_times(kind: type[nn.Module], x: Tensor, rounds: int) -> list[float]:
     """Return the median seconds of a block in a step, each of the ways in its turn."""
-    models = {way: nn.Sequential(*(kind() for _ in range(_IN_A_ROW))) for way in _WAYS}
+    device = str(x.device)
+    models = {way: nn.Sequential(*(kind() for _ in range(_IN_A_ROW))).to(device) for way in _WAYS}
+    now = time.process_time if device == "cpu" else time.perf_counter
     paths = [str(place) for place in range(_IN_A_ROW)]
     apply_plan(models["segments"], Plan(segments=tuple(SegmentPlan(path=path) for path in paths)))
     apply_plan(models["packing"], Plan(packed=True))
     times: dict[str, list[float]] = {way: [] for way in _WAYS}
     for _ in range(_WARM_UP + rounds):
         for way, model in models.items():
-            started = time.process_time()
+            started = now()
             y = x.requires_grad_()
             for block in model if way == "PyTorch's checkpoint" else ():
                 y = checkpoint(block, y, use_reentrant=False)
             y = y if way == "PyTorch's checkpoint" else model(y)
             y.sum().backward()
-            times[way].append((time.process_time() - started) / _IN_A_ROW)
+            synchronize(device)
+            times[way].append((now() - started) / _IN_A_ROW)
             model.zero_grad()
     return [statistics.median(taken[_WARM_UP:]) for taken in times.values()]
 
@@ -259,7 +265,7 @@ def main() -> None:
     text = f"CPU time of one thread, medians of {options.rounds} steps.\n\n{_fitted(options.rounds)}\n\n{kept}"
     header = ["norms", f"a chunk of {_CHUNKS} adds", "of that, a norm each time"]
     chunked = table(header, [_chunked_row(count, options.rounds) for count in _NORM_COUNTS])
-    text += f"\n\n{chunked}\n\n{_beside_pytorch(options.rounds)}"
+    text += f"\n\n{chunked}\n\n{beside_pytorch(options.rounds)}"
     write_section("Segments: cost beside their kernels", this_command(), text)
     print(text)
 

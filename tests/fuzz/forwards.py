@@ -274,6 +274,100 @@ class Mixture(nn.Module):
         return x + sum(losses) * seen["last"]
 
 
+class Box:
+    """Holds a list, as the caches of language models do."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+class Cache(dict[str, Tensor]):
+    """A dictionary with an attribute."""
+
+    length = 0
+
+
+def new_box() -> Box:
+    return Box()
+
+
+def new_cache() -> Cache:
+    return Cache()
+
+
+class Appending(Mixing):
+    """Adds what it computes to a cache that it is given, and computes with what lies there."""
+
+    def forward(self, x: Tensor, cache: Box | Cache) -> Tensor:
+        y: Tensor = self.linear(x).tanh()
+        if isinstance(cache, Box):
+            before = cache.kept[-1] if cache.kept else y
+            cache.kept.append(y)
+            return x + before * len(cache.kept)
+        before = cache.get("last", y)
+        cache["last"] = y
+        cache.length += 1
+        return x + before * cache.length
+
+
+class Caching(nn.Module):
+    """Hands one cache to several layers; ``kept`` from step to step, or made in each."""
+
+    def __init__(self, make: Callable[[], Box | Cache], *, kept: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = Appending(), Appending()
+        self.make, self.log = make, list[float]()
+        self.seen: list[float] | None = self.log if kept else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = self.make()
+        y: Tensor = self.first(self.second(self.first(x, cache), cache), cache)
+        if self.seen is not None:
+            self.seen.append(float(len(self.seen)))
+            y = y * (1 + 0.1 * self.seen[-1])
+        return y
+
+
+class Routed(nn.Module):
+    """Sends each row to the expert that likes it best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(Mixing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weight, chosen = self.router(rows).softmax(-1).max(-1)
+        output = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            (places,) = torch.where(chosen == number)
+            output = output.index_add(0, places, (expert.linear(rows[places]) * weight[places, None]).to(rows.dtype))
+        return x + output.view_as(x)
+
+
+class Sum(Mixing):
+    """Gives less by a dimension than it is given."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum(self.axis)
+
+
+class Summed(nn.Module):
+    """Adds to each row the sum of all along an axis."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.sum = Sum(axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.sum(x).unsqueeze(self.sum.axis)
+
+
 # ---------------------------------------------------------------------------------------------- in place and indices
 
 
@@ -743,6 +837,12 @@ FORWARDS: Final[dict[str, Kind]] = {
     **_each(Differentiated, "map", "gradient", "product", "pullback"),
     **_each(Operators, *OPERATORS),
     "mixture": Kind(Mixture),
+    "cache": Kind(lambda: Caching(new_box)),
+    "cache of a dictionary": Kind(lambda: Caching(new_cache)),
+    "cache and a list of all steps": Kind(lambda: Caching(new_box, kept=True)),
+    "routed": Kind(Routed),
+    "summed over time": Kind(lambda: Summed(1)),
+    "summed over features": Kind(lambda: Summed(2)),
     "over": Kind(Over),
     "recursive": Kind(Recursive),
     "force": Kind(Force),

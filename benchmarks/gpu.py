@@ -1,0 +1,319 @@
+"""What memopt costs and saves on a GPU, beside PyTorch's own checkpoint.
+
+    PYTHONPATH=. python benchmarks/gpu.py [--device cuda:0] [--seconds 330] [--small]
+
+Steps of a ResNet-50, a ViT and a GPT in bf16, eager: plain, with ``torch.utils.checkpoint`` on every block, with a
+segment on every block, and under the plan that ``memopt optimize`` chooses, as predicted and as measured.  Then blocks
+of a few numbers, whose time is Python's; the tests that need a GPU; and ``memopt selftest``.
+
+Each row is printed, and kept in ``build/gpu/rows.json``, as soon as it is known: where the time runs out, none is lost.
+``--small`` shrinks the models, to try the script on a CPU.  Needs no network, and no package besides memopt's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.overhead import beside_pytorch
+from benchmarks.results import table, this_command, write_section
+from memopt_cli.apply import apply_plan
+from memopt_cli.contents import read_plan
+from memopt_cli.measure.allocated import measure_allocated
+from memopt_cli.records import Plan, SegmentPlan, StepSettings
+from memopt_cli.step import Step, synchronize, take
+from memopt_cli.trace import resident_bytes
+from memopt_cli.units import format_bytes
+from sample_models.gpt import GPT, Block
+from sample_models.resnet import Bottleneck, ResNet
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "gpu"
+STEPS = 7
+"""Steps of each way that are timed, in turns."""
+
+
+class ViT(nn.Module):
+    """A vision transformer without a class token: images ``[B, 3, H, W]`` -> scores ``[B, classes]``."""
+
+    def __init__(self, size: int, patch: int, width: int, heads: int, blocks: int, classes: int = 1000) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.places = nn.Parameter(torch.zeros((size // patch) ** 2, width))
+        layer = functools.partial(
+            nn.TransformerEncoderLayer, width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.Sequential(*(layer() for _ in range(blocks)))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the scores of the mean of all patches."""
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.places
+        scores: Tensor = self.head(self.blocks(x).mean(1))
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, and the inputs of its step."""
+
+    build: Callable[[], nn.Module]
+    block: type[nn.Module]
+    inputs: tuple[str, ...]
+    """As ``memopt optimize -i`` takes them."""
+    make: Callable[[], tuple[Tensor, ...]]
+
+
+def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def resnet50() -> nn.Module:
+    """Make a ResNet-50 for images of 224x224."""
+    return _seeded(lambda: ResNet(classes=1000))
+
+
+def vit_base() -> nn.Module:
+    """Make a ViT-B/16 for images of 224x224."""
+    return _seeded(lambda: ViT(224, 16, 768, 12, 12))
+
+
+def gpt_small() -> nn.Module:
+    """Make a GPT of 12 blocks of width 768 for 1024 tokens."""
+    return _seeded(lambda: GPT(vocabulary=32000, context=1024, width=768, heads=12, blocks=12))
+
+
+def small_resnet() -> nn.Module:
+    """Make a ResNet of four blocks."""
+    return _seeded(lambda: ResNet((1, 1, 1, 1), 16))
+
+
+def small_vit() -> nn.Module:
+    """Make a ViT of three blocks."""
+    return _seeded(lambda: ViT(32, 8, 64, 4, 3, 10))
+
+
+def small_gpt() -> nn.Module:
+    """Make a GPT of three blocks."""
+    return _seeded(lambda: GPT(vocabulary=100, context=64, width=64, heads=4, blocks=3))
+
+
+def _images(batch: int, size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(batch, 3, size, size),)
+
+
+def _tokens(batch: int, length: int, vocabulary: int) -> tuple[Tensor, ...]:
+    tokens = torch.randint(0, vocabulary, (batch, length))
+    return tokens, tokens.clone()
+
+
+def _of_images(build: Callable[[], nn.Module], block: type[nn.Module], batch: int, size: int) -> Case:
+    return Case(build, block, (f"{batch}x3x{size}x{size}",), functools.partial(_images, batch, size))
+
+
+def _of_tokens(build: Callable[[], nn.Module], batch: int, length: int, vocabulary: int) -> Case:
+    inputs = tuple(f"{name}:{batch}x{length}@int64=0..{vocabulary}" for name in ("input_ids", "targets"))
+    return Case(build, Block, inputs, functools.partial(_tokens, batch, length, vocabulary))
+
+
+LARGE = {
+    "ResNet-50, 64 images": _of_images(resnet50, Bottleneck, 64, 224),
+    "ViT-B/16, 64 images": _of_images(vit_base, nn.TransformerEncoderLayer, 64, 224),
+    "GPT, 8 x 1024 tokens": _of_tokens(gpt_small, 8, 1024, 32000),
+}
+SMALL = {
+    "small ResNet, 4 images": _of_images(small_resnet, Bottleneck, 4, 32),
+    "small ViT, 4 images": _of_images(small_vit, nn.TransformerEncoderLayer, 4, 32),
+    "small GPT, 2 x 64 tokens": _of_tokens(small_gpt, 2, 64, 100),
+}
+HEADER = ["step, bf16", "way", "allocated peak", "step", "of the plain step", "predicted peak", "predicted step"]
+
+
+@dataclass(slots=True)
+class Bench:
+    """Runs what there is time for, and keeps every row at once."""
+
+    device: str
+    until_s: float
+    rows: dict[str, list[list[str]]]
+    texts: dict[str, str]
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.until_s - time.monotonic()
+
+    def row(self, part: str, cells: list[str]) -> None:
+        """Keep a row of a table."""
+        print(" | ".join(cells), flush=True)
+        self.rows.setdefault(part, []).append(cells)
+        self._write()
+
+    def text(self, part: str, text: str) -> None:
+        """Keep what a part printed."""
+        print(f"{part}: {text}", flush=True)
+        self.texts[part] = text
+        self._write()
+
+    def _write(self) -> None:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        (FOLDER / "rows.json").write_text(json.dumps({"rows": self.rows, "texts": self.texts}, indent=1))
+        steps = table(HEADER, self.rows.get("steps", []))
+        told = "\n\n".join(f"### {part}\n\n{text}" for part, text in self.texts.items())
+        write_section(f"On {self.device.partition(':')[0]}", this_command(), f"{steps}\n\n{told}")
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def steps(bench: Bench, name: str, case: Case) -> None:
+    """Measure a step of ``case`` plainly and in the other ways, and add a row for each."""
+    ways = {way: prepare(case) for way, prepare in _WAYS.items()}
+    predicted = _optimized(bench, case)
+    if predicted is not None:
+        ways["memopt optimize"] = apply_plan(case.build(), predicted.plan)
+    taken = {way: _step(model.to(bench.device), case, bench.device) for way, model in ways.items()}
+    peaks = {way: _peak(step) for way, step in taken.items()}
+    times: dict[str, list[float]] = {way: [] for way in taken}
+    for _ in range(STEPS):
+        for way, step in taken.items():
+            times[way].append(_seconds(step))
+    plain_s = statistics.median(times["plain"])
+    for way in taken:
+        step_s = statistics.median(times[way])
+        told = ["", ""]
+        if way == "memopt optimize" and predicted is not None:
+            told = [format_bytes(predicted.peak_bytes), f"{predicted.slowdown:.2f}x"]
+        cells = [name, way, format_bytes(peaks[way]), f"{step_s * 1e3:.1f} ms", f"{step_s / plain_s:.2f}x", *told]
+        bench.row("steps", cells)
+
+
+def _plain(case: Case) -> nn.Module:
+    return case.build()
+
+
+def _checkpointed(case: Case) -> nn.Module:
+    model = case.build()
+    for module in model.modules():
+        if isinstance(module, case.block):
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    return model
+
+
+def _with_segments(case: Case) -> nn.Module:
+    model = case.build()
+    paths = [path for path, module in model.named_modules() if isinstance(module, case.block)]
+    return apply_plan(model, Plan(segments=tuple(SegmentPlan(path=path) for path in paths)))
+
+
+_WAYS = {"plain": _plain, "torch.utils.checkpoint": _checkpointed, "segments": _with_segments}
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A plan of ``memopt optimize``, and what it was predicted to need."""
+
+    plan: Plan
+    peak_bytes: int
+    slowdown: float
+
+
+def _optimized(bench: Bench, case: Case) -> Predicted | None:
+    """Run ``memopt optimize`` on ``case``; ``None`` where it fails, finds no plan or there is no time left."""
+    model = f"{Path(__file__).relative_to(ROOT)}:{case.build.__name__}"
+    inputs = [part for given in case.inputs for part in ("-i", given)]
+    flags = ["--device", bench.device, "--precision", "bf16", "--search-time", "10", "--plan-only", "--force", "-q"]
+    output = FOLDER / f"{case.build.__name__}.pt"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    command = ["optimize", model, *inputs, *flags, "-o", str(output)]
+    done = _run(["-m", "memopt_cli", *command], min(bench.left_s, 90))
+    if done.returncode != 0:
+        bench.text(shlex.join(["memopt", *command]), f"exit {done.returncode}: {done.stderr[-400:]}")
+        return None
+    summary = json.loads(output.with_suffix(".memopt.summary.json").read_text())
+    row = next(row for row in reversed(summary["levels"]) if row["level"] == summary["applied_level"])
+    _, plan = read_plan(output.with_suffix(".memopt.plan.yaml"))
+    return Predicted(plan, row["predicted_allocated_peak_bytes"] or 0, row["predicted_slowdown"] or 1.0)
+
+
+def _step(model: nn.Module, case: Case, device: str) -> Step:
+    inputs = tuple(tensor.to(device) for tensor in case.make())
+    return Step(model=model.train(), args=inputs, kwargs={}, settings=StepSettings(device=device, precision="bf16"))
+
+
+def _peak(step: Step) -> int:
+    for _ in range(2):
+        _seconds(step)
+    found = measure_allocated(lambda _: take(step), step.settings.device, resident_bytes(step))
+    step.model.zero_grad(set_to_none=True)
+    return found.peak_bytes
+
+
+def _seconds(step: Step) -> float:
+    synchronize(step.settings.device)
+    started = time.perf_counter()
+    take(step)
+    synchronize(step.settings.device)
+    step.model.zero_grad(set_to_none=True)
+    return time.perf_counter() - started
+
+
+# ---------------------------------------------------------------------------------------------- the rest
+
+
+def _run(arguments: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run Python in the repository; what takes longer than ``limit_s`` ends with exit code 124."""
+    command = [sys.executable, *arguments]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1, limit_s), check=False)
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        return subprocess.CompletedProcess(command, 124, output, f"no end after {limit_s:.0f} s")
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
+    return f"exit {done.returncode}: {lines[-1] if lines else ''}"
+
+
+def _parts(bench: Bench, *, small: bool) -> Iterator[Callable[[], None]]:
+    for name, case in (SMALL if small else LARGE).items():
+        yield functools.partial(steps, bench, name, case)
+    yield lambda: bench.text("Blocks of a few numbers", beside_pytorch(5 if small else 15, bench.device))
+    tests = ["-m", "pytest", "-q", "-x", "tests/runtime/test_cuda.py"]
+    yield lambda: bench.text("Tests on CUDA", _last_line(_run(tests, bench.left_s)))
+    selftest = ["-m", "memopt_cli", "selftest", "--device", bench.device, "-q"]
+    yield lambda: bench.text("memopt selftest", _last_line(_run(selftest, bench.left_s)))
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--seconds", type=float, default=330)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    bench = Bench(options.device, time.monotonic() + options.seconds, {}, {})
+    for part in _parts(bench, small=options.small):
+        if bench.left_s < 1:
+            print("The time is over; what follows was not run.", flush=True)
+            break
+        part()
+
+
+if __name__ == "__main__":
+    main()
