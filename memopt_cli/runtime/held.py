@@ -230,8 +230,12 @@ class HeldSlots:
         """Return what is to stand in ``slot`` for good: what is there if that equals ``value``, or can be made to."""
         if isinstance(there, Tensor):
             held = self.tensors.get(id(there))
-            is_kept = held is not None and self.originals.get(held.number) is there and there.grad_fn is None
-            return there if is_kept and held is not None and held.is_equal(there) else value
+            if held is None or self.originals.get(held.number) is not there or there.grad_fn is not None:
+                return value
+            # A vector of the module's own is exchanged: whoever records a step wants it held by nobody else.
+            is_own = 0 <= slot[0] < self._known.own
+            is_changed = held.is_written(there) if is_own else not held.is_equal(there)
+            return value if is_changed else there
         if type(there) is not type(value) or not is_object(slot[1], value):
             return value
         if slot in self._contents and self._contents[slot].data == freeze(there, lambda tensor: None).data:

@@ -27,8 +27,13 @@ SMALL = {
 """Network -> inputs, and the level of the search; where few chunks are conceivable the third is quick, too."""
 
 
+QUICK = ("LIFClassifier", "CSNN", "LeakyNet", "OwnNet")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.exhaustive) for name in SMALL]
+)
 def test_a_plan_is_found_applied_and_proven(
     name: str, memopt: Callable[..., Any], in_process: None, tmp_path: Path
 ) -> None:
