@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -256,7 +257,7 @@ class _FirstChunk:
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._lent)
-        reason = _without_axis(config_of(self._module), output)
+        reason = _without_axis(config_of(self._module), output) or self._not_taken(output)
         reason = reason or next((argument.told() for argument in self._arguments if argument.has_moved()), "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
@@ -264,6 +265,18 @@ class _FirstChunk:
             reason = chunk_rows.mixing(self._piece(starting))
         if reason:
             raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent, self._others), is_certain=True)
+
+    def _not_taken(self, output: Any) -> str:
+        """Return why the next chunk cannot be given what this one returned as its state; empty if it can be."""
+        config = config_of(self._module)
+        states = output[config.seq_outputs :] if isinstance(output, tuple) else ()
+        try:
+            inspect.signature(self._forward).bind(*range(config.seq_inputs), *states, **self._kwargs)
+        except TypeError:
+            return f"returns {len(output)} outputs, of which its forward takes none for the next chunk"
+        except ValueError:  # it is not of Python
+            pass
+        return ""
 
     def failed(self, error: Exception) -> None:
         """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is

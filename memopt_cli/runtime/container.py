@@ -122,7 +122,7 @@ def install_segment(module: nn.Module, config: Settings) -> None:
     if reason := refusal(module) or _first(functools.partial(misfit, module), config):
         raise ValueError(reason)
     vars(module)[SEGMENT_KEY] = config
-    module.__class__ = _segment_class(type(module), _mixin(config))  # type: ignore[arg-type]
+    module.__class__ = _segment_class(type(module), _mixin(config))
 
 
 def check_installed(module: nn.Module) -> None:
@@ -184,7 +184,7 @@ def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> n
     if isinstance(original, LiftedModule):
         install_segment(original, settings)
         return original
-    kind = _segment_class(original, _mixin(settings))  # type: ignore[arg-type]
+    kind = _segment_class(original, _mixin(settings))
     module = nn.Module.__new__(kind)
     vars(module)[SEGMENT_KEY] = settings
     return module
@@ -193,8 +193,13 @@ def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> n
 # ---------------------------------------------------------------------------------------------- the class
 
 
-@functools.cache
 def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
+    """Return the class of segments on modules of class ``original``; Python holds it weakly, by its base."""
+    made = (kind for kind in original.__subclasses__() if vars(kind).get("_original") is original)
+    return next((kind for kind in made if kind.__bases__[0] is mixin), None) or _made_class(original, mixin)
+
+
+def _made_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
     run, recomputes = _RUNS[mixin], issubclass(mixin, GCContainer)
 
     @functools.wraps(original.forward)

@@ -10,7 +10,6 @@ object are the same bytes exactly if nothing in it was exchanged between them.
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import pickle
@@ -20,9 +19,10 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class _Pickler(pickle.Pickler):
             return id(value)
         self._objects += 1
         kind: Any = type(value)
-        if _is_shared(kind) or self._objects > _MOST_OBJECTS or _is_function(value):
+        if kind is object or _is_shared(kind) or self._objects > _MOST_OBJECTS or _is_function(value):
             if hasattr(type(value), "__next__"):
                 self.stuck = self.stuck or _named(value)
             self.shared[id(value)] = value
@@ -131,7 +131,19 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors(self._shared[number])
 
 
-@functools.cache
+def _once_for_a_class(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Call ``find`` once for each class, without keeping the class alive: one may be made in a function."""
+    found: MutableMapping[type, Any] = WeakKeyDictionary()
+
+    def known(kind: type) -> Any:
+        if kind not in found:
+            found[kind] = find(kind)
+        return found[kind]
+
+    return known
+
+
+@_once_for_a_class
 def _is_shared(kind: type) -> bool:
     home = kind.__module__
     of_torch = home.partition(".")[0] == "torch" and not home.startswith(_COPIED_OF_TORCH)
@@ -155,12 +167,11 @@ def _is_part(value: Any) -> bool:
     if isinstance(value, list | dict | set | deque):
         return True
     attributes = [*getattr(value, "__dict__", {}).values(), *slots_in(value).values()]
-    kind: Any = type(value)
-    has_any = hasattr(value, "__dict__") or bool(slots_of(kind))
+    has_any = hasattr(value, "__dict__") or bool(slots_of(type(value)))
     return has_any and not any(isinstance(held, _LOCKS) for held in attributes)
 
 
-@functools.cache
+@_once_for_a_class
 def slots_of(kind: Any) -> tuple[str, ...]:
     """Return the names of attributes that ``kind`` and its bases declare by ``__slots__``."""
     declared = (base for base in kind.__mro__ if "__slots__" in vars(base))
@@ -171,8 +182,7 @@ def slots_of(kind: Any) -> tuple[str, ...]:
 
 def slots_in(value: object) -> dict[str, Any]:
     """Return the attributes of ``value`` that its class declares by ``__slots__``."""
-    kind: Any = type(value)
-    return {name: getattr(value, name) for name in slots_of(kind) if hasattr(value, name)}
+    return {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
 
 
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)

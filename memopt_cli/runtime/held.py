@@ -108,6 +108,8 @@ class HeldSlots:
                     copied.add(held.number)
         if objects or self._others:
             self._objects = freeze((objects, self._others), self._hold)
+            if stuck := self._objects.stuck:
+                self.lost = f"holds {stuck}, and may move it on"
             copied |= self._look_into(objects)
         for number, copy in copies_of([self.originals[number] for number in copied]).items():
             self.tensors[number].copy = copy

@@ -16,10 +16,11 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
+from operator import eq, is_
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from memopt_cli.runtime.frozen import ATOMS, freeze, parts_of
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE
 from memopt_cli.runtime.owners import (
-    Contents,
     Nothing,
     Owner,
     Slots,
@@ -41,8 +41,10 @@ from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
 from memopt_cli.runtime.samples import Turns
 from memopt_cli.runtime.segment_config import Installed
-from memopt_cli.runtime.variables import variables_of
+from memopt_cli.runtime.variables import may_draw, variables_of
 
+_NEWS: Final = 2
+"""So many times a value that was exchanged between calls has the next one watched."""
 _MOST_OWNERS: Final = 1000
 """Owners outside of the modules that are looked at."""
 Slot = tuple[int, Any]
@@ -76,7 +78,10 @@ class Known:
         own: list[Owner] = [*owners_of(modules)]
         # What the code of a hook changes is not looked for: hooks run again, and can ask whether they do.
         hooked: list[Owner] = [Table(table) for table in tables if table]
-        self.owners = [*own, *hooked, *_behind(own, modules, others)]
+        behind, self.may_draw = _behind(own, modules, others)
+        """Forward may draw from the global generators of Python or NumPy: its code names one."""
+        self.owners = [*own, *hooked, *behind]
+        self._kinds_of_others = {type(other) for other in others}
         self.own = len(own) + len(hooked)
         """How many of the owners belong to modules; the others are variables of code, and parts of objects."""
         self.hooked = range(len(own), self.own)
@@ -90,9 +95,9 @@ class Known:
         """Names in each owner that something new was seen to stand for, or something that was changed."""
         self.stays = [owner.read() for owner in self.owners]
         """What stood, when somebody looked last, in the other slots.  The list is exchanged, and not changed."""
-        whole = (p for p, owner in enumerate(self.owners) if not isinstance(owner, Contents))
-        self.looked_at = {(p, name) for p in whole for name, value in self.stays[p].items() if _may_change(name, value)}
-        """Those slots in which a tensor or an object stood when forward was watched, that can be written back."""
+        slots = ((p, name, value) for p, slots in enumerate(self.stays) for name, value in slots.items())
+        self.looked_at = {(p, name): _kind_of(value) for p, name, value in slots if _may_change(name, value)}
+        """Those slots in which a tensor or an object stood when forward was watched, and of which kind."""
         self.written: set[Slot] = set()
         """Those to whose tensors forward writes in place."""
         self._sort()
@@ -118,17 +123,23 @@ class Known:
         mappings = {place: self.owners[place].mapping() for place in still}
         self._mappings = [mapping for mapping in mappings.values() if mapping is not None]
         self._lengths = [*map(len, self._mappings)]
+        self._names = [name for p, mapping in mappings.items() if mapping is not None for name in self.stays[p]]
         self._values = [v for p, mapping in mappings.items() if mapping is not None for v in self.stays[p].values()]
         self._others = [(self.owners[place], self.stays[place]) for place, m in mappings.items() if m is None]
-        self.tensors = [value for slots in self.stays for value in slots.values() if is_plain_state(value)]
-        """The tensors among what stays."""
+        own = {id(parameter) for table in self.parameters for parameter in table.values()}
+        stay = [value for slots in self.stays for value in slots.values() if isinstance(value, Tensor)]
+        self.tensors = [t for t in stay if id(t) not in own and not is_of_transform(t)]
+        """The tensors among what stays, but for the modules' own parameters."""
 
     def is_still(self) -> bool:
         """Tell whether nothing was exchanged in the owners in which nothing was seen to move."""
         if [*map(len, self._mappings)] != self._lengths:
             return False
-        there = chain.from_iterable(map(dict.values, self._mappings))
-        return all(map(is_, there, self._values)) and all(owner.holds(slots) for owner, slots in self._others)
+        if not all(map(is_, chain.from_iterable(map(dict.values, self._mappings)), self._values)):
+            return False
+        if not all(map(eq, chain.from_iterable(self._mappings), self._names)):
+            return False
+        return all(owner.holds(slots) for owner, slots in self._others)
 
     def is_part(self, place: int) -> bool:
         """Tell whether the owner at ``place`` is a part of an object that stands in a slot of another one."""
@@ -139,33 +150,50 @@ class Known:
         slots = dict(enumerate(self.stays))
         return Reading(self.stays, slots, slots)
 
-    def read(self) -> Reading | None:
+    def read(self, others: Sequence[Any], exchanged: Counter[Slot]) -> Reading | None:
         """Read the slots that move, and see whether others were exchanged, which count as moving from now on.
 
-        Returns ``None`` where forward is to be watched again: for other modules, another mode, other hooks, and for a
-        tensor or an object where there was none before.
+        ``others``: objects among the arguments.  ``exchanged``: how often each slot was, in which nothing moves.
+        Returns ``None`` where forward is to be watched again: for other modules, another mode, other hooks; for what
+        forward may do now that it did not do before, since an attribute is another, or an object of another kind stands
+        where there was none, or a part of one was changed.
         """
-        if any(self.without_hooks) or any(self.empty) or not (self.is_still() or self._note_changes(self.places)):
+        if any(self.without_hooks) or any(self.empty) or not self._knows(others):
             return None
-        if self.movers and not self._note_changes(self.movers):
+        if not self.is_still() and not self._note_changes(self.places, exchanged):
+            return None
+        if self.movers and not self._note_changes(self.movers, exchanged):
+            return None
+        if any(map(self.is_part, self.movers)):
             return None
         before = {place: self.owners[place].read() for place in self.movers}
         moves = {place: {n: v for n, v in slots.items() if n in self.moves[place]} for place, slots in before.items()}
         for place, slots in moves.items():
-            if any(_may_change(name, value) and (place, name) not in self.looked_at for name, value in slots.items()):
-                return None
+            for name, value in slots.items():
+                if _may_change(name, value) and self.looked_at.get((place, name)) is not _kind_of(value):
+                    return None
         return Reading(self.stays, before, moves)
 
-    def _note_changes(self, places: Sequence[int]) -> bool:
-        """Note what was exchanged in some owners; tell whether these are the modules that were watched still."""
+    def _knows(self, others: Sequence[Any]) -> bool:
+        """Tell whether objects such as ``others`` were given before, and none is a function, which may be any."""
+        return all(type(o) in self._kinds_of_others and not isinstance(o, types.FunctionType) for o in others)
+
+    def _note_changes(self, places: Sequence[int], exchanged: Counter[Slot]) -> bool:
+        """Note what was exchanged in some owners; tell whether forward can be taken to do what it did before.
+
+        It is not for the first few times that somebody exchanges a value: a number may have it draw, count or branch.
+        """
+        is_new = False
         for place in places:
             rest = {name: v for name, v in self.owners[place].read().items() if name not in self.moves[place]}
             if names := changed(self.stays[place], rest):
                 both = [slots[name] for slots in (self.stays[place], rest) for name in names & slots.keys()]
                 if place in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
                     return False
+                exchanged.update((place, name) for name in names)
+                is_new |= any(exchanged[place, name] <= _NEWS for name in names)
                 self.note({place: names})
-        return True
+        return not is_new
 
     def note(self, found: Mapping[int, set[Any]]) -> None:
         """Note that what some names stand for, by the place of the owner, moves."""
@@ -208,10 +236,14 @@ class Learned:
         """Of the modules that the segment is split into, in their order."""
         self.parameters: Parameters | None = None
         """Of the latest call, if that was not watched."""
+        self.exchanged = Counter[Slot]()
+        """Slot -> how often somebody exchanged what stood there between two calls."""
         self.draws_outside = False
         """Forward draws random numbers of Python's or NumPy's global generators."""
         self.runs_to_end = False
         """The last operator of forward fills a tensor that it has saved (:mod:`memopt_cli.runtime.noise`)."""
+        self.compared: int | None = None
+        """Place among what forward saves of the tensor that is compared in every call; ``None``: none is."""
         self.overwrites_input = False
         """Forward writes over its input: a recomputation needs a copy."""
 
@@ -250,6 +282,11 @@ def is_plain_state(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not is_of_transform(value)
 
 
+def _kind_of(value: Any) -> Any:
+    """Return what tells values that code does the same with: the class of one, the code of a function."""
+    return getattr(value, "__code__", None) if isinstance(value, types.FunctionType) else type(value)
+
+
 def _may_change(name: Any, value: Any) -> bool:
     return isinstance(value, Tensor) or is_object(name, value)
 
@@ -266,9 +303,13 @@ def _parameters_of(module: nn.Module) -> dict[str, Any]:
     return parameters if isinstance(parameters, dict) else dict(parameters.items())
 
 
-def _behind(owners: Sequence[Owner], modules: Sequence[nn.Module], others: Sequence[Any]) -> list[Owner]:
-    """Find the variables that the code of ``modules`` names, and the code of the objects that they or these hold."""
+def _behind(owners: Sequence[Owner], modules: Sequence[nn.Module], others: Sequence[Any]) -> tuple[list[Owner], bool]:
+    """Find the variables that the code of ``modules`` names, and the code of the objects that they or these hold.
+
+    Beside them, whether any of it may draw from the global generators of Python or NumPy.
+    """
     found: dict[int, Owner] = {}
+    draws = False
     kinds = dict.fromkeys(type(module) for module in modules)
     code: list[Any] = [vars(kind).get("_original", kind) for kind in kinds]  # of a segment the class beneath
     values: list[Any] = [*others]
@@ -279,11 +320,12 @@ def _behind(owners: Sequence[Owner], modules: Sequence[nn.Module], others: Seque
         new = [c for c in (*code, *_code_in(values)) if id(c) not in seen]
         seen.update(map(id, new))
         code, values = [], []
+        draws |= any(map(may_draw, new))
         for owner in (owner for c in new for owner in variables_of(c)):
             if id(owner) not in found:
                 found[id(owner)] = owner
                 values += owner.read().values()
-    return [*found.values()]
+    return [*found.values()], draws
 
 
 def _code_in(values: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import contextvars
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -141,16 +141,17 @@ class Slotted(Owner):
     __slots__ = ("_object",)
 
     def __init__(self, value: object) -> None:
-        self._object = value
+        self._object: Callable[[], Any] = weakref.ref(value) if isinstance(value, nn.Module) else lambda: value
 
     def read(self) -> Slots:
-        return slots_in(self._object)
+        return slots_in(self._object())
 
     def write(self, slots: Slots) -> None:
+        value = self._object()
         for name in self.read().keys() - slots.keys():
-            object.__delattr__(self._object, name)
-        for name, value in slots.items():
-            object.__setattr__(self._object, name, value)
+            object.__delattr__(value, name)
+        for name, held in slots.items():
+            object.__setattr__(value, name, held)
 
 
 class Nothing(Owner):
@@ -190,63 +191,71 @@ class Variables(Owner):
     __slots__ = ("_owner", "names")
 
     def __init__(self, owner: dict[str, Any] | type) -> None:
-        self._owner = owner
+        self._owner: Any = weakref.ref(owner) if isinstance(owner, type) else owner
         self.names: set[str] = set()
 
     def read(self) -> Slots:
-        there = vars(self._owner) if isinstance(self._owner, type) else self._owner
+        there = self._owner if isinstance(self._owner, dict) else vars(self._owner() or object)
         return {name: there[name] for name in self.names if name in there}
 
     def write(self, slots: Slots) -> None:
-        if not isinstance(self._owner, type):
+        if isinstance(self._owner, dict):
             for name in self.names - slots.keys():
                 self._owner.pop(name, None)
             self._owner.update(slots)
             return
         for name in self.read().keys() - slots.keys():
-            type.__delattr__(self._owner, name)
+            type.__delattr__(self._owner(), name)
         for name, value in slots.items():
-            type.__setattr__(self._owner, name, value)
+            type.__setattr__(self._owner(), name, value)
 
 
 class Cell(Owner):
-    """A variable of the function around another one."""
+    """A variable of the function around another one, which is held weakly."""
 
-    __slots__ = ("_cell",)
+    __slots__ = ("_function", "_place")
 
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
+    def __init__(self, function: types.FunctionType, place: int) -> None:
+        self._function, self._place = weakref.ref(function), place
+
+    def _cell(self) -> types.CellType:
+        function = self._function()
+        cells = None if function is None else function.__closure__
+        return cells[self._place] if cells else types.CellType()
 
     def read(self) -> Slots:
         try:
-            return {"": self._cell.cell_contents}
+            return {"": self._cell().cell_contents}
         except ValueError:  # it is empty
             return {}
 
     def write(self, slots: Slots) -> None:
         if slots:
-            self._cell.cell_contents = slots[""]
+            self._cell().cell_contents = slots[""]
         else:
             with contextlib.suppress(ValueError):
-                del self._cell.cell_contents
+                del self._cell().cell_contents
 
 
 class Function(Owner):
-    """The default values and the attributes of a function."""
+    """The default values and the attributes of a function, which is held weakly."""
 
     __slots__ = ("_function",)
 
     def __init__(self, function: types.FunctionType) -> None:
-        self._function = function
+        self._function = weakref.ref(function)
 
     def read(self) -> Slots:
-        function = self._function
+        function = self._function()
+        if function is None:
+            return {}
         return {"=": function.__defaults__, "*=": function.__kwdefaults__, **vars(function)}
 
     def write(self, slots: Slots) -> None:
-        attributes = dict(slots)
-        self._function.__defaults__, self._function.__kwdefaults__ = attributes.pop("="), attributes.pop("*=")
-        _fill(vars(self._function), attributes)
+        function, attributes = self._function(), dict(slots)
+        if function is not None:
+            function.__defaults__, function.__kwdefaults__ = attributes.pop("="), attributes.pop("*=")
+            _fill(vars(function), attributes)
 
 
 class InContext(Owner):
@@ -291,6 +300,8 @@ def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
     """Give everything in which ``modules`` keep state, besides their parameters."""
     for module in modules:
         yield Attributes(module)
+        if slots_of(type(module)):
+            yield Slotted(module)
         if isinstance(module, torch.jit.ScriptModule):  # its buffers and children cannot be exchanged
             if attributes_of_script(module):
                 yield ScriptAttributes(module)
@@ -309,8 +320,7 @@ def owners_in(part: Any) -> Iterator[Owner]:
         yield Items(part)
     if hasattr(part, "__dict__"):
         yield Table(vars(part))
-    kind: Any = type(part)
-    if slots_of(kind):
+    if slots_of(type(part)):
         yield Slotted(part)
 
 

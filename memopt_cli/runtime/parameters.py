@@ -37,11 +37,8 @@ class Parameters:
             self.tensors = [p for _, used in self.used for p in used.values() if p is not None]
         self.trainable = [p.requires_grad for p in self.tensors]
         self._versions = _versions(self.tensors)
-        self._places: list[int] = []
-        self._gradients: list[Any] = []
-        if is_watched:
-            self._places = _places(self.tensors)
-            self._gradients = [(p, p.grad, version_of(p.grad)) for p in self.tensors if p.is_leaf]
+        self._places = _places(self.tensors) if is_watched else []
+        self._gradients: list[Any] = [(p, p.grad, version_of(p.grad)) for p in self.tensors if p.is_leaf]
         self.written = ""
         """Name of a parameter that forward itself wrote."""
         self.has_gradients = False

@@ -20,6 +20,7 @@ from memopt_cli.runtime.compressor import (
     note_stored,
     store,
 )
+from memopt_cli.runtime.copies import copies_of, remade
 from memopt_cli.runtime.learned import Learned, learned_of
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import matrices_of, name_of, uninitialized
@@ -73,8 +74,8 @@ def call_checkpointed(
     tensors = given.tensors
     if learned.overwrites_input:
         with beside_the_model():
-            tensors = [t.clone() for t in tensors]
-    needed = [t.requires_grad for t in tensors]
+            tensors = _clones(tensors)
+    needed = [t.requires_grad for t in given.tensors]
     lent: Sequence[Tensor] = ()
     if around is not None:
         # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
@@ -97,7 +98,8 @@ def call_checkpointed(
         if inputs.of_chunk:  # others may have run, and norms counted them: the whole begins again
             raise
         reason = str(error)
-        if lost := start.lost():
+        lost = start.lost() or ("has changed what it had not changed before" if start.is_surprised else "")
+        if lost:
             raise RuntimeError(f"{name_of(module)} {reason} and {lost}; take it out of the plan") from error
     run_plainly(module, reason)
     start.enter(lent, given.others)
@@ -126,7 +128,7 @@ def _within_recomputation(
     module: nn.Module, first: Callable[[], Any], tensors: Sequence[Tensor], around: Any, learned: Learned
 ) -> Any:
     """Run a segment within the recomputation of another, for which it makes its inputs again, and its output."""
-    for tensor in [t.clone() for t in tensors] if learned.overwrites_input else tensors:
+    for tensor in _clones(tensors) if learned.overwrites_input else tensors:
         around.hold_input(tensor)
     for tensor in matrices_of(module):
         around.hold_input(tensor)
@@ -135,18 +137,34 @@ def _within_recomputation(
 
 
 def _given_again(saved: Sequence[Any], needed: Sequence[bool], learned: Learned) -> list[Tensor]:
-    return [_fresh(give(one), need, learned) for one, need in zip(saved, needed, strict=True)]
+    return _fresh([give(one) for one in saved], needed, learned)
 
 
 def _unpacked(inputs: PackedInputs, needed: Sequence[bool], learned: Learned) -> list[Tensor]:
-    return [_fresh(t, need, learned) for t, need in zip(inputs.tensors(), needed, strict=True)]
+    return _fresh(inputs.tensors(), needed, learned)
 
 
-def _fresh(tensor: Tensor, needs_gradient: bool, learned: Learned) -> Tensor:
-    """Return ``tensor`` without its history; where forward writes over it, a copy, for no leaf may be written."""
-    leaf = tensor.detach()
-    leaf = leaf.requires_grad_() if needs_gradient else leaf
-    return leaf.clone() if learned.overwrites_input else leaf
+def _fresh(tensors: Sequence[Tensor], needed: Sequence[bool], learned: Learned) -> list[Tensor]:
+    """Return ``tensors`` without their history; where forward writes over them, copies, for no leaf may be written.
+
+    ``needed``: whether each needs a gradient.
+    """
+    if learned.overwrites_input:
+        return _clones(tensors, needed)
+    leaves = [tensor.detach() for tensor in tensors]
+    for leaf, needs_gradient in zip(leaves, needed, strict=True):
+        if needs_gradient:
+            leaf.requires_grad_()
+    return leaves
+
+
+def _clones(tensors: Sequence[Tensor], needed: Sequence[bool] = ()) -> list[Tensor]:
+    """Return copies that share memory where ``tensors`` do: forward sees in one what it writes to another."""
+    copies = copies_of(tensors)
+    for tensor, needs_gradient in zip(tensors, needed, strict=False):
+        copies[id(tensor)].needs_gradient = needs_gradient
+    made = remade(copies)
+    return [made[id(tensor)] for tensor in tensors]
 
 
 class _Again(Sequence[Tensor]):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -35,7 +35,7 @@ from memopt_cli.runtime.learned import Learned
 from memopt_cli.runtime.lengths import at_length, present_length
 from memopt_cli.runtime.module_state import name_of
 from memopt_cli.runtime.noise import ends_in_noise, noise_since
-from memopt_cli.runtime.private_torch import forbids_hooks, next_node, not_compiled
+from memopt_cli.runtime.private_torch import forbids_hooks, memory_of, next_node, not_compiled
 from memopt_cli.runtime.running import outermost_turn, recomputing, taking_turns
 from memopt_cli.runtime.samples import agrees, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
@@ -96,10 +96,13 @@ class SegmentRun:
         self._outermost = outermost_turn() or module
         self._refs: list[ref[_Saved]] = []
         """What was saved, in order, as far as autograd still has it."""
-        self._samples: list[list[Any] | None] = []
+        self._samples: dict[int, list[Any]] = {}
+        """A few elements of what was saved, by its place."""
         self._watch = _Watch() if start.is_watched else None
         self.is_running = False
         self._was_repeated = False
+        self._has_copies = learned.overwrites_input
+        """It was given copies of its inputs: forward may write over them."""
         self.gathers = False
         """It is one chunk of several, whose batch statistics are those of all."""
         self.saved_inputs: list[_Saved] = []
@@ -131,7 +134,7 @@ class SegmentRun:
             saved.version = version_of(saved.tensor)
         if marks() != before:  # it cannot run again, or one within cannot
             self._keep(hooks)
-        elif overwrites and not self.saved_inputs:  # there is no copy of what it was given
+        elif overwrites and not (self.saved_inputs or self._has_copies):
             self._keep(None)
         else:
             self._give_up((output, forward.args))  # it may hand something over in a list that it was given
@@ -180,6 +183,9 @@ class SegmentRun:
             outputs = tensors_of(handed)
             self._samples = self._watch.samples(self._refs, outputs)
             self._learned.runs_to_end = self._watch.ends_in_noise(outputs)
+            self._learned.compared = self._last_activation()
+        else:
+            self._sample_one()
         for saved in self._there():
             tensor = saved.tensor
             assert tensor is not None
@@ -189,6 +195,27 @@ class SegmentRun:
             saved.tensor = None
         if updates_in_backward():
             wait_for(self._module.parameters(), self)
+
+    def _last_activation(self) -> int | None:
+        """Return the place of the tensor that is compared in every call; ``None`` if there is none to look at."""
+        parameters = {memory_of(p) for p in self._module.parameters() if type(p) is nn.Parameter}
+        for place in reversed(self._samples):
+            saved = self._refs[place]()
+            tensor = None if saved is None else saved.tensor
+            if tensor is not None and tensor.device.type == "cpu" and memory_of(tensor) not in parameters:
+                return int(place)
+        return None
+
+    def _sample_one(self) -> None:
+        """Note a few elements of the last activation: on the CPU to look at them costs next to nothing."""
+        place = self._learned.compared
+        if place is None or place >= len(self._refs):
+            return
+        saved = self._refs[place]()
+        if saved is not None and saved.tensor is not None and version_of(saved.tensor) == saved.version:
+            elements = sample(saved.tensor)
+            if elements is not None:
+                self._samples = {place: elements}
 
     def _keep(self, hooks: Hooks | None) -> None:
         """Have backward get what was saved as it is: forward cannot run again.
@@ -227,9 +254,9 @@ class SegmentRun:
             replayed = self._start.replay(self.lent())
             with recomputing(self._module), replayed as others, self._kept.replaying(), as_of(self._began):
                 again.run(functools.partial(self._repeat, given, others))
-        if self._samples:
+        if self._samples and self._watch is not None:
             self._learned.runs.note_comparison()
-            self._samples = []
+        self._samples = {}
         if reason := again.difference():
             run_plainly(self._module, reason)
 
@@ -243,7 +270,7 @@ class _Again:
         self,
         module: nn.Module,
         refs: Sequence[ref[_Saved]],
-        samples: Sequence[list[Any] | None],
+        samples: Mapping[int, list[Any]],
         *,
         runs_to_end: bool,
     ) -> None:
@@ -258,7 +285,7 @@ class _Again:
         if place >= len(self._refs):
             if self._runs_to_end:
                 return made
-            raise self._other(f"saves more than the {len(self._refs)} tensors of forward")
+            raise _Complete  # again, for the module's own code has caught it
         saved = self._refs[place]()
         if saved is not None:
             if saved.shape is None or made.shape != saved.shape:
@@ -266,7 +293,7 @@ class _Again:
                     f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(saved.shape or ())}"
                 )
             saved.tensor, saved.version = made, version_of(made)
-        if self._samples and (before := self._samples[place]) is not None and not agrees(before, made):
+        if (before := self._samples.get(place)) is not None and not agrees(before, made):
             self._suspects.append((before, made))
         if self._count == len(self._refs) and not self._runs_to_end:
             raise _Complete
@@ -333,14 +360,17 @@ class _Watch:
             self._last = range(self._last.stop, following)
         self._notes.append((self._last, sample(tensor)))
 
-    def samples(self, saved: Sequence[ref[_Saved]], outputs: Sequence[Tensor]) -> list[list[Any] | None]:
-        """Return a few elements of each tensor; ``None`` of one that was written later, or has none to show."""
+    def samples(self, saved: Sequence[ref[_Saved]], outputs: Sequence[Tensor]) -> dict[int, list[Any]]:
+        """Return a few elements of each tensor by its place, but for those that were written later or have none."""
         noise = noise_since(self._first, outputs)
-        tensors = (None if (there := one()) is None else there.tensor for one in saved)
-        return [
-            None if tensor is None or noise.intersection(nodes) or sample(tensor) != elements else elements
-            for tensor, (nodes, elements) in zip(tensors, self._notes, strict=True)
-        ]
+        found: dict[int, list[Any]] = {}
+        for place, (one, (nodes, elements)) in enumerate(zip(saved, self._notes, strict=True)):
+            tensor = None if (there := one()) is None else there.tensor
+            if tensor is None or elements is None or noise.intersection(nodes):
+                continue
+            if sample(tensor) == elements:
+                found[place] = elements
+        return found
 
     def ends_in_noise(self, outputs: Sequence[Tensor]) -> bool:
         """Tell whether the operator that saved a tensor last fills it when it has saved it."""

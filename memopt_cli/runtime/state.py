@@ -74,7 +74,7 @@ class StartingState:
         self._module = module
         self._learned = learned = Learned() if learned is None else learned
         known = learned.known
-        reading = None if watches or known is None else known.read()
+        reading = None if watches or known is None else known.read(others, learned.exchanged)
         self.is_watched = reading is None
         if known is None or reading is None:
             known = Known([*module.modules()], others)
@@ -136,7 +136,7 @@ class StartingState:
             on_cuda = any(device.type == "cuda" for device in self._generators.devices)
             self._lost = _DROPOUT if on_cuda and has_recurrent_dropout(self._module) else self._lost
             self._learned.known = known
-            self._learned.draws_outside = self._generators.moved_outside
+            self._learned.draws_outside |= self._generators.moved_outside or known.may_draw
 
     def _learn(self, places: Sequence[int], written: set[int]) -> None:
         """See what forward has changed in the owners at these places."""
@@ -260,9 +260,8 @@ class StartingState:
     def _check(self) -> None:
         """Raise :class:`RuntimeError` if a tensor that forward read has been written since."""
         reads = [(tensor, version, id(tensor)) for tensor, version in self._reads]
-        if self._held is not None:
-            aliased = (one for one in self._held.tensors.values() if one.copy is None and one.alias is not None)
-            reads += [(one.alias, one.version, one.number) for one in aliased]
+        held = () if self._held is None else self._held.tensors.values()
+        reads += ((h.alias, h.version, h.number) for h in held if h.copy is None and h.alias is not None)
         for tensor, version, number in reads:
             if version_of(tensor) != version and number not in (self._handed or {}):
                 raise RuntimeError(

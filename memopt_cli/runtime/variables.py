@@ -26,7 +26,7 @@ from memopt_cli.runtime.owners import Cell, Function, InContext, Owner, Table, V
 
 Code = types.FunctionType | type
 
-_found: MutableMapping[Code, tuple[Owner, ...]] = WeakKeyDictionary()
+_found: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDictionary()
 
 
 def variables_of(code: Code) -> tuple[Owner, ...]:
@@ -34,8 +34,18 @@ def variables_of(code: Code) -> tuple[Owner, ...]:
 
     Those of the functions and classes that it names are among them, and so are defaults and attributes of functions.
     """
+    return _searched(code)[0]
+
+
+def may_draw(code: Code) -> bool:
+    """Tell whether ``code``, or what it calls, names a global random generator of Python's or NumPy's."""
+    return _searched(code)[1]
+
+
+def _searched(code: Code) -> tuple[tuple[Owner, ...], bool]:
     if code not in _found:
-        _found[code] = _Search(code).owners()
+        search = _Search(code)
+        _found[code] = search.owners(), search.may_draw
     return _found[code]
 
 
@@ -46,6 +56,8 @@ class _Search:
         self._variables: dict[int, Variables] = {}
         self._others: dict[int, Owner] = {}
         self._pending: list[Code] = [code]
+        self.may_draw = False
+        """Some code names ``random``, or holds a function of that module or of NumPy's."""
         seen = set[int]()
         while self._pending:
             code = self._pending.pop()
@@ -61,14 +73,15 @@ class _Search:
         return (*self._variables.values(), *self._others.values())
 
     def _read_function(self, function: types.FunctionType) -> None:
-        for cell in function.__closure__ or ():
-            contents = next(iter(Cell(cell).read().values()), None)
+        for place, cell in enumerate(function.__closure__ or ()):
+            contents = next(iter(Cell(function, place).read().values()), None)
             if getattr(contents, "__closure__", None) or not self._follow(contents):
-                self._others[id(cell)] = Cell(cell)
+                self._others[id(cell)] = Cell(function, place)
         self._follow(function)
         if is_library(function.__globals__.get("__name__", "")):
             return
         names = names_in(function.__code__)
+        self.may_draw |= "random" in names
         may_name_itself = function.__name__ in names and not function.__name__.startswith("__")
         if may_name_itself or vars(function) or not _is_constant(function):
             self._others[id(function)] = Function(function)
@@ -81,7 +94,7 @@ class _Search:
         for base in kind.__mro__:
             if not is_library(base.__module__) and not issubclass(base, enum.Enum):
                 for name, value in vars(base).items():
-                    if hasattr(type(value), "__get__"):
+                    if isinstance(value, _DESCRIPTORS):
                         self._follow(value)
                     elif not (name.startswith("__") and name.endswith("__")):
                         self._meet(base, name, frozenset())
@@ -105,6 +118,7 @@ class _Search:
 
     def _follow(self, value: Any) -> bool:
         """Tell whether ``value`` is code, which is then read; so is what it wraps."""
+        self.may_draw |= type(getattr(value, "__self__", None)).__name__ in ("Random", "RandomState")
         for name in _WRAPPED:
             inner = getattr(value, name, None) if not isinstance(value, type) else None
             if isinstance(inner, types.FunctionType | type):
@@ -116,6 +130,10 @@ class _Search:
 
 _WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
 """Attributes under which functions lie in what wraps them: decorators, methods, properties."""
+_DESCRIPTORS: Final = (
+    *(types.FunctionType, property, staticmethod, classmethod, functools.cached_property),
+    *(types.MemberDescriptorType, types.GetSetDescriptorType, functools.partialmethod, functools.singledispatchmethod),
+)
 _INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
 
 

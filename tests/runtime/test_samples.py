@@ -21,6 +21,7 @@ import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, samples
 from memopt_cli.runtime.samples import nothing_sampled
+from memopt_cli.runtime.segment_run import SegmentRun
 
 SYSTEM = random.SystemRandom()
 TOLD = r"draws or reads something that memopt does not see \(a tensor of shape \(.*\) was another when it ran again"
@@ -80,14 +81,31 @@ def test_an_error_instead_if_asked(name: str, monkeypatch: pytest.MonkeyPatch) -
         _step(_planned(Reading(UNSEEN[name])))
 
 
-def test_a_module_is_looked_at_again_now_and_then() -> None:
-    """One that begins to differ late is told of, at the sixteenth step."""
-    wrong: list[bool] = []
-    model = _planned(Reading(lambda: float(bool(wrong) and is_recomputing())))
+LATE = "MEMOPT_TEST_BEGINS_TO_DIFFER"
+
+
+def late() -> float:
+    """Differ from forward in a recomputation, once an environment variable says so."""
+    return float(LATE in os.environ and is_recomputing())
+
+
+def test_a_module_that_begins_to_differ_late_is_told_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _planned(Reading(late))
+    _step(model)
+    monkeypatch.setenv(LATE, "1")
+    with pytest.warns(UserWarning, match=TOLD):
+        _step(model)
+
+
+def test_where_looking_would_wait_for_a_device_that_is_told_at_the_sixteenth_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SegmentRun, "_last_activation", lambda run: None)
+    model = _planned(Reading(late))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _step(model)
-        wrong.append(True)
+        monkeypatch.setenv(LATE, "1")
         for _ in range(samples._RARER - 2):
             _step(model)
     with pytest.warns(UserWarning, match=TOLD):

@@ -1,0 +1,319 @@
+"""What a forward does for the first time in a later call, when the first one has shown what to look after."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing
+
+PLAIN = SegmentConfig()
+LATER = 2
+"""Calls before anything happens."""
+
+
+class Later(nn.Module):
+    """Scales by what ``change`` gives, from the third call on."""
+
+    def __init__(self, change: Callable[[Later, Tensor], Any]) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.change, self.calls, self.rate = change, 0, 0.0
+        self.state: Any = {"h": [1]}
+        self.function: Callable[[], float] = one
+        self.register_buffer("rows", torch.ones(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.before(x).tanh()
+        factor = self.change(self, y) if self.calls > LATER else 1
+        output: Tensor = self.after(y * factor).tanh()
+        return output
+
+
+def one() -> float:
+    return 1.0
+
+
+def counter() -> Callable[[], float]:
+    number = 0.0
+
+    def count() -> float:
+        nonlocal number
+        number += 1
+        return number
+
+    return count
+
+
+@dataclass
+class Counting:
+    """Counts what it is asked."""
+
+    asked: int = 0
+    log: list[int] = field(default_factory=list)
+
+    def ask(self) -> int:
+        self.asked += 1
+        self.log.append(self.asked)
+        return len(self.log)
+
+
+class Method:
+    """A decorator that counts the calls of a method."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        return lambda: self.function(instance, self)
+
+
+class Decorated(Later):
+    @Method
+    def counted(self, method: Method) -> int:
+        method.calls += 1
+        return method.calls
+
+
+def ordered(module: Later, y: Tensor) -> int:
+    """Use a dictionary as an ordered set."""
+    module.state.pop(next(iter(module.state)))
+    module.state[module.calls] = None
+    return sum(key for key in module.state if isinstance(key, int))
+
+
+def new_list(module: Later, y: Tensor) -> int:
+    if module.calls == LATER + 1:
+        module.state["h"] = [2]
+    module.state["h"].append(1)
+    return len(module.state["h"])
+
+
+def new_function(module: Later, y: Tensor) -> float:
+    if module.function is one:
+        module.function = counter()
+    return module.function()
+
+
+def new_object(module: Later, y: Tensor) -> int:
+    if not isinstance(module.state, Counting):
+        module.state = Counting()
+    return module.state.ask()
+
+
+def backward_within(module: Later, y: Tensor) -> int:
+    y.sum().backward(retain_graph=True)
+    return 1
+
+
+CHANGES: dict[str, Callable[[Later, Tensor], Any]] = {
+    "keys of a dictionary": ordered,
+    "a list in a dictionary": new_list,
+    "a function with a variable around it": new_function,
+    "an object of another class": new_object,
+    "backward in forward": backward_within,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.filterwarnings("ignore:.*calls backward in its forward")
+def test_it_is_repeated_or_kept(judge: Any, name: str) -> None:
+    judge(nn.Sequential(nn.Linear(4, 4), Later(CHANGES[name])), {"1": PLAIN}, torch.randn(5, 4), steps=6)
+
+
+def test_a_method_that_an_object_decorates(judge: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Decorated(lambda m, y: m.counted()))  # type: ignore[attr-defined]
+    Decorated.__dict__["counted"].calls = 0
+    factors = []
+    for planned in (False, True):
+        Decorated.__dict__["counted"].calls = net[1].calls = 0
+        if planned:
+            install_segment(net[1], PLAIN)
+        for _ in range(5):
+            net(torch.randn(5, 4)).sum().backward()
+        factors.append(Decorated.__dict__["counted"].calls)
+    assert factors == [3, 3]
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: float(np.random.rand())])
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_global_generators_of_others(draw: Callable[[], float], by_itself: bool) -> None:
+    """A schedule turns drop path on."""
+    drop = Later(lambda m, y: 1.0 if m.rate == 0 and not by_itself else 0.5 + draw())
+    net = nn.Sequential(nn.Linear(4, 4), drop)
+
+    def schedule(model: nn.Module, step: int) -> None:
+        model[1].rate = 0.5 * (step > 2)  # type: ignore[index]
+
+    gradients = []
+    for planned in (False, True):
+        if planned:
+            install_segment(net[1], PLAIN)
+        random.seed(0)
+        np.random.seed(0)
+        drop.calls = 0
+        net.zero_grad()
+        for step in range(6):
+            schedule(net, step)
+            net(torch.ones(5, 4)).sum().backward()
+        gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *gradients))
+
+
+class Given(nn.Module):
+    """Scales by what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        y = self.linear(x).tanh()
+        if isinstance(given, Iterator):
+            y = y * next(given)
+        elif callable(given):
+            y = y * given()
+        output: Tensor = self.linear(y).tanh()
+        return output
+
+
+@pytest.mark.parametrize("make", [counter, lambda: (n for n in range(1, 9)), lambda: itertools.count(1)])
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*may move it on")
+def test_an_argument_that_counts(make: Callable[[], Any], first: int) -> None:
+    torch.manual_seed(0)
+    net, gradients = Given(), []
+    for planned in (False, True):
+        if planned:
+            install_segment(net, PLAIN)
+        net.zero_grad()
+        for step in range(5):
+            net(torch.ones(5, 4, requires_grad=True), make() if step >= first else None).sum().backward()
+        gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *gradients))
+
+
+class Sentinel(Later):
+    """Has a value of no meaning where there is nothing yet."""
+
+    nothing = object()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.state is self.nothing:
+            self.state = torch.zeros(4)
+        output: Tensor = y * (1 + self.state)
+        self.state = self.state + 0.5
+        return output
+
+
+def test_a_value_that_is_asked_for_by_its_identity(judge: Any) -> None:
+    sentinel = Sentinel(lambda m, y: 1)
+    sentinel.state = Sentinel.nothing
+    gradients = []
+    for planned in (False, True):
+        if planned:
+            install_segment(sentinel, PLAIN)
+        sentinel.state, sentinel.calls = Sentinel.nothing, 0
+        sentinel.zero_grad()
+        for _ in range(3):
+            sentinel(torch.ones(5, 4, requires_grad=True)).sum().backward()
+        gradients.append([p.grad.clone() for p in sentinel.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *gradients))
+
+
+class Writing(nn.Module):
+    """Writes over its input, and counts its runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.again = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.append(is_recomputing())
+        return self.linear(F.relu_(x)).tanh()  # type: ignore[no-any-return]
+
+
+RUNS: list[bool] = []
+
+
+def test_what_writes_over_its_input_is_recomputed_from_its_second_call_on() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Writing())
+    install_segment(net[1], PLAIN)
+    RUNS.clear()
+    kept = []
+    for _ in range(4):
+        before = len(RUNS)
+        net(torch.randn(5, 4)).sum().backward()
+        kept.append(len(RUNS) - before)
+    assert kept[0] == 1
+    assert all(runs >= 1 for runs in kept)
+
+
+class Catching(nn.Module):
+    """Goes on where its last operator fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).sigmoid()
+        try:
+            output: Tensor = y.tanh()
+        except Exception:
+            output = y.sin()
+        return output
+
+
+def test_a_forward_that_catches_any_exception_stays_a_segment(judge: Any) -> None:
+    judge(nn.Sequential(nn.Linear(4, 4), Catching()), {"1": PLAIN}, torch.randn(5, 4), steps=4)
+    assert judge.recomputations == 4
+
+
+def test_what_changes_first_in_the_very_call_that_cannot_run_again_is_an_error() -> None:
+    def change(module: Later, y: Tensor) -> Any:
+        module.rows.add_(1)
+        return torch.func.grad(lambda x: x.square().sum())(torch.ones(4))
+
+    net = Later(change)
+    install_segment(net, PLAIN)
+    x = torch.ones(5, 4, requires_grad=True)
+    for _ in range(LATER):
+        net(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"torch\.func and has changed what it had not changed before"):
+        net(x)
+
+
+def test_models_of_a_class_that_refers_to_them_are_freed() -> None:
+    def made() -> weakref.ref[nn.Module]:
+        class Local(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                assert model is not None
+                return self.linear(x).tanh()  # type: ignore[no-any-return]
+
+        model = nn.Sequential(nn.Linear(4, 4), Local())
+        install_segment(model[1], PLAIN)
+        model(torch.randn(2, 4)).sum().backward()
+        return weakref.ref(model)
+
+    alive = [made() for _ in range(3)]
+    gc.collect()
+    assert [one() for one in alive] == [None] * 3
