@@ -37,7 +37,7 @@ from memopt_cli.runtime.module_state import name_of
 from memopt_cli.runtime.noise import ends_in_noise, noise_since
 from memopt_cli.runtime.private_torch import forbids_hooks, memory_of, next_node, not_compiled
 from memopt_cli.runtime.running import outermost_turn, recomputing, taking_turns
-from memopt_cli.runtime.samples import agrees, sample
+from memopt_cli.runtime.samples import agrees, glance, is_alike, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
@@ -96,6 +96,8 @@ class SegmentRun:
         self._outermost = outermost_turn() or module
         self._refs: list[ref[_Saved]] = []
         """What was saved, in order, as far as autograd still has it."""
+        self._glance: bytes | None = None
+        """Some of what was saved at the place that is compared in every call."""
         self._samples: dict[int, list[Any]] = {}
         """A few elements of what was saved, by its place."""
         self._watch = _Watch() if start.is_watched else None
@@ -185,7 +187,7 @@ class SegmentRun:
             self._learned.runs_to_end = self._watch.ends_in_noise(outputs)
             self._learned.compared = self._last_activation()
         else:
-            self._sample_one()
+            self._look_at_one()
         for saved in self._there():
             tensor = saved.tensor
             assert tensor is not None
@@ -202,20 +204,18 @@ class SegmentRun:
         for place in reversed(self._samples):
             saved = self._refs[place]()
             tensor = None if saved is None else saved.tensor
-            if tensor is not None and tensor.device.type == "cpu" and memory_of(tensor) not in parameters:
+            if tensor is not None and glance(tensor) is not None and memory_of(tensor) not in parameters:
                 return int(place)
         return None
 
-    def _sample_one(self) -> None:
-        """Note a few elements of the last activation: on the CPU to look at them costs next to nothing."""
+    def _look_at_one(self) -> None:
+        """Note some of the last activation, where that costs next to nothing."""
         place = self._learned.compared
         if place is None or place >= len(self._refs):
             return
         saved = self._refs[place]()
         if saved is not None and saved.tensor is not None and version_of(saved.tensor) == saved.version:
-            elements = sample(saved.tensor)
-            if elements is not None:
-                self._samples = {place: elements}
+            self._glance = glance(saved.tensor)
 
     def _keep(self, hooks: Hooks | None) -> None:
         """Have backward get what was saved as it is: forward cannot run again.
@@ -249,6 +249,8 @@ class SegmentRun:
         """
         self._was_repeated = True
         again = _Again(self._module, self._refs, self._samples, runs_to_end=self._learned.runs_to_end)
+        if self._glance is not None:
+            again.glance = self._learned.compared, self._glance
         with torch.enable_grad(), taking_turns(self._outermost), taking_turns(self._module), at_length(self._length):
             given = self.inputs()
             replayed = self._start.replay(self.lent())
@@ -276,7 +278,10 @@ class _Again:
     ) -> None:
         self._module, self._refs, self._samples, self._runs_to_end = module, refs, samples, runs_to_end
         self._count = 0
+        self.glance: tuple[int | None, bytes] = (None, b"")
+        """A place, and some of what was saved there."""
         self._suspects: list[tuple[list[Any], Tensor]] = []
+        self._unlike: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Lay ``tensor`` in its place; the last one ends the run."""
@@ -295,6 +300,8 @@ class _Again:
             saved.tensor, saved.version = made, version_of(made)
         if (before := self._samples.get(place)) is not None and not agrees(before, made):
             self._suspects.append((before, made))
+        if place == self.glance[0] and not is_alike(self.glance[1], made):
+            self._unlike = made
         if self._count == len(self._refs) and not self._runs_to_end:
             raise _Complete
         return made
@@ -329,6 +336,8 @@ class _Again:
         """
         differing = (made for before, made in self._suspects if not agrees(before, made))
         shape = next((tuple(made.shape) for made in differing), None)
+        if self._unlike is not None:
+            shape = tuple(self._unlike.shape)
         return (
             ""
             if shape is None
