@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ class Copy:
 def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
     """Copies of the values that tensors have now, by the ``id`` of each."""
     distinct = {id(t): t for t in tensors}
-    if len({*map(_memory_or_none, distinct.values())} - {None}) == len(distinct):  # as most are
-        return {key: Copy(tensor.detach().clone()) for key, tensor in distinct.items()}
+    if _lie_apart(distinct.values()):  # as most do
+        return {key: Copy((t.detach() if t.requires_grad else t).clone()) for key, t in distinct.items()}
     copies: dict[int, Copy] = {}
     for group in _by_memory([t for t in distinct.values() if _lies_in_memory(t)]):
         for piece in [group] if len(group) == 1 else _pieces(group):
@@ -44,10 +45,17 @@ def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
     return copies
 
 
-def _memory_or_none(tensor: Tensor) -> int | None:
-    """Return what tells the memory of ``tensor`` from others; ``None`` if it does not simply lie there in one piece."""
-    is_simple = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
-    return memory_of(tensor) if is_simple and not (tensor.is_meta or tensor.is_neg() or tensor.is_conj()) else None
+def _lie_apart(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether each of ``tensors`` simply lies in memory, in one piece that no other one overlaps."""
+    spans = []
+    for t in tensors:
+        if type(t) is not Tensor or t.layout is not torch.strided or not t.is_contiguous() or t.is_quantized:
+            return False
+        if t.is_meta or t.is_neg() or t.is_conj() or not t.data_ptr():
+            return False
+        spans.append((t.data_ptr(), t.nbytes))
+    spans.sort()
+    return all(start + size <= following for (start, size), (following, _) in itertools.pairwise(spans))
 
 
 def remade(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
@@ -63,7 +71,7 @@ def _again(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
         x = copy.values
         view = _within(made[id(copy.shared)], x, 0)
         return view if copy.needs_gradient else view.detach()
-    values = copy.values.detach().requires_grad_(copy.needs_gradient)
+    values = copy.values.detach().requires_grad_() if copy.needs_gradient else copy.values
     if not copy.stride:
         return values.clone()
     return torch.empty_strided(values.shape, copy.stride, dtype=values.dtype, device=values.device).copy_(values)

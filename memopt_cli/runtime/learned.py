@@ -123,7 +123,8 @@ class Known:
         mappings = {place: self.owners[place].mapping() for place in still}
         self._mappings = [mapping for mapping in mappings.values() if mapping is not None]
         self._lengths = [*map(len, self._mappings)]
-        self._names = [name for p, mapping in mappings.items() if mapping is not None for name in self.stays[p]]
+        parts = {place: mapping for place, mapping in mappings.items() if mapping is not None and self.is_part(place)}
+        self._parts, self._names = [*parts.values()], [name for place in parts for name in self.stays[place]]
         self._values = [v for p, mapping in mappings.items() if mapping is not None for v in self.stays[p].values()]
         self._others = [(self.owners[place], self.stays[place]) for place, m in mappings.items() if m is None]
         own = {id(parameter) for table in self.parameters for parameter in table.values()}
@@ -137,7 +138,7 @@ class Known:
             return False
         if not all(map(is_, chain.from_iterable(map(dict.values, self._mappings)), self._values)):
             return False
-        if not all(map(eq, chain.from_iterable(self._mappings), self._names)):
+        if self._parts and not all(map(eq, chain.from_iterable(self._parts), self._names)):
             return False
         return all(owner.holds(slots) for owner, slots in self._others)
 
