@@ -270,6 +270,8 @@ class _FirstChunk:
         """Return why the next chunk cannot be given what this one returned as its state; empty if it can be."""
         config = config_of(self._module)
         states = output[config.seq_outputs :] if isinstance(output, tuple) else ()
+        if not states:  # each chunk is given those that the first one was given
+            return ""
         try:
             inspect.signature(self._forward).bind(*range(config.seq_inputs), *states, **self._kwargs)
         except TypeError:

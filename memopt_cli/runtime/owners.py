@@ -11,7 +11,7 @@ import contextvars
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -141,17 +141,16 @@ class Slotted(Owner):
     __slots__ = ("_object",)
 
     def __init__(self, value: object) -> None:
-        self._object: Callable[[], Any] = weakref.ref(value) if isinstance(value, nn.Module) else lambda: value
+        self._object = value
 
     def read(self) -> Slots:
-        return slots_in(self._object())
+        return slots_in(self._object)
 
     def write(self, slots: Slots) -> None:
-        value = self._object()
         for name in self.read().keys() - slots.keys():
-            object.__delattr__(value, name)
+            object.__delattr__(self._object, name)
         for name, held in slots.items():
-            object.__setattr__(value, name, held)
+            object.__setattr__(self._object, name, held)
 
 
 class Nothing(Owner):
@@ -300,8 +299,6 @@ def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
     """Give everything in which ``modules`` keep state, besides their parameters."""
     for module in modules:
         yield Attributes(module)
-        if slots_of(type(module)):
-            yield Slotted(module)
         if isinstance(module, torch.jit.ScriptModule):  # its buffers and children cannot be exchanged
             if attributes_of_script(module):
                 yield ScriptAttributes(module)

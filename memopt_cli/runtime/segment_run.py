@@ -211,7 +211,7 @@ class SegmentRun:
     def _look_at_one(self) -> None:
         """Note some of the last activation, where that costs next to nothing."""
         place = self._learned.compared
-        if place is None or place >= len(self._refs):
+        if place is None or place >= len(self._refs) or self.gathers:  # whose passes save now this, now that
             return
         saved = self._refs[place]()
         if saved is not None and saved.tensor is not None and version_of(saved.tensor) == saved.version:
