@@ -143,18 +143,19 @@ class SegmentRun:
         return output
 
     def _run(self, forward: Callable[[], Any]) -> Any:
-        self.is_running = True
+        self.is_running, has_failed = True, True
         hold = self._hold if self._watch is None else self._hold_watched
         try:
             with saved_tensors_hooks(hold, give), self._kept.recording():
                 output = forward()
+            has_failed = False
         except RuntimeError as error:
             if forbids_hooks(error):
                 raise Unrepeatable("computes gradients by torch.func") from error
             raise
         finally:
             self.is_running = False
-            self._start.settle()
+            self._start.settle(has_failed=has_failed)
         return output
 
     def _hold(self, tensor: Tensor) -> _Saved:

@@ -110,8 +110,11 @@ class StartingState:
 
     # ------------------------------------------------------------------------------------------- after forward
 
-    def settle(self) -> None:
-        """Forward has ended: learn what it has changed, and hold no more than a recomputation needs."""
+    def settle(self, *, has_failed: bool = False) -> None:
+        """Learn what forward has changed, now that it has ended, and hold no more than a recomputation needs.
+
+        ``has_failed``: it has raised an error, so that what it did not do may be done in the next call.
+        """
         known, written = self._known, set[int]() if self._held is None else self._held.written()
         if not self.is_watched and self._reads:
             late = {id(tensor) for tensor, version in self._reads if version_of(tensor) != version}
@@ -135,7 +138,8 @@ class StartingState:
         if self.is_watched:
             on_cuda = any(device.type == "cuda" for device in self._generators.devices)
             self._lost = _DROPOUT if on_cuda and has_recurrent_dropout(self._module) else self._lost
-            self._learned.known = known
+            if not has_failed:
+                self._learned.known = known
             self._learned.draws_outside |= self._generators.moved_outside or known.may_draw
 
     def _learn(self, places: Sequence[int], written: set[int]) -> None:

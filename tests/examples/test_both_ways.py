@@ -10,7 +10,13 @@ both_ways = example("both_ways")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [("gan", 8), ("dpo", 2), ("distillation", 16)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("gan", 8),
+        *(pytest.param(name, size, marks=pytest.mark.exhaustive) for name, size in (("dpo", 2), ("distillation", 16))),
+    ],
+)
 def test_losses_are_equal_and_the_activation_peak_is_lower(
     name: str, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

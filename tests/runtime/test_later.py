@@ -317,3 +317,46 @@ def test_models_of_a_class_that_refers_to_them_are_freed() -> None:
     alive = [made() for _ in range(3)]
     gc.collect()
     assert [one() for one in alive] == [None] * 3
+
+
+class Trying(nn.Module):
+    """Runs what fails at first, and then again."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with pytest.raises(RuntimeError):
+            self.inner(x[:, :3])
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Moved(nn.Module):
+    """Writes its buffer without raising the version of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("running", torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        output: Tensor = y.sin() * self.running.sum()
+        self.running.data.copy_(0.9 * self.running)
+        return output
+
+
+def test_nothing_is_learned_of_a_call_that_failed() -> None:
+    torch.manual_seed(0)
+    net, gradients = Trying(Moved()), []
+    for planned in (False, True):
+        if planned:
+            install_segment(net.inner, PLAIN)
+        net.inner.running.fill_(1)
+        net.zero_grad()
+        for step in range(4):
+            net.train(step % 2 == 0)  # a mode that is another has the next call watched
+            net(torch.ones(5, 4)).sum().backward()
+        gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *gradients))
