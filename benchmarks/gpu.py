@@ -172,6 +172,8 @@ class Bench:
     def _write(self) -> None:
         FOLDER.mkdir(parents=True, exist_ok=True)
         (FOLDER / "rows.json").write_text(json.dumps({"rows": self.rows, "texts": self.texts}, indent=1))
+        if self.device == "cpu":  # a trial
+            return
         steps = table(HEADER, self.rows.get("steps", []))
         told = "\n\n".join(f"### {part}\n\n{text}" for part, text in self.texts.items())
         write_section(f"On {self.device.partition(':')[0]}", this_command(), f"{steps}\n\n{told}")
@@ -244,9 +246,9 @@ def _optimized(bench: Bench, case: Case) -> Predicted | None:
     if done.returncode != 0:
         bench.text(shlex.join(["memopt", *command]), f"exit {done.returncode}: {done.stderr[-400:]}")
         return None
-    summary = json.loads(output.with_suffix(".memopt.summary.json").read_text())
+    summary = json.loads(output.with_suffix(".summary.json").read_text())["summary"]
     row = next(row for row in reversed(summary["levels"]) if row["level"] == summary["applied_level"])
-    _, plan = read_plan(output.with_suffix(".memopt.plan.yaml"))
+    _, plan = read_plan(output.with_suffix(".plan.yaml"))
     return Predicted(plan, row["predicted_allocated_peak_bytes"] or 0, row["predicted_slowdown"] or 1.0)
 
 
@@ -287,7 +289,7 @@ def _run(arguments: list[str], limit_s: float) -> subprocess.CompletedProcess[st
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
-    return f"exit {done.returncode}: {lines[-1] if lines else ''}"
+    return f"exit {done.returncode}: {' / '.join(lines[-3:])}"
 
 
 def _parts(bench: Bench, *, small: bool) -> Iterator[Callable[[], None]]:
@@ -296,7 +298,7 @@ def _parts(bench: Bench, *, small: bool) -> Iterator[Callable[[], None]]:
     yield lambda: bench.text("Blocks of a few numbers", beside_pytorch(5 if small else 15, bench.device))
     tests = ["-m", "pytest", "-q", "-x", "tests/runtime/test_cuda.py"]
     yield lambda: bench.text("Tests on CUDA", _last_line(_run(tests, bench.left_s)))
-    selftest = ["-m", "memopt_cli", "selftest", "--device", bench.device, "-q"]
+    selftest = ["-m", "memopt_cli", "selftest", "--device", bench.device]
     yield lambda: bench.text("memopt selftest", _last_line(_run(selftest, bench.left_s)))
 
 
