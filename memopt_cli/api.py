@@ -311,7 +311,7 @@ def _measured(
     settings: StepSettings,
     progress: Progress,
 ) -> Findings:
-    """The pipeline of ``memopt optimize``, less the files and the batch that fits; the plan is on ``net`` then.
+    """Run the pipeline of ``memopt optimize`` without files and a batch that fits, and put the plan on ``net``.
 
     At level 1 nothing is searched: the caller has decided.
     """

@@ -55,7 +55,7 @@ def resume(model: nn.Module) -> None:
 
 
 def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:
-    """Of what a file says was on, only what could have been: attributes of such names that are true or false."""
+    """Set those of ``switches`` that can be some: a file may name anything, and only flags of such names are set."""
     modules = dict(model.named_modules())
     for switch in switches:
         path, _, name = str(switch).rpartition(".")

@@ -150,7 +150,7 @@ def check_optimizer(text: str | None) -> str | None:
 
 
 def _refuse_notebook(text: str) -> None:
-    """Raises :class:`typer.BadParameter` for a notebook in the place of Python code or of a model."""
+    """Raise :class:`typer.BadParameter` if ``text`` names a notebook in the place of Python code or of a model."""
     if refusal := notebook_refusal(text):
         raise typer.BadParameter(refusal)
 

@@ -114,7 +114,7 @@ def _reentrant_alone(pair: Pair) -> Cause | None:
 
 
 def _another_way(pair: Pair) -> Cause | None:
-    """A module that is called by a recomputation alone."""
+    """Return the module that a recomputation alone calls, as the cause."""
     calls = pair.candidate.calls
     before = {call.path for call in calls if not call.recomputed}
     both = list(_recomputations(calls))
@@ -127,7 +127,7 @@ def _another_way(pair: Pair) -> Cause | None:
 
 
 def _raised_again(pair: Pair) -> Cause | None:
-    """The innermost call of a recomputation that an exception has just left."""
+    """Return the innermost call of a recomputation that an exception has just left, as the cause."""
     if _CHECKPOINT in pair.candidate.failed:  # which the checkpoint raises, having ended calls where it had enough
         return None
     left: CallPrint | None = None
@@ -140,7 +140,7 @@ def _raised_again(pair: Pair) -> Cause | None:
 
 
 def _twice_through(pair: Pair, *, is_first: bool) -> Cause | None:
-    """A graph that backward has gone through already."""
+    """Return the cause where backward has gone through a graph already."""
     if _AGAIN not in pair.candidate.failed:
         return None
     if pair.candidate.nested_backward:
@@ -149,7 +149,7 @@ def _twice_through(pair: Pair, *, is_first: bool) -> Cause | None:
 
 
 def _of_checkpoint(pair: Pair) -> Cause | None:
-    """By PyTorch's words alone, of a function in a checkpoint that calls no modules."""
+    """Return the cause by PyTorch's words alone, for a function in a checkpoint that calls no modules."""
     is_told = _CHECKPOINT in pair.candidate.failed or _SELECTIVE in pair.candidate.failed
     return Cause(module="", class_name="", text=OTHER_TENSORS) if is_told else None
 
@@ -181,7 +181,7 @@ def _warns_of_reentrant(step: StepPrint) -> bool:
 
 
 def _recomputed_otherwise(pair: Pair) -> Cause | None:
-    """The first call in backward, as they end, that gives something else than it gave in forward, or is given so.
+    """Return the first call in backward, as they end, that gives or is given something else than in forward.
 
     What a call is given otherwise comes from the innermost one around it that is given the same; where there is none,
     from outside of the checkpoint.
@@ -208,7 +208,7 @@ def _recomputed_otherwise(pair: Pair) -> Cause | None:
 
 
 def _around(call: CallPrint, others: Iterable[CallPrint]) -> list[CallPrint]:
-    """Those of other calls that ``call`` was made in, by their paths, the outermost first; itself, if it is there."""
+    """Return the ``others`` that ``call`` was made in, by their paths, the outermost first; itself, if it is there."""
     around = (other for other in others if other is call or _is_below(call.path, other.path))
     return sorted(around, key=lambda other: len(other.path))
 
@@ -227,7 +227,7 @@ def _cut_short(pair: Pair) -> Cause | None:
 
 
 def _changed_twice(pair: Pair) -> Cause | None:
-    """A buffer, or what else is kept in an attribute, of what backward calls again."""
+    """Return the call that backward repeats, and whose buffer or other attribute moved twice."""
     before = {call.path for call in pair.reference.calls if call.recomputed}
     recomputed = [call for call in pair.candidate.calls if call.recomputed and call.path not in before]
     for name in (gap.name.split(" ")[-1] for gap in pair.gaps if gap.name.startswith(("buffer", "state"))):
@@ -251,7 +251,7 @@ def _first_call(pair: Pair) -> Cause | None:
 
 
 def _kept_otherwise(pair: Pair) -> Cause | None:
-    """A module that gives the same, and leaves something else in a buffer or an attribute."""
+    """Return the module that gives the same, and leaves something else in a buffer or an attribute."""
     first = pair.gaps[0].name if pair.gaps else ""
     kind, _, name = first.partition(" ")
     if kind not in ("buffer", "state"):

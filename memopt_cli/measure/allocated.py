@@ -80,9 +80,7 @@ def _ends_on_cpu(step: Callable[[], object]) -> list[int]:
             gc.collect()
             with record_function(_ENDED):
                 pass
-    assert profiled.profiler is not None
-    assert profiled.profiler.kineto_results is not None
-    results = profiled.profiler.kineto_results
+    results = _results_of(profiled)
     allocations = _allocations(results.experimental_event_tree())
     ends_ns = [e.start_ns() for e in results.events() if e.name() == _ENDED]
     return [sum(change for start_ns, change in allocations if start_ns < end_ns) for end_ns in sorted(ends_ns)]
@@ -91,9 +89,7 @@ def _ends_on_cpu(step: Callable[[], object]) -> list[int]:
 def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
         step_s = _seconds(lambda: step(_mark))
-    assert profiled.profiler is not None
-    assert profiled.profiler.kineto_results is not None
-    results = profiled.profiler.kineto_results
+    results = _results_of(profiled)
     allocations = _allocations(results.experimental_event_tree())
     live = peak = held_before_bytes
     marks = sorted((e.start_ns(), _PHASES[e.name()]) for e in results.events() if e.name() in _PHASES)
@@ -109,6 +105,12 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
             phases[latest] = max(phases[latest], live)
     workspaces = find_workspaces(_runs(results.events()), allocations)
     return Allocated(peak, peak, step_s, "cpu profiler", workspaces, phases, live - held_before_bytes)
+
+
+def _results_of(profiled: profile) -> Any:
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    return profiled.profiler.kineto_results
 
 
 def _mark(phase: Phase) -> None:

@@ -34,7 +34,7 @@ class Climb:
     """The slowdown that a plan may be predicted to have, by what was measured."""
 
     def rows(self) -> list[LevelRow]:
-        """A row for every level, without the original's; the last is measured, or another that could be run.
+        """Return a row for every level, without the original's; the last is measured, or another that could be run.
 
         Where its measured peak saves too little, or misses what was predicted, the level below is measured, too.
         """
@@ -83,13 +83,13 @@ class Climb:
         return replace(self.search.row(row.level, found, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
     def _none_applied(self, rows: list[LevelRow]) -> list[LevelRow]:
-        """The rows where each plan that runs saves too little: the model stays as it is."""
+        """Return the rows where each plan that runs saves too little: the model stays as it is."""
         unchanged = [self._unchanged(row) if isinstance(row.outcome, Measurement) else row for row in rows[1:]]
         self.applied = next((row for row in reversed(unchanged) if isinstance(row.outcome, Measurement)), None)
         return [rows[0], *unchanged]
 
     def _applicable(self, row: LevelRow) -> LevelRow:
-        """The row, measured, as long as its plan promises to be worth its time; or that of another plan."""
+        """Measure ``row`` if its plan promises to be worth its time, and return it, or the row of another plan."""
         dropped = self._unworthy(row)
         if dropped is None:
             return self._fast_enough(row)
@@ -140,7 +140,7 @@ class Climb:
         return self.search.options.max_slowdown or math.inf
 
     def _unworthy(self, row: LevelRow) -> Dropped | None:
-        """Why the row's plan is not even measured; ``None``: it promises enough, or nothing else runs."""
+        """Say why the plan of ``row`` is not even measured; ``None``: it promises enough, or nothing else runs."""
         known = self.search.planner.dry_runs.known(row.plan)
         if known is None or not isinstance(self._original, Measurement):
             return None

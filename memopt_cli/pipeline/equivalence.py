@@ -355,7 +355,7 @@ def _is_backward_alone(gaps: Sequence[TensorGap]) -> bool:
 
 
 def _frozen(reference: Followed, candidate: Followed, gaps: Sequence[TensorGap]) -> Cause | None:
-    """The first parameter whose gradient the candidate lacks since it wants none there; the outputs agree."""
+    """Return the first parameter whose gradient the candidate lacks, as it wants none there, if outputs agree."""
     if any(gap.name.startswith("output") for gap in gaps):
         return None
     alone = {f"gradient of {name}" for name in set(candidate.frozen) - set(reference.frozen)}

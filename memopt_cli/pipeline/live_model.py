@@ -322,7 +322,7 @@ def found_and_proven(
 
 
 def dropped_unmeasured(plan: Plan, failed: Verification) -> Dropped:
-    """A plan that was not measured, and fails verification."""
+    """Say that ``plan``, which was not measured, fails verification."""
     return Dropped(plan=plan, peak_bytes=None, original_bytes=None, why=Differs(verification=failed))
 
 

@@ -32,7 +32,7 @@ from memopt_cli.records import (
 
 
 def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
-    """The row whose plan is applied: the chosen one, else the original's, the first.
+    """Return the row whose plan is applied: ``chosen``, else the original's, which is the first of ``rows``.
 
     Raises :class:`MeasurementError` if no level could be run.
     """
@@ -119,12 +119,12 @@ class Prover:
         return row, found
 
     def _failed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
-        """The row that was asked for, which no other replaces."""
+        """Return the row that was asked for, which no other replaces, and note why it is not applied."""
         self._drop(best, Differs(verification=failed))
         return best, failed
 
     def _worth_its_time(self, at: int) -> LevelRow:
-        """The row of that index, timed as any other is; the original's where that is not worth its time."""
+        """Time the row of index ``at`` as any other, and return it, or the original's where it is not worth it."""
         rows, most = self.found.rows, self.found.resolved.options.max_slowdown or math.inf
         if self.takes_chosen:
             return applied_row(rows, rows[at])

@@ -92,7 +92,7 @@ def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredS
 
 
 def fault_in(found: Verification | Failure) -> Differs | NotRun | None:
-    """What speaks against a plan; ``None`` if it passes."""
+    """Return what speaks against a plan; ``None`` if it passes."""
     if isinstance(found, Verification):
         return None if found.passed else Differs(verification=found)
     return NotRun(failure=found, in_verification=True)

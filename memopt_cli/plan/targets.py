@@ -64,7 +64,7 @@ def left_out(refusals: Mapping[str, str]) -> list[str]:
 def without_segment(
     classes: Iterable[tuple[str, Sequence[str]]], selection: Selection, dropped: Dropped | None = None
 ) -> list[str]:
-    """A note for each class asked for, of which there are modules at these paths, where none became a segment.
+    """Write a note for each of ``classes``, with the paths of its modules, where none became a segment.
 
     ``dropped``: the plan that would be applied but for its reason.
     """

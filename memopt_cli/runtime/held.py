@@ -49,12 +49,8 @@ class HeldTensor:
 
         Batch norm writes its statistics without raising their version, so vectors that were copied count as written.
         """
-        if version_of(tensor) != self.version:
-            return True
-        if self.copy is None:
-            return False
-        is_large = tensor.dim() > 1 or self.copy.shared is not None
-        return not is_large or not is_unchanged(tensor.detach(), self.copy.values)
+        is_vector = self.copy is not None and self.copy.shared is None and tensor.dim() <= 1
+        return is_vector or not self.is_equal(tensor)
 
     def is_equal(self, tensor: Tensor) -> bool:
         """Tell whether ``tensor``, which it was taken of, has the values that it had."""
@@ -136,8 +132,6 @@ class HeldSlots:
         for slot, value in {**named, _OTHERS: self._others}.items():
             if self._is_watched or slot in self._known.written:
                 self._contents[slot] = freeze(value, self._hold)
-                if stuck := self._contents[slot].stuck:
-                    self.lost = f"holds {stuck}, and may move it on"
                 inner = _numbers_in(self._contents[slot])
                 found |= {number for number in inner if self._may_write(slot, self.originals[number])}
         return found

@@ -204,8 +204,8 @@ class Known:
             self.stays[place] = {name: value for name, value in self.stays[place].items() if name not in names}
         self._sort()
 
-    def tidy(self) -> list[int]:
-        """Forget owners of which nothing is to be looked at any more, and return their places.
+    def tidy(self) -> None:
+        """Forget owners of which nothing is to be looked at any more.
 
         These are dictionaries that are empty, and the parts of objects that move: copies are taken of the whole.
         """
@@ -222,7 +222,6 @@ class Known:
         self.moves = [set() if place in dropped else names for place, names in enumerate(self.moves)]
         self.stays = [{} if place in dropped else slots for place, slots in enumerate(self.stays)]
         self._sort()
-        return [*dropped]
 
 
 class Learned:
@@ -285,7 +284,7 @@ def is_plain_state(value: Any) -> bool:
 
 def _kind_of(value: Any) -> Any:
     """Return what tells values that code does the same with: the class of one, the code of a function."""
-    return getattr(value, "__code__", None) if isinstance(value, types.FunctionType) else type(value)
+    return value.__code__ if isinstance(value, types.FunctionType) else type(value)
 
 
 def _may_change(name: Any, value: Any) -> bool:

@@ -55,7 +55,7 @@ class Turns:
         return not _is_off
 
     def note_comparison(self) -> None:
-        """A run has been compared with its recomputation."""
+        """Note that a run has been compared with its recomputation."""
         self._was_compared = True
 
 

@@ -96,8 +96,8 @@ class SegmentRun:
         self._outermost = outermost_turn() or module
         self._refs: list[ref[_Saved]] = []
         """What was saved, in order, as far as autograd still has it."""
-        self._glance: bytes | None = None
-        """Some of what was saved at the place that is compared in every call."""
+        self._glance: tuple[int, bytes] | None = None
+        """The place that is compared in every call, and some of what was saved there."""
         self._samples: dict[int, list[Any]] = {}
         """A few elements of what was saved, by its place."""
         self._watch = _Watch() if start.is_watched else None
@@ -202,11 +202,11 @@ class SegmentRun:
     def _last_activation(self) -> int | None:
         """Return the place of the tensor that is compared in every call; ``None`` if there is none to look at."""
         parameters = {memory_of(p) for p in self._module.parameters() if type(p) is nn.Parameter}
-        for place in reversed(self._samples):
+        for place in sorted(self._samples, reverse=True):
             saved = self._refs[place]()
             tensor = None if saved is None else saved.tensor
             if tensor is not None and glance(tensor) is not None and memory_of(tensor) not in parameters:
-                return int(place)
+                return place
         return None
 
     def _look_at_one(self) -> None:
@@ -216,7 +216,8 @@ class SegmentRun:
             return
         saved = self._refs[place]()
         if saved is not None and saved.tensor is not None and version_of(saved.tensor) == saved.version:
-            self._glance = glance(saved.tensor)
+            seen = glance(saved.tensor)
+            self._glance = None if seen is None else (place, seen)
 
     def _keep(self, hooks: Hooks | None) -> None:
         """Have backward get what was saved as it is: forward cannot run again.
@@ -249,15 +250,13 @@ class SegmentRun:
         there, belong to the first run.
         """
         self._was_repeated = True
-        again = _Again(self._module, self._refs, self._samples, runs_to_end=self._learned.runs_to_end)
-        if self._glance is not None:
-            again.glance = self._learned.compared, self._glance
+        again = _Again(self._module, self._refs, self._samples, self._glance, runs_to_end=self._learned.runs_to_end)
         with torch.enable_grad(), taking_turns(self._outermost), taking_turns(self._module), at_length(self._length):
             given = self.inputs()
             replayed = self._start.replay(self.lent())
             with recomputing(self._module), replayed as others, self._kept.replaying(), as_of(self._began):
                 again.run(functools.partial(self._repeat, given, others))
-        if self._samples and self._watch is not None:
+        if self._samples:
             self._learned.runs.note_comparison()
         self._samples = {}
         if reason := again.difference():
@@ -274,13 +273,13 @@ class _Again:
         module: nn.Module,
         refs: Sequence[ref[_Saved]],
         samples: Mapping[int, list[Any]],
+        seen: tuple[int, bytes] | None,
         *,
         runs_to_end: bool,
     ) -> None:
         self._module, self._refs, self._samples, self._runs_to_end = module, refs, samples, runs_to_end
         self._count = 0
-        self.glance: tuple[int | None, bytes] = (None, b"")
-        """A place, and some of what was saved there."""
+        self._seen_at, self._seen = seen or (-1, b"")
         self._suspects: list[tuple[list[Any], Tensor]] = []
         self._unlike: Tensor | None = None
 
@@ -301,7 +300,7 @@ class _Again:
             saved.tensor, saved.version = made, version_of(made)
         if (before := self._samples.get(place)) is not None and not agrees(before, made):
             self._suspects.append((before, made))
-        if place == self.glance[0] and not is_alike(self.glance[1], made):
+        if place == self._seen_at and not is_alike(self._seen, made):
             self._unlike = made
         if self._count == len(self._refs) and not self._runs_to_end:
             raise _Complete

@@ -130,11 +130,12 @@ class _Search:
 
 _WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
 """Attributes under which functions lie in what wraps them: decorators, methods, properties."""
-_DESCRIPTORS: Final = (
-    *(types.FunctionType, property, staticmethod, classmethod, functools.cached_property),
-    *(types.MemberDescriptorType, types.GetSetDescriptorType, functools.partialmethod, functools.singledispatchmethod),
-)
 _INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
+_DESCRIPTORS: Final = (
+    *(*_INERT, types.FunctionType, functools.partialmethod, functools.singledispatchmethod),
+    *(types.MemberDescriptorType, types.GetSetDescriptorType),
+)
+"""What stands in a class for code, and keeps nothing itself."""
 
 
 def _behind(value: Any) -> Iterable[Owner]:

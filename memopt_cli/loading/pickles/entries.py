@@ -170,7 +170,7 @@ def _without_model(root: Any, path: str) -> FileFormatError:
 
 
 def found_in(root: Any, wanted: Callable[[Any], bool], *, entries: Entries | None = None) -> Iterator[tuple[Path, Any]]:
-    """What is wanted in plain containers, in the order of the file; each once.  ``entries``: as of :func:`place_of`."""
+    """Find what is ``wanted`` in plain containers, in order, each once; ``entries`` are as for :func:`place_of`."""
     pending: list[tuple[Path, Any]] = [((), root)]
     seen, looked = set[int](), 0
     while pending and looked < _MOST_LOOKED_AT:
