@@ -14,8 +14,8 @@ from operator import ne
 
 ASIDE = "memopt: set aside"
 """Label, in a profile, of what is run beside the step: no operator of it counts, and no memory that it allocates."""
-_LEAST_BYTES = 1 << 16
-"""Operators that take less are left out."""
+LEAST_BYTES = 1 << 16
+"""Least workspace of an operator that is counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of an operator's arguments, in order; empty for what is no tensor, see :func:`argument_shapes`."""
@@ -83,7 +83,7 @@ class Workspaces:
     def record(self, operator: str, shapes: Shapes, nbytes: int) -> None:
         """Remember one run of ``operator`` (``aten::convolution``) on tensors of these shapes."""
         self._runs[operator].append(_Run(shapes, nbytes))
-        counted = nbytes if nbytes >= _LEAST_BYTES else 0
+        counted = nbytes if nbytes >= LEAST_BYTES else 0
         self._known[operator, shapes] = max(counted, self._known.get((operator, shapes), 0))
 
     def compared(self, smaller: Workspaces) -> Workspaces:
@@ -103,8 +103,8 @@ class Workspaces:
         """Bytes for these shapes; for shapes never seen, from the run nearest in size.
 
         Shapes that differ in the first dimension only, as those of chunks do, are nearer than those that differ in
-        another one, and these than any other; tensors that only one of them has, such as a gradient that is not asked
-        for, do not count.
+        another one, these than shapes of as many dimensions, as those of chunks in chunks are, and these than any
+        other; tensors that only one of them has, such as a gradient that is not asked for, do not count.
         """
         return self.kept_bytes + self._own(operator, shapes)
 
@@ -123,12 +123,12 @@ class Workspaces:
         return self.kept_bytes + min(nbytes, max((run.fixed_bytes for run in alike), default=0))
 
     def _scaled(self, operator: str, shapes: Shapes) -> int:
-        seen = [run for run in self._runs[operator] if run.nbytes >= _LEAST_BYTES]
+        seen = [run for run in self._runs[operator] if run.nbytes >= LEAST_BYTES]
         if not seen:
             return 0
         elements = _elements(shapes)
-        alike = [run for run in seen if _alike(run.shapes, shapes)]
-        alike = alike or [run for run in seen if _differ_in_size(run.shapes, shapes)]
+        nearness = (_alike, _differ_in_size, _have_same_ranks)
+        alike = next(filter(None, ([run for run in seen if near(run.shapes, shapes)] for near in nearness)), [])
         nearest = min(alike or seen, key=lambda run: abs(_elements(run.shapes) - elements))
         if alike:
             return nearest.scaled(shapes)
@@ -182,6 +182,10 @@ def _differ_in_size(one: Shapes, other: Shapes) -> bool:
     """Whether each tensor of the one is that of the other but for the length of one dimension."""
     pairs = _in_both(one, other)
     return all(len(mine) == len(its) and sum(map(ne, mine, its)) <= 1 for mine, its in pairs)
+
+
+def _have_same_ranks(one: Shapes, other: Shapes) -> bool:
+    return all(len(mine) == len(its) for mine, its in _in_both(one, other))
 
 
 def _in_both(one: Shapes, other: Shapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -69,6 +69,14 @@ def test_little_is_left_out_and_the_most_counts() -> None:
     assert seen.of("aten::unknown", SHAPES) == 0
 
 
+def test_chunks_of_chunks_follow_the_line_through_two_batch_sizes() -> None:
+    large, small = Workspaces(), Workspaces()
+    large.record("aten::lstm", ((24, 32, 64), (64, 64)), 996 * KIB)
+    small.record("aten::lstm", ((24, 16, 64), (64, 64)), 572 * KIB)
+    line = large.compared(small)
+    assert line.of("aten::lstm", ((12, 2, 64), (64, 64))) == pytest.approx((148 + 424 / 16) * KIB, rel=0.001)
+
+
 def test_shapes_never_seen_are_scaled_from_the_most_alike() -> None:
     seen = Workspaces()
     seen.record("aten::conv", ((8, 4), (4, 4)), 800 * KIB)
