@@ -12,9 +12,11 @@ norms; and the peer: blocks of a few numbers as segments, packed, and in PyTorch
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.apply import apply_plan
 from memopt_cli.plan.cost_model import (
     MODULE_S,
     NORM_S,
@@ -88,40 +90,49 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], Tensor]] = {
 
 
 def _median_s(run: Callable[[], object], rounds: int) -> float:
-    """Seconds of CPU time."""
-    taken = []
-    for _ in range(rounds + 1):
-        started = time.process_time()
-        run()
-        taken.append(time.process_time() - started)
-    return statistics.median(taken[1:])
+    """Return the median seconds of CPU time of ``run``."""
+    return statistics.median(_cpu_s(run) for _ in range(rounds + 1))
 
 
-class _Segment:
-    """A module as a segment: what that adds to its step."""
+def _cpu_s(run: Callable[[], object]) -> float:
+    started = time.process_time()
+    run()
+    return time.process_time() - started
 
-    def __init__(self, module: nn.Module, x: Tensor, rounds: int) -> None:
-        self._model, self._x, self._rounds = nn.Sequential(module), x, rounds
-        step = Step(model=self._model, args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
+
+def _step(model: nn.Module, x: Tensor) -> None:
+    model(x).sum().backward()
+    model.zero_grad()
+
+
+class _Segments:
+    """A module as several segments: the seconds that each adds to a step beside running forward once more.
+
+    A round takes every one in its turn, since a machine may run at half its speed a minute later.
+    """
+
+    def __init__(self, module: nn.Module, x: Tensor, segments: Sequence[SegmentPlan], rounds: int) -> None:
+        plain = nn.Sequential(module)
+        step = Step(model=plain, args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
         trace = FakeStep(step).record(batch=len(x))
         self.rerun = CostModel(trace).rerun(next(call for call in trace.calls if call.path == "0"))
+        models = [copy.deepcopy(plain) for _ in segments]
+        for model, segment in zip(models, segments, strict=True):
+            apply_plan(model, Plan(segments=(segment,)))
+        self.added_s = _medians_beside(plain, models, x, rounds)
+        """In the order of ``segments``."""
+
+
+def _medians_beside(plain: nn.Module, models: Sequence[nn.Module], x: Tensor, rounds: int) -> list[float]:
+    """Return for each of ``models`` the median seconds of its step less a step and a forward of ``plain``."""
+    added: list[list[float]] = [[] for _ in models]
+    for _ in range(_WARM_UP + rounds):
         with torch.no_grad():
-            self._forward_s = _median_s(lambda: self._model(x), rounds)
-        self._plain_s = _median_s(self._step, rounds)
-
-    def _step(self) -> None:
-        self._model(self._x).sum().backward()
-        self._model.zero_grad()
-
-    def added_s(self, segment: SegmentPlan) -> float:
-        """Beside running forward once more."""
-        apply_plan(self._model, Plan(segments=(segment,)))
-        try:
-            for _ in range(_WARM_UP):
-                self._step()
-            return _median_s(self._step, self._rounds) - self._plain_s - self._forward_s
-        finally:
-            remove_plan(self._model)
+            twice_s = _cpu_s(lambda: plain(x))
+        twice_s += _cpu_s(lambda: _step(plain, x))
+        for model, taken in zip(models, added, strict=True):
+            taken.append(_cpu_s(functools.partial(_step, model, x)) - twice_s)
+    return [statistics.median(taken[_WARM_UP:]) for taken in added]
 
 
 _WARM_UP = 17
@@ -135,12 +146,13 @@ def _terms(chunks: int, rerun: Rerun) -> list[int]:
 
 
 def _fitted(rounds: int) -> str:
+    plans = [SegmentPlan(path="0", chunks=chunks) for chunks in (1, 2, 4)]
     cases = [
-        (f"{name} x {layers}", chunks, segment.rerun, segment.added_s(SegmentPlan(path="0", chunks=chunks)))
+        (f"{name} x {layers}", plan.chunks, segments.rerun, added_s)
         for name, (make, x) in MODELS.items()
         for layers in _COUNTS
-        for segment in [_Segment(make(layers), x, rounds)]
-        for chunks in (1, 2, 4)
+        for segments in [_Segments(make(layers), x, plans, rounds)]
+        for plan, added_s in zip(plans, segments.added_s, strict=True)
     ]
     terms = torch.tensor([_terms(chunks, rerun) for _, chunks, rerun, _ in cases], dtype=torch.float64)
     added = torch.tensor([added_s for *_, added_s in cases], dtype=torch.float64)
@@ -164,23 +176,21 @@ def _fitted(rounds: int) -> str:
 
 def _keep_row(name: str, product: str, rounds: int) -> list[str]:
     make, x = MODELS[name]
-    segment = _Segment(make(_LAYERS), x, rounds)
-    whole_s, keeping_s = (segment.added_s(SegmentPlan(path="0", keep=keep)) for keep in ((), (product,)))
-    return [name, f"{(keeping_s - whole_s) / (2 * segment.rerun.ops) * 1e6:.0f} µs"]
+    plans = [SegmentPlan(path="0", keep=keep) for keep in ((), (product,))]
+    segments = _Segments(make(_LAYERS), x, plans, rounds)
+    whole_s, keeping_s = segments.added_s
+    return [name, f"{(keeping_s - whole_s) / (2 * segments.rerun.ops) * 1e6:.0f} µs"]
 
 
 def _chunked_row(norms: int, rounds: int) -> list[str]:
     """Of each chunk, and of that what is left for every time it comes to a norm."""
     layers = [layer for _ in range(norms) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())]
-    model, x = nn.Sequential(nn.Sequential(*layers)), torch.randn(_CHUNKS, 4, 2, 2, requires_grad=True)
-
-    def step() -> None:
-        model(x).sum().backward()
-
+    x = torch.randn(_CHUNKS, 4, 2, 2, requires_grad=True)
     segment = SegmentPlan(path="0", chunks=_CHUNKS, batch_statistics=True)
-    plain_s = _median_s(step, rounds)
-    apply_plan(model, Plan(segments=(segment,)))
-    chunk_s = (_median_s(step, rounds) - plain_s) / _CHUNKS
+    module = nn.Sequential(*layers)
+    forward_s = _median_s(lambda: module(x), rounds)
+    (added_s,) = _Segments(module, x, [segment], rounds).added_s
+    chunk_s = (added_s + forward_s) / _CHUNKS
     passes = Passes(norms=norms, ops=sum(3 * before + 2 for before in range(norms)))
     rerun = Rerun(ops=len(layers), products=norms, modules=len(layers) + 1, passes=passes)
     met = norms * (norms + 3) / 2

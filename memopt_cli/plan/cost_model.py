@@ -42,11 +42,11 @@ OP_S = 1.5e-6
 Fitted, as are the five that follow, to layers of a few numbers in 1 to 4 chunks (``benchmarks/overhead.py``)."""
 PRODUCT_S = 40e-6
 """What it is more of a convolution or a product of matrices."""
-SEGMENT_S = 1.5e-3
+SEGMENT_S = 0.4e-3
 """What a run of a segment takes beside its operators, forward and recomputation together: state, hooks, generators."""
-MODULE_S = 50e-6
+MODULE_S = 40e-6
 """What each module in it adds: its state is noted, and put back."""
-SEGMENT_OP_S = 14e-6
+SEGMENT_OP_S = 16e-6
 """What it adds to every operator in it: hooks on what autograd saves."""
 _PACKING_S = 150e-6
 """What packing a small tensor takes and unpacking it again."""

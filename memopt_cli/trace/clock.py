@@ -29,7 +29,7 @@ _LAYERS = 10
 """Of a few numbers each, in the segment that is run to learn what one costs."""
 _SEGMENT_RUNS = 12
 """How often it is: the first ones check more."""
-_SEGMENT_S = 2.5e-3
+_SEGMENT_S = 1.2e-3
 """What it takes beside its operators where the cost model's constants come from (``benchmarks/overhead.py``)."""
 
 
