@@ -11,11 +11,11 @@ from pathlib import Path
 
 from memopt_cli.loading.input_spec import read_spec_file
 from memopt_cli.measure.jobs import Measured, MeasureJob
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.search_probes import planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
-from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Probes
 from memopt_cli.plan.levels import level_of

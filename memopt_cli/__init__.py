@@ -132,9 +132,11 @@ if TYPE_CHECKING:  # the names of _PUBLIC, for editors and type checkers
     )
     from memopt_cli.user_step import Step as Step
     from memopt_cli.verified import verify as verify
+    from memopt_cli.version import __version__ as __version__
     # isort: on
 
 _PUBLIC = {
+    "__version__": "memopt_cli.version",
     "apply_gc": "memopt_cli.api",
     "get_module_and_parent": "memopt_cli.api",
     "memory_optimization": "memopt_cli.api",
@@ -239,9 +241,7 @@ _PUBLIC = {
     "vmap_new_states": "memopt_cli.online",
 }
 
-__all__ = list(_PUBLIC)
-
-__version__ = "0.1.0"
+__all__ = [name for name in _PUBLIC if name != "__version__"]
 
 on_unsafe = "warn"
 """What a segment does whose forward did what a recomputation cannot repeat, or whose recomputation computes something

@@ -21,6 +21,7 @@ from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.own_checkpoints import switches_of
 from memopt_cli.pipeline.as_named import find_as_named
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.live_group import on_every_rank
 from memopt_cli.pipeline.live_model import (
     FORMAT,
@@ -37,7 +38,7 @@ from memopt_cli.pipeline.live_model import (
 from memopt_cli.pipeline.optimization import find
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.pipeline.summary import summarize
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
 from memopt_cli.plan.targets import left_out, outermost, refused, segments_plan, without_segment

@@ -47,6 +47,7 @@ from memopt_cli.measure.jobs import Data
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.batch_advice import advise
 from memopt_cli.pipeline.fastest import check_search, check_search_alone, fastest_prepared
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.live_group import on_every_rank
 from memopt_cli.pipeline.live_model import described, found_and_proven, prepared_model, taken_off_note
 from memopt_cli.pipeline.optimization import check_goal
@@ -54,7 +55,7 @@ from memopt_cli.pipeline.prepare import Prepared, file_header
 from memopt_cli.pipeline.profiling import check_compiled, profile_prepared
 from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
-from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.pipeline.summary import summarize
 from memopt_cli.progress import logged
 from memopt_cli.python_words import said_in_python, warn_unchanged
 from memopt_cli.records import (
@@ -446,7 +447,9 @@ def _searched(
             card=card,
         )
         found = found_and_proven(request, prepared)
-        advice = advise(request, prepared, found) if recommend_batch and goal.applies else None
+        advice = None
+        if recommend_batch and goal.applies:
+            advice = advise(request, prepared, found.plan, found.measured, found.advice, found.notes)
         if found.verification is not None:
             _replace_plan(model, found)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)

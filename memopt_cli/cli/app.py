@@ -66,7 +66,7 @@ app.command("selftest", cls=GroupedCommand)(selftest)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from memopt_cli import __version__
+        from memopt_cli.version import __version__
 
         typer.echo(f"memopt {__version__}")
         raise typer.Exit

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.proof import Prover
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.policy import select, skipped_step
 from memopt_cli.plan.targets import asked_for, left_out, refused, segments_plan
 from memopt_cli.records import Dropped, LevelRow, Measurement, ModuleTrace, NotRun, OptimizeRequest, OutOfMemory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from memopt_cli.batch_size.memory_limit import limits_of_device
 from memopt_cli.batch_size.search import BatchSearch
@@ -12,9 +11,6 @@ from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_l
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measurement, NoBatchFits, OptimizeRequest, Plan
-
-if TYPE_CHECKING:
-    from memopt_cli.pipeline.summary import Findings
 
 _PROBES = 2
 """Batch sizes that the advice rests on, at least, where so many can be run."""
@@ -30,32 +26,47 @@ the answer is not to cost more than the search did.  On a GPU memory bounds the 
 """
 
 
-def advise(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | None:
-    """The largest batch that was run within the device's memory; ``None``, and a note, if there is none to name.
+def advise(
+    request: OptimizeRequest,
+    prepared: Prepared,
+    plan: Plan,
+    measured: Measurement | None,
+    begun: BegunAdvice | None,
+    notes: list[str],
+) -> BatchAdvice | None:
+    """Return the largest batch that was run within the device's memory; or ``None``, and add to ``notes`` why.
 
-    ``found``: the plan, whose measurement at the batch as described is the first run.
+    ``measured``: under ``plan`` at the batch as described, which counts as the first run.  ``begun``: the search so
+    far, perhaps of another plan.
     """
-    advice = _advice(request, prepared, found)
+    assert measured is not None, "it is applied"
+    advice = _advice(request, prepared, plan, measured, begun, notes)
     if isinstance(advice, str):
-        found.notes.append(f"No batch recommendation: {advice}.")
+        notes.append(f"No batch recommendation: {advice}.")
         return None
-    found.notes.extend(memory_left_out(prepared))
+    notes.extend(memory_left_out(prepared))
     return advice
 
 
-def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | str:
-    """The same; or why there is none, in words."""
-    measured, batch, begun = found.measured, prepared.batch, found.advice
-    assert measured is not None, "it is applied"
+def _advice(
+    request: OptimizeRequest,
+    prepared: Prepared,
+    plan: Plan,
+    measured: Measurement,
+    begun: BegunAdvice | None,
+    notes: list[str],
+) -> BatchAdvice | str:
+    """Return the advice; or why there is none, in words."""
+    batch = prepared.batch
     prepared.progress.stage("finding the batch that fits")
     try:
         check_varied(prepared)
     except UsageError as err:
         return err.message
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))  # the plan is verified
-    with Sessions(prepared, "small batch", found.notes) as session:
-        if begun is None or begun.probes.plan != found.plan:
-            begun = begin_advice(request, prepared, found.plan, measured, session)
+    with Sessions(prepared, "small batch", notes) as session:
+        if begun is None or begun.probes.plan != plan:
+            begun = begin_advice(request, prepared, plan, measured, session)
         begun.probes.session, search = session, begun.search
         if refusal := why_fixed(search, prepared):
             return refusal

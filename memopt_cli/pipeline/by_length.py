@@ -18,10 +18,10 @@ from memopt_cli.batch_size.length_strategies import read_histogram
 from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Measured, MeasureJob
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.bounds import Work, inner_bounds
 from memopt_cli.plan.policy import resolve
 from memopt_cli.records import (

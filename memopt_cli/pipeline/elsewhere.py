@@ -14,12 +14,12 @@ from memopt_cli.errors import MemoryBudgetError, NothingFitsError, OptionError
 from memopt_cli.estimation import estimate
 from memopt_cli.measure.jobs import ORIGINAL, Data, TraceJob
 from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.goal import budget_bytes, nothing_fits, require_fast
 from memopt_cli.pipeline.prediction import predict, without_data
 from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of, recorded_here
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.started_search import StartedSearch, start_search
-from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import verified_small
 from memopt_cli.pipeline.worth import unworthy
 from memopt_cli.plan.targets import left_out, selected

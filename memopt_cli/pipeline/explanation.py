@@ -18,12 +18,12 @@ from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, Sn
 from memopt_cli.measure.runner import Session
 from memopt_cli.oom_text import read_oom
 from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes, without_own_checkpoints
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.recommendation import norm_notes, recommend_prepared
-from memopt_cli.pipeline.summary import Findings
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,

@@ -10,10 +10,11 @@ from memopt_cli.contents import plan_yaml, recommended_data, summary_json
 from memopt_cli.errors import Interrupted, MemoptError, Terminated
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.prepare import Prepared, file_header, reader_notes, saved_model
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.recommendation import batch_file
-from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.pipeline.summary import summarize
 from memopt_cli.records import (
     STEP,
     BatchAdvice,
@@ -81,7 +82,8 @@ class Kept:
             self._keep_model()
         is_run = self.found.is_run
         if passed and is_run and self.request.recommend_batch and not self.found.interrupted:
-            self.advice = advise(self.request, self.prepared, self.found)
+            found = self.found
+            self.advice = advise(self.request, self.prepared, found.plan, found.measured, found.advice, found.notes)
         if writes:
             if is_run:
                 measured = {"batch_size": self.prepared.batch, "verified": True}

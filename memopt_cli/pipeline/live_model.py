@@ -25,9 +25,9 @@ from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.measure.reach import UserFunction, main_script, unreachable
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.summary import Findings
 from memopt_cli.records import (
     Differs,
     Dropped,

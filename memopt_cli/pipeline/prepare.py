@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from memopt_cli import __version__
 from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.devices import resolve_device
 from memopt_cli.errors import UnsafeFileError, UsageError
@@ -33,6 +32,7 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.spec_text import format_tensor
+from memopt_cli.version import __version__
 
 TAKEN_OFF = "The file carries a plan already; it was taken off first."
 

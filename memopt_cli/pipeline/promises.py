@@ -10,7 +10,6 @@ from typing import get_args
 
 import torch
 
-from memopt_cli import __version__
 from memopt_cli.devices import resolve_device
 from memopt_cli.errors import MemoptError, Terminated, first_line
 from memopt_cli.measure.conditions import conditions_of
@@ -39,6 +38,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.spec_text import parse_tensor
 from memopt_cli.units import format_bytes
+from memopt_cli.version import __version__
 from memopt_cli.workspace import LEAST_BYTES
 
 _MODELS = "memopt_cli.selftest.models"

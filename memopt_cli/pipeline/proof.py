@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.errors import MeasurementError
 from memopt_cli.measure.jobs import ORIGINAL, VerifyJob
 from memopt_cli.pipeline.failures import raise_failure, required
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import fault_in, verified, verified_by_fingerprints
 from memopt_cli.pipeline.worth import judged
 from memopt_cli.records import (

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
 from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.interface import NotTried
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.questions import Priced

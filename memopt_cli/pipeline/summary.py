@@ -2,112 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from memopt_cli.pipeline.batch_advice import BegunAdvice
-from memopt_cli.pipeline.prepare import Prepared, turned_off
+from memopt_cli.pipeline.findings import Findings, measured_at
 from memopt_cli.plan.interface import is_within
-from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend, resolve
+from memopt_cli.plan.policy import STEP_NAMES, Selection, recommend
 from memopt_cli.plan.ways import spent_by
 from memopt_cli.records import (
     BatchAdvice,
-    Dropped,
     LevelRow,
     Measurement,
     MemOptSummary,
-    OptimizeRequest,
-    Outlook,
-    ParetoPoint,
     Plan,
-    PlanEstimates,
-    PlannedRanks,
-    RangeRow,
-    SearchGoal,
-    Verification,
-    decisive,
     to_data,
 )
 from memopt_cli.units import format_bytes, format_seconds, format_some
 
 _SLOW = 2.0
 """A step that takes so many times as long asks for a compromise."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Findings:
-    """What one optimization has found so far; whoever goes on from here adds to the notes."""
-
-    resolved: Resolved
-    asked_codecs: Sequence[str]
-    """Paths of the modules that name a codec, other than none, for their inputs."""
-    model_format: str
-    device: str
-    plan: Plan = field(default_factory=Plan)
-    """The one that is applied."""
-    applied_level: int = 0
-    selection: Selection | None = None
-    """``None`` at level 0."""
-    by_goal: bool = False
-    """The plan was found for a budget or picked from the frontier, not level by level."""
-    rows: list[LevelRow] = field(default_factory=list)
-    """One for each level; none where nothing was measured."""
-    verification: Verification | None = None
-    skipped: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    budget_bytes: int | None = None
-    frontier: list[ParetoPoint] = field(default_factory=list)
-    interrupted: bool = False
-    faster: Outlook | None = None
-    smaller: Outlook | None = None
-    advice: BegunAdvice | None = None
-    """Of the batch that fits, begun where the plan was searched; of another plan where verification has replaced it."""
-    estimates: PlanEstimates | None = None
-    """For a device that is not here; then nothing was measured."""
-    parallel: PlannedRanks | None = None
-    """Of many ranks; then nothing was measured, either."""
-    ranges: list[RangeRow] = field(default_factory=list)
-    """Of a plan by length."""
-    dropped: list[Dropped] = field(default_factory=list)
-    """Plans that were found and are not applied, in turn."""
-
-    def drop(self, dropped: Dropped) -> None:
-        """Note that a plan is not applied, unless that is known."""
-        if all(known.plan != dropped.plan for known in self.dropped):
-            self.dropped.append(dropped)
-
-    turns_off: tuple[str, ...] = ()
-    """Names of the attributes by which the model checkpoints by itself, which are off under the plan."""
-
-    @classmethod
-    def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
-        """Before anything is searched."""
-        resolved = resolve(request.search)
-        return cls(
-            resolved=resolved,
-            asked_codecs=prepared.facts.asked_codecs,
-            model_format=prepared.facts.format,
-            device=prepared.subject.settings.device,
-            by_goal=request.goal != SearchGoal(),
-            turns_off=turned_off(prepared),
-            notes=[*resolved.notes, *prepared.notes],
-        )
-
-    @property
-    def decisive(self) -> Dropped | None:
-        """See :attr:`memopt_cli.records.MemOptSummary.decisive`."""
-        failed = self.verification is not None and not self.verification.passed
-        return decisive(self.dropped) if failed or self.plan.is_empty else None
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the step was run here."""
-        return self.estimates is None and self.parallel is None
-
-    @property
-    def measured(self) -> Measurement | None:
-        """Of the plan that is applied; ``None`` if it was not measured."""
-        return _measured(self.rows, self.applied_level)
 
 
 def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = None) -> MemOptSummary:
@@ -217,11 +127,6 @@ def _named(paths: list[str]) -> str:
     return format_some([f"'{path or '(root)'}'" for path in paths])
 
 
-def _measured(rows: list[LevelRow], level: int) -> Measurement | None:
-    outcomes = (row.outcome for row in rows if row.level == level)
-    return next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
-
-
 def _steps_of(plan: Plan, splits: int) -> list[str]:
     """The levels whose means a plan uses."""
     used = {
@@ -254,14 +159,14 @@ def _generic(found: Findings) -> str:
         limit = found.resolved.options.max_slowdown
         quick = f" and takes at most {limit:g} times as long" if limit else ""
         return f"No plan that was found lowers the measured peak of this step{quick}. {_what_stays(rows)}".rstrip()
-    before, after = _measured(rows, 0), found.measured
+    before, after = measured_at(rows, 0), found.measured
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
         return "Other plans, from the fastest to the smallest: --frontier; the fastest within a limit: --budget."
     return ""
 
 
 def _what_stays(rows: list[LevelRow]) -> str:
-    original = _measured(rows, 0)
+    original = measured_at(rows, 0)
     if original is None:
         return ""
     share = original.resident_bytes / original.allocated_peak_bytes
@@ -270,7 +175,7 @@ def _what_stays(rows: list[LevelRow]) -> str:
 
 def _measured_sentence(found: Findings) -> str:
     """``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a number or a plan."""
-    before, after = _measured(found.rows, 0), found.measured
+    before, after = measured_at(found.rows, 0), found.measured
     if before is None or after is None or found.plan.is_empty:
         return ""
     peaks = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"

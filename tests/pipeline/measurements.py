@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.findings import Findings
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.started_search import StartedSearch
-from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.policy import Resolved
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress

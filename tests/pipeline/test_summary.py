@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.pipeline.findings import Findings
+from memopt_cli.pipeline.summary import summarize
 from memopt_cli.plan.policy import Selection, resolve
 from memopt_cli.records import (
     Breakdown,
