@@ -51,7 +51,7 @@ def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
-    """As :func:`memopt_cli.training.step.place`, of a model without data, whose tensors ``Module.to`` cannot exchange."""
+    """As :func:`~memopt_cli.training.step.place`, of a model without data: ``Module.to`` cannot exchange tensors."""
     placed: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):

@@ -2,8 +2,8 @@
 
 The longest comes first, for it must fit.  Then the largest length at which the original fits, and where lengths lie
 between the two, bounds there: each range has the fastest plan that meets the budget at its largest length, found,
-measured and verified as by :func:`~memopt_cli.pipeline.plans.optimization.find_plan`.  For a device that is not here, nothing
-is measured, and estimates say what fits.
+measured and verified as by :func:`~memopt_cli.pipeline.plans.optimization.find_plan`.  For a device that is not here,
+nothing is measured, and estimates say what fits.
 """
 
 from __future__ import annotations
