@@ -14,7 +14,7 @@ SMALLER_gpt := --dim B=1
 SMALLER_resnet := --dim B=1
 SMALLER_spiking_vgg := --dim T=4 --dim B=1
 
-# make test PART=plan: the tests of one part alone.
+# make test PART=search: the tests of one part alone.
 PART ?=
 
 # Cases of the fuzz, and which.
@@ -25,7 +25,7 @@ SEED ?= 0
 # further packages, and the most seconds that this takes on each.
 COMPAT := build/compat
 OLDEST_TORCH := torch==$(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.toml).*
-COMPAT_TESTS ?= tests/runtime tests/loading/test_exported.py $(addprefix tests/,model_batching online sharded trace)
+COMPAT_TESTS ?= tests/runtime tests/loading/test_exported.py $(addprefix tests/,model_batching online trace training/sharded)
 COMPAT_SECONDS ?= 3600
 
 .PHONY: demo samples test test-fast test-exhaustive compat lint lint-style lint-types lint-layers docs check-docs fuzz check-memory baselines bench gpu clean

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.pipeline.confirmation import off
-from memopt_cli.units import format_bytes
+from memopt_cli.pipeline.plans.confirmation import off
+from memopt_cli.text.units import format_bytes
 
 DIMS = {
     "gpt": ["--dim", "B=64"],

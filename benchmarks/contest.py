@@ -22,8 +22,8 @@ from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.measure.jobs import Subject
-from memopt_cli.step import Step, place, seed_everything
 from memopt_cli.trace import resident_bytes
+from memopt_cli.training.step import Step, place, seed_everything
 
 HEAT = 5
 """Processes that stand beside the first at a time: each takes up to 3 GiB on SpikingJelly's VGG, its heap included."""

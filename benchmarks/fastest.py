@@ -26,18 +26,15 @@ from typing import TypeGuard
 import torch
 
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.batch_size.memory_limit import limits_of
-from memopt_cli.batch_size.peak_model import PeakModel
-from memopt_cli.batch_size.runs import Runs
+from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.batch_probes import BatchProbes
-from memopt_cli.pipeline.fastest import fastest_prepared
-from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes
+from memopt_cli.pipeline.batches.fastest import fastest_prepared
+from memopt_cli.pipeline.batches.trials import Pair, Trials
+from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.trials import Pair, Trials
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchProbe,
     BatchRequest,
@@ -53,8 +50,11 @@ from memopt_cli.records import (
     StepSettings,
     Trust,
 )
-from memopt_cli.spec_text import parse_tensor
-from memopt_cli.units import format_bytes
+from memopt_cli.records.progress import Progress
+from memopt_cli.search.batch_size.memory_limit import limits_of
+from memopt_cli.search.batch_size.peak_model import PeakModel
+from memopt_cli.search.batch_size.runs import Runs
+from memopt_cli.text.units import format_bytes
 
 TIME_LIMIT_S = 600.0
 SHARES = (1.0, 0.75, 0.5, 0.25)

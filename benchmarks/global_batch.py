@@ -24,15 +24,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.results import table, write_section
-from memopt_cli.batch_axis import with_batch
+from memopt_cli.inputs.batch_axis import with_batch
 from memopt_cli.loading.input_spec import make_inputs, read_spec_file
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.pipeline import recommend_batch
-from memopt_cli.progress import Progress
 from memopt_cli.records import BatchAdvice, BatchRequest, ModelSource, StepSettings, Trust
-from memopt_cli.step import Step, seeds_of_backward
+from memopt_cli.records.progress import Progress
+from memopt_cli.text.units import format_bytes, parse_bytes
 from memopt_cli.trace.log import resident_bytes
-from memopt_cli.units import format_bytes, parse_bytes
+from memopt_cli.training.step import Step, seeds_of_backward
 
 SAMPLES = Path(__file__).parents[1] / "sample_models"
 CASES = {

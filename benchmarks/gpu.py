@@ -30,13 +30,13 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.overhead import beside_pytorch
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.apply import apply_plan
-from memopt_cli.contents import read_plan
+from memopt_cli.files.contents import read_plan
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.step import Step, synchronize, take
+from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import resident_bytes
-from memopt_cli.units import format_bytes
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.step import Step, synchronize, take
 from sample_models.gpt import GPT, Block
 from sample_models.resnet import Bottleneck, ResNet
 

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.apply import apply_plan
+from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure import processes
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.pipeline import optimize
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Budget,
     DimRange,
@@ -42,15 +41,16 @@ from memopt_cli.records import (
     SearchGoal,
     StepSettings,
 )
+from memopt_cli.records.progress import Progress
 from memopt_cli.report.optimization import in_words
 from memopt_cli.runtime import ConfigsByLength, settings_of
 from memopt_cli.runtime.container import _run_by_length
 from memopt_cli.runtime.lengths import at_length
-from memopt_cli.spec_text import parse_tensor
-from memopt_cli.step import Step, reset_gradients
-from memopt_cli.step import take as run_step
+from memopt_cli.text.units import format_bytes, format_seconds, parse_bytes
 from memopt_cli.trace import resident_bytes
-from memopt_cli.units import format_bytes, format_seconds, parse_bytes
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.step import Step, reset_gradients
+from memopt_cli.training.step import take as run_step
 from sample_models import gpt
 
 LOW, HIGH, UNIT = 32, 256, 16

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import memopt_cli
 from benchmarks.results import table, this_command, write_section
+from memopt_cli.api.selftest import models
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.records import Measurement
-from memopt_cli.selftest import models
 
 
 class LSTMs(nn.Module):

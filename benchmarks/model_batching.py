@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.equality import difference
 from memopt_cli.model_batching import BatchModule
+from memopt_cli.verification.equality import difference
 
 Step = Callable[[], None]
 """One forward and backward."""

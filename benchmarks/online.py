@@ -40,8 +40,8 @@ from memopt_cli.online import (
     init_all_states,
     vmap_new_states,
 )
+from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import StorageLog
-from memopt_cli.units import format_bytes
 
 DECAY = 0.9
 MEMORY_BATCH = 8

@@ -30,12 +30,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.apply import apply_plan
-from memopt_cli.equality import effects
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime.compressor import same_bits
-from memopt_cli.step import Step, seed_everything
 from memopt_cli.trace import FakeStep, count, resident_bytes
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.step import Step, seed_everything
+from memopt_cli.verification.equality import effects
 
 _COPIES = {"aten::resolve_conj", "aten::resolve_neg"}
 """What PyTorch runs before a kernel that takes no such views; the dispatcher shows it."""

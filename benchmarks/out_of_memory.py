@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from benchmarks.results import table, this_command, write_section
+from memopt_cli.inputs.spec_text import parse_dims, parse_tensor
 from memopt_cli.measure.jobs import ORIGINAL, Job, ProbeJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.memory.step_peaks import live_bytes
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
-from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, InputSpec, ModelSource, Plan, StepSettings, StepTrace, Trust, from_data
-from memopt_cli.spec_text import parse_dims, parse_tensor
-from memopt_cli.step_peaks import live_bytes
+from memopt_cli.records.progress import Progress
 
 SHARES = (0.8, 0.6, 0.45)
 """Of what the step takes beside what stays whatever is done."""

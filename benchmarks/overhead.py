@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.apply import apply_plan, remove_plan
-from memopt_cli.plan.cost_model import (
+from memopt_cli.records import Plan, SegmentPlan, StepSettings
+from memopt_cli.search.plan.cost_model import (
     MODULE_S,
     NORM_S,
     OP_S,
@@ -34,9 +34,9 @@ from memopt_cli.plan.cost_model import (
     Passes,
     Rerun,
 )
-from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.step import Step, synchronize
 from memopt_cli.trace import FakeStep
+from memopt_cli.training.apply import apply_plan, remove_plan
+from memopt_cli.training.step import Step, synchronize
 
 _LAYERS = 20
 _COUNTS = (5, 20, 60)

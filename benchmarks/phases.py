@@ -24,13 +24,13 @@ from torch import nn
 
 from benchmarks.results import table, write_section
 from memopt_cli.measure.allocated import measure_allocated
-from memopt_cli.optimizer_text import parse_optimizer
-from memopt_cli.optimizers import optimizer_maker
 from memopt_cli.records import Phase, Precision, StepSettings
-from memopt_cli.step import Step, make_scaler, reset_gradients, take
+from memopt_cli.text.optimizer_text import parse_optimizer
+from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import FakeStep
 from memopt_cli.trace.log import resident_bytes
-from memopt_cli.units import format_bytes
+from memopt_cli.training.optimizers import optimizer_maker
+from memopt_cli.training.step import Step, make_scaler, reset_gradients, take
 
 ALLOWED = 0.01
 _STEPS: tuple[tuple[str, int, float | None, Precision], ...] = (

@@ -11,18 +11,11 @@ from pathlib import Path
 
 from memopt_cli.loading.input_spec import read_spec_file
 from memopt_cli.measure.jobs import Measured, MeasureJob
-from memopt_cli.pipeline.findings import Findings
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.search_probes import planner_probes
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.started_search import StartedSearch, start_search
-from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Probes
-from memopt_cli.plan.levels import level_of
-from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.questions import Priced
-from memopt_cli.plan.targets import segment
-from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Counted,
     Failure,
@@ -40,6 +33,13 @@ from memopt_cli.records import (
     StepSettings,
     StepTrace,
 )
+from memopt_cli.records.progress import Progress
+from memopt_cli.search.plan.cost_model import CostModel
+from memopt_cli.search.plan.interface import Probes
+from memopt_cli.search.plan.levels import level_of
+from memopt_cli.search.plan.planner import Planner
+from memopt_cli.search.plan.questions import Priced
+from memopt_cli.search.plan.targets import segment
 
 LEVEL = 4
 TIMEOUT_S = 600.0

@@ -38,17 +38,13 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.contest import HEAT, Contestant, contest, contest_table, left_out, make_step, take
 from benchmarks.planning import LEVEL, SPIKINGJELLY, Bench, LongSearch, bench, prepared
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
-from memopt_cli.pipeline.goal import GoalSearch
-from memopt_cli.pipeline.in_backward import InBackwardPlans
-from memopt_cli.pipeline.optimization import find_plan
-from memopt_cli.pipeline.plan_measurements import PlanMeasurements
-from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Probes
-from memopt_cli.plan.planner import Planner
+from memopt_cli.pipeline.plans.goal import GoalSearch
+from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
+from memopt_cli.pipeline.plans.optimization import find_plan
+from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.records import (
     Budget,
     Counted,
@@ -65,8 +61,12 @@ from memopt_cli.records import (
     from_data,
     to_data,
 )
-from memopt_cli.step import Step
+from memopt_cli.search.plan.cost_model import CostModel
+from memopt_cli.search.plan.interface import Probes
+from memopt_cli.search.plan.planner import Planner
 from memopt_cli.trace import FakeStep
+from memopt_cli.training.apply import apply_plan, remove_plan
+from memopt_cli.training.step import Step
 
 BLOCKS = {
     "gpt": "Block",

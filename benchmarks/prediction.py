@@ -22,14 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.batch_axis import with_batch
-from memopt_cli.chunking import capture_call, find_rule
 from memopt_cli.errors import first_line
+from memopt_cli.inputs.batch_axis import with_batch
 from memopt_cli.loading.input_spec import make_inputs, read_spec_file
 from memopt_cli.records import ChunkRule, InputSpec, Plan, SegmentPlan, StepSettings
-from memopt_cli.step import Step, seed_everything
+from memopt_cli.training.step import Step, seed_everything
+from memopt_cli.verification.chunking import capture_call, find_rule
 from sample_models.__main__ import NAMES, write_sample
-from tests.plan.subjects import Subject, drawn
+from tests.search.plan.subjects import Subject, drawn
 
 DRAWN = "drawn"
 NEAR, FAR = 0.02, 0.10

@@ -1,9 +1,9 @@
 """One rank of many, predicted, beside what real ranks count: ``python benchmarks/ranks.py``.
 
-Every layout of ``tests/sharded/cases.py`` is predicted in a process of its own, and counted in as many processes as it
-has ranks, joined by gloo.  Then one prediction is made twenty times over, and a model of 6.6 billion parameters is
-predicted at 8, 64 and 1024 ranks, and Llama 3 70B is planned for at 256.  The section of ``benchmarks/RESULTS.md`` is
-written.
+Every layout of ``tests/training/sharded/cases.py`` is predicted in a process of its own, and counted in as many
+processes as it has ranks, joined by gloo.  Then one prediction is made twenty times over, and a model of 6.6 billion
+parameters is predicted at 8, 64 and 1024 ranks, and Llama 3 70B is planned for at 256.  The section of
+``benchmarks/RESULTS.md`` is written.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.units import format_bytes
-from tests.sharded.cases import FOUR, FULLY_SHARDED, REPLICATED, THREE, TWO, counted_really
+from memopt_cli.text.units import format_bytes
+from tests.training.sharded.cases import FOUR, FULLY_SHARDED, REPLICATED, THREE, TWO, counted_really
 
 HEADER = ["ranks", "layout", "predicted", "counted", "difference"]
 LARGE = ("8", "64", "1024")

@@ -28,9 +28,9 @@ from benchmarks.results import table, write_section
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline import recommend_batch
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
-from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, BatchRequest, ModelSource, StepSettings, Trust
-from memopt_cli.units import exact_bytes, parse_bytes
+from memopt_cli.records.progress import Progress
+from memopt_cli.text.units import exact_bytes, parse_bytes
 
 SAMPLES = Path(__file__).parents[1] / "sample_models"
 LIMITS = {

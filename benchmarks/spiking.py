@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.results import machine, table
 from memopt_cli.records import Measurement, MemOptSummary, from_data
-from memopt_cli.units import format_bytes
+from memopt_cli.text.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "spiking.md"

@@ -16,10 +16,10 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from spikingjelly.activation_based.memopt import optimize_memory, pipeline
 from torch import Tensor, nn
 
+from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.records import InputSpec
-from memopt_cli.spec_text import parse_tensor
-from memopt_cli.step import Step
 from memopt_cli.trace import count
+from memopt_cli.training.step import Step
 
 WIDTHS = (64, 128, 256, 256, 512, 512, 512, 512)
 POOLED = (2, 4, 6)

@@ -7,8 +7,8 @@ import itertools
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.records import InputSpec
-from memopt_cli.spec_text import parse_tensor
 
 WIDTHS = (32, 64, 128, 256, 512)
 SPEC = InputSpec(tensors=(parse_tensor("Bx3x128x128@float32=normal"),), dims={"B": 4}, source="here")

@@ -15,10 +15,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batching.manager import BatchShapeManager
 from memopt_cli.batching.memory import LimitedMemory, ProcessMemory
-from memopt_cli.units import format_bytes
+from memopt_cli.search.batch_size.config import AdaptiveSizing, BatchShaping
+from memopt_cli.text.units import format_bytes
 
 MIB = 1 << 20
 CEILING = 0.9

@@ -11,7 +11,7 @@ from torch import Tensor
 import memopt_cli
 from memopt_cli import MemOptSummary
 from memopt_cli.records import Measurement
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from name_batches import LANGUAGES, LETTERS, batched_lang_rep, pack_names, top_k
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from memopt_cli.batch_size.length_strategies import compare_length_strategies
-from memopt_cli.batch_size.samplers import TokenBudgetSampler
+from memopt_cli.search.batch_size.length_strategies import compare_length_strategies
+from memopt_cli.search.batch_size.samplers import TokenBudgetSampler
 
 NAMES = Path(__file__).parent / "names"
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memopt_cli import MemOptSummary, memory_optimization
 from memopt_cli.records import Measurement, describe
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_seconds
 
 CHANNELS = (2, 64, 128, 256, 256, 512, 512, 512, 512)
 POOLED = (2, 4, 6)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of _PUBLIC, for editors and type checkers
     # isort: off
-    from memopt_cli.api import (
+    from memopt_cli.spikingjelly import (
         MEMOPT_CHECKPOINT_BUDGETS as MEMOPT_CHECKPOINT_BUDGETS,
         MEMOPT_PREFERENCES as MEMOPT_PREFERENCES,
         MEMOPT_PROFILES as MEMOPT_PROFILES,
@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # the names of _PUBLIC, for editors and type checkers
         memory_optimization as memory_optimization,
         resolve_device as resolve_device,
     )
-    from memopt_cli.apply import plan_of as plan_of, remove_plan as remove_plan
-    from memopt_cli.batch_size.config import read_batch_shaping as read_batch_shaping
-    from memopt_cli.batch_size.length_strategies import compare_length_strategies as compare_length_strategies
-    from memopt_cli.batch_size.samplers import (
+    from memopt_cli.training.apply import plan_of as plan_of, remove_plan as remove_plan
+    from memopt_cli.search.batch_size.config import read_batch_shaping as read_batch_shaping
+    from memopt_cli.search.batch_size.length_strategies import compare_length_strategies as compare_length_strategies
+    from memopt_cli.search.batch_size.samplers import (
         LengthBucketSampler as LengthBucketSampler,
         TokenBudgetSampler as TokenBudgetSampler,
     )
@@ -43,9 +43,9 @@ if TYPE_CHECKING:  # the names of _PUBLIC, for editors and type checkers
     from memopt_cli.batching.shaper import MemoryAwareShaper as MemoryAwareShaper
     from memopt_cli.batching.sizer import AdaptiveBatchSizer as AdaptiveBatchSizer
     from memopt_cli.batching.validator import BatchShapeValidator as BatchShapeValidator
-    from memopt_cli.contents import read_plan as read_plan
-    from memopt_cli.export import export_plan as export_plan
-    from memopt_cli.live import (
+    from memopt_cli.files.contents import read_plan as read_plan
+    from memopt_cli.api.export import export_plan as export_plan
+    from memopt_cli.api.live import (
         baseline as baseline,
         check as check,
         frontier as frontier,
@@ -105,14 +105,14 @@ if TYPE_CHECKING:  # the names of _PUBLIC, for editors and type checkers
         untraced as untraced,
         vmap_new_states as vmap_new_states,
     )
-    from memopt_cli.oom import explain_oom as explain_oom
-    from memopt_cli.optimized_step import optimize_step as optimize_step
-    from memopt_cli.predicted import (
+    from memopt_cli.api.oom import explain_oom as explain_oom
+    from memopt_cli.api.optimized_step import optimize_step as optimize_step
+    from memopt_cli.api.predicted import (
         plan_rank as plan_rank,
         predict_rank as predict_rank,
         recommend_ranks as recommend_ranks,
     )
-    from memopt_cli.proven import apply_plan as apply_plan
+    from memopt_cli.api.proven import apply_plan as apply_plan
     from memopt_cli.records import (
         DeviceProfile as DeviceProfile,
         InputDimension as InputDimension,
@@ -130,39 +130,39 @@ if TYPE_CHECKING:  # the names of _PUBLIC, for editors and type checkers
         is_recomputing as is_recomputing,
         to_gc_function as to_gc_function,
     )
-    from memopt_cli.user_step import Step as Step
-    from memopt_cli.verified import verify as verify
+    from memopt_cli.training.user_step import Step as Step
+    from memopt_cli.api.verified import verify as verify
     from memopt_cli.version import __version__ as __version__
     # isort: on
 
 _PUBLIC = {
     "__version__": "memopt_cli.version",
-    "apply_gc": "memopt_cli.api",
-    "get_module_and_parent": "memopt_cli.api",
-    "memory_optimization": "memopt_cli.api",
-    "optimize_step": "memopt_cli.optimized_step",
-    "resolve_device": "memopt_cli.api",
-    "MEMOPT_CHECKPOINT_BUDGETS": "memopt_cli.api",
-    "MEMOPT_PREFERENCES": "memopt_cli.api",
-    "MEMOPT_PROFILES": "memopt_cli.api",
-    "Step": "memopt_cli.user_step",
-    "baseline": "memopt_cli.live",
-    "check": "memopt_cli.live",
-    "frontier": "memopt_cli.live",
-    "optimize": "memopt_cli.live",
-    "profile": "memopt_cli.live",
-    "plan_rank": "memopt_cli.predicted",
-    "predict_rank": "memopt_cli.predicted",
-    "recommend_ranks": "memopt_cli.predicted",
-    "verify": "memopt_cli.verified",
-    "explain_oom": "memopt_cli.oom",
-    "recommend_batch": "memopt_cli.live",
-    "apply_plan": "memopt_cli.proven",
+    "apply_gc": "memopt_cli.spikingjelly",
+    "get_module_and_parent": "memopt_cli.spikingjelly",
+    "memory_optimization": "memopt_cli.spikingjelly",
+    "optimize_step": "memopt_cli.api.optimized_step",
+    "resolve_device": "memopt_cli.spikingjelly",
+    "MEMOPT_CHECKPOINT_BUDGETS": "memopt_cli.spikingjelly",
+    "MEMOPT_PREFERENCES": "memopt_cli.spikingjelly",
+    "MEMOPT_PROFILES": "memopt_cli.spikingjelly",
+    "Step": "memopt_cli.training.user_step",
+    "baseline": "memopt_cli.api.live",
+    "check": "memopt_cli.api.live",
+    "frontier": "memopt_cli.api.live",
+    "optimize": "memopt_cli.api.live",
+    "profile": "memopt_cli.api.live",
+    "plan_rank": "memopt_cli.api.predicted",
+    "predict_rank": "memopt_cli.api.predicted",
+    "recommend_ranks": "memopt_cli.api.predicted",
+    "verify": "memopt_cli.api.verified",
+    "explain_oom": "memopt_cli.api.oom",
+    "recommend_batch": "memopt_cli.api.live",
+    "apply_plan": "memopt_cli.api.proven",
     "load": "memopt_cli.loading",
-    "export_plan": "memopt_cli.export",
-    "read_plan": "memopt_cli.contents",
-    "plan_of": "memopt_cli.apply",
-    "remove_plan": "memopt_cli.apply",
+    "export_plan": "memopt_cli.api.export",
+    "read_plan": "memopt_cli.files.contents",
+    "plan_of": "memopt_cli.training.apply",
+    "remove_plan": "memopt_cli.training.apply",
     "GCContainer": "memopt_cli.runtime",
     "MemOptSummary": "memopt_cli.records",
     "DeviceProfile": "memopt_cli.records",
@@ -192,18 +192,18 @@ _PUBLIC = {
     "BatchShapeManager": "memopt_cli.batching.manager",
     "BatchShapeOptimizer": "memopt_cli.batching.shape_optimizer",
     "BatchShapeValidator": "memopt_cli.batching.validator",
-    "LengthBucketSampler": "memopt_cli.batch_size.samplers",
+    "LengthBucketSampler": "memopt_cli.search.batch_size.samplers",
     "MemoryAwareShaper": "memopt_cli.batching.shaper",
     "PerformanceMonitor": "memopt_cli.batching.monitor",
     "StatefulAdapter": "memopt_cli.batching.conventions",
-    "TokenBudgetSampler": "memopt_cli.batch_size.samplers",
+    "TokenBudgetSampler": "memopt_cli.search.batch_size.samplers",
     "collate_nested": "memopt_cli.batching.sequences",
     "collate_packed": "memopt_cli.batching.sequences",
     "collate_padded": "memopt_cli.batching.sequences",
-    "compare_length_strategies": "memopt_cli.batch_size.length_strategies",
+    "compare_length_strategies": "memopt_cli.search.batch_size.length_strategies",
     "flatten_sequences": "memopt_cli.batching.conventions",
     "unflatten_sequences": "memopt_cli.batching.conventions",
-    "read_batch_shaping": "memopt_cli.batch_size.config",
+    "read_batch_shaping": "memopt_cli.search.batch_size.config",
     "D_RTRL": "memopt_cli.online",
     "ES_D_RTRL": "memopt_cli.online",
     "GRU": "memopt_cli.online",

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from memopt_cli.errors import UsageError
-from memopt_cli.optimizer_text import parse_optimizer
-from memopt_cli.python_words import said_in_python
 from memopt_cli.records import Counted, StepSettings, to_data
-from memopt_cli.units import format_bytes, parse_bytes
+from memopt_cli.text.optimizer_text import parse_optimizer
+from memopt_cli.text.python_words import said_in_python
+from memopt_cli.text.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,10 +56,10 @@ class TrainMemory:
         names it.  The model stays where, in the mode and in the state it is; its gradients are ``None`` afterwards.
         """
         from memopt_cli.measure.local import undisturbed
-        from memopt_cli.optimizers import optimizer_maker
         from memopt_cli.runtime.state import StartingState
-        from memopt_cli.step import Step, begin, run_checked
         from memopt_cli.trace import count
+        from memopt_cli.training.optimizers import optimizer_maker
+        from memopt_cli.training.step import Step, begin, run_checked
 
         settings = StepSettings(device=_device(model), optimizer=optimizer, seed=seed)
         step = Step(

@@ -28,8 +28,8 @@ from memopt_cli.measure import channel
 from memopt_cli.measure.jobs import ChunkingJob, CountJob, Measured, MeasureJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline import inspection, prepare
-from memopt_cli.progress import Span
+from memopt_cli.pipeline import prepare
+from memopt_cli.pipeline.memory import inspection
 from memopt_cli.records import (
     Counted,
     Crashed,
@@ -43,6 +43,7 @@ from memopt_cli.records import (
     TimedOut,
     Trust,
 )
+from memopt_cli.records.progress import Span
 from tests.rows import quick
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
@@ -147,7 +148,7 @@ CHATTING = [
 ]
 
 AN_ANSWER = "an answer of a subprocess"
-LOADED, FILLED = "memopt_cli.pipeline.prepare.open_model", "memopt_cli.write._fill"
+LOADED, FILLED = "memopt_cli.pipeline.prepare.open_model", "memopt_cli.files.write._fill"
 CTRL_C = [
     # command, in which stage, just after what
     ("optimize good.pt -i 8x6 --level 4", "loading", LOADED),
@@ -158,7 +159,7 @@ CTRL_C = [
     ("profile good.pt -i 8x6", "loading", LOADED),
     ("profile good.pt -i 8x6", "measuring", AN_ANSWER),
     ("profile good.pt -i 8x6", "recording", AN_ANSWER),
-    ("apply good.pt p.yaml", "", "memopt_cli.pipeline.application.open_model"),
+    ("apply good.pt p.yaml", "", "memopt_cli.pipeline.plans.application.open_model"),
     ("apply good.pt p.yaml", "", FILLED),
     ("inspect good.pt", "", AN_ANSWER),
     ("baseline good.pt -i 8x6", "loading", LOADED),
@@ -168,7 +169,7 @@ CTRL_C = [
     ("check good.pt --baseline 8x6.json", "loading", LOADED),
     ("check good.pt --baseline 8x6.json", "measuring", AN_ANSWER),
     ("check good.pt --baseline 8x6.json", "recording", AN_ANSWER),
-    ("compare 8x6.json 2x3.json", "", "memopt_cli.pipeline.regression.read_measured"),
+    ("compare 8x6.json 2x3.json", "", "memopt_cli.pipeline.comparisons.regression.read_measured"),
     ("recommend-batch good.pt -i 8x6", "loading", LOADED),
     ("recommend-batch good.pt -i 8x6", "finding the batch", AN_ANSWER),
     ("profile good.pt -i 8x6 --html p.html", "", FILLED),

@@ -1,4 +1,4 @@
-"""Imports point downwards only: ``cli -> pipeline -> stages -> step -> records -> units -> errors``."""
+"""Imports point downwards only; ``FLOORS`` is the one place that says what is below what."""
 
 from __future__ import annotations
 
@@ -13,104 +13,50 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "memopt_cli"
 
-BASE = {"errors", "units", "records", "documents", "spec_text", "batch_axis", "optimizer_text", "version"}
-BELOW_STAGES = (
-    BASE
-    | {
-        "progress",
-        "runtime",
-        "optimizers",
-        "module_calls",
-        "wrappers",
-        "own_checkpoints",
-        "step",
-        "user_step",
-        "own_step",
-    }
-    | {"equality", "workspace", "python_words"}
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "": (
+        ("errors", "version", "runtime"),  # runtime: its paths are a file format
+        ("text",),
+        ("records",),
+        ("inputs", "search", "training"),
+        ("files", "loading", "trace", "verification"),
+        ("model_batching", "online"),  # a library, which subprocesses use, too
+        ("measure",),
+        ("pipeline", "report", "batching", "pytest_plugin"),  # batching: a library; the pipeline does without
+        ("spikingjelly",),
+        ("api",),
+        ("cli",),
+        ("__main__",),
+    ),
+    "search": (("plan", "batch_size", "estimation"),),
+    "measure": (
+        *(("processes", "seccomp"), ("devices", "folder", "reach", "sizes", "wire"), ("allocated", "jobs", "sandbox")),
+        ("channel", "conditions", "model_file", "online_jobs", "replies"),
+        *(("answers", "runner"), ("worker",), ("local", "server")),
+    ),
+    "pipeline": (
+        ("failures", "fingerprints"),
+        ("prepare", "search_probes"),
+        ("own_checkpoints", "prediction", "sessions", "verification"),
+        *(("memory",), ("batches",), ("plans",)),
+        ("comparisons", "live", "out_of_memory"),
+    ),
+}
+"""Package -> its rooms (folders and files), floor by floor from the ground: a room imports from lower floors only.
+
+``""`` is the package as a whole.  Rooms of one floor do not import each other.
+"""
+
+TORCH_FREE = (
+    *("errors", "version", "text", "records", "inputs", "files", "search.plan", "search.estimation", "report", "cli"),
+    *("measure.jobs", "measure.runner", "pipeline.fingerprints", "pipeline.memory", "pipeline.batches"),
+    *("pipeline.plans", "pipeline.comparisons", "pipeline.out_of_memory", "pytest_plugin", "__main__"),
 )
-STAGES = {
-    *("loading", "trace", "chunking", "measure", "plan", "apply", "verification", "write", "contents"),
-    *("batch_size", "estimation", "model_batching", "online", "regression", "sharded"),
-}
-PARTS: dict[str, set[str]] = {
-    "errors": set(),
-    "units": {"errors"},
-    "version": set(),
-    "python_words": {"errors"},
-    "optimizer_text": {"errors"},
-    "optimizers": {"errors", "optimizer_text"},
-    "records": {"errors", "units", "optimizer_text"},
-    "progress": {"errors", "units", "records"},
-    "documents": {"errors", "units"},
-    "spec_text": {"errors", "optimizer_text", "records", "units"},
-    "batch_axis": {"errors", "records", "spec_text"},
-    "devices": {"errors"},
-    "cards": {"errors", "records", "documents", "units"},
-    "oom_text": {"records"},
-    "fingerprints": {"errors", "records"},
-    "step_peaks": {"records"},
-    "runtime": set(),
-    "module_calls": {"errors", "runtime"},
-    "wrappers": {"runtime"},
-    "own_checkpoints": {"records", "runtime", "module_calls"},
-    "step": BASE | {"runtime", "module_calls", "optimizers", "wrappers"},
-    "user_step": {"errors", "runtime", "optimizers"},
-    "own_step": BASE | {"runtime", "module_calls", "optimizers", "step", "user_step"},
-    "equality": BASE | {"runtime", "step", "own_step"},
-    "workspace": set(),
-    **dict.fromkeys(STAGES, BELOW_STAGES),
-    "online.jobs": BASE | {"measure"},
-    "online.answers": BELOW_STAGES | {"loading", "trace", "measure", "measure.answers", "online", "online.jobs"},
-    "model_batching.answers": BELOW_STAGES | {"apply", "measure", "measure.answers", "model_batching"},
-    "batching": BELOW_STAGES | {"batch_size"},  # a library beside the commands: the pipeline does without
-    "measure": BELOW_STAGES | {"measure.processes"},
-    "measure.model_file": BELOW_STAGES | STAGES,
-    "measure.seccomp": set(),
-    "measure.sandbox": {"measure.seccomp"},
-    "measure.answers": BELOW_STAGES | STAGES | {"measure.model_file"},
-    "measure.worker": BELOW_STAGES | {"loading", "measure", "measure.answers", "measure.model_file", "measure.sandbox"},
-    "measure.processes": set(),
-    "measure.server": {"measure.processes", "measure.sandbox", "measure.worker", "measure.answers", "runtime"},
-    "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
-    "pipeline": BELOW_STAGES
-    | STAGES
-    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints", "oom_text", "step_peaks"},
-    "proven": BELOW_STAGES | {"apply", "contents", "verification"},
-    "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
-    "arguments": BELOW_STAGES | {"api", "cards", "contents", "devices", "measure", "model_batching", "pipeline"},
-    "optimized_step": BELOW_STAGES | STAGES | {"api", "arguments", "measure.processes", "pipeline"},
-    "selftest": set(),
-    "plain": set(),
-    "export": BASE | {"contents", "plain"},
-    "shown": BASE | {"python_words", "report"},
-    "live": BELOW_STAGES
-    | {"cards"}
-    | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "shown", "write"},
-    "oom": BELOW_STAGES | {"arguments", "write"},
-    "verified": BELOW_STAGES | {"arguments", "apply", "measure", "measure.processes", "pipeline", "report", "shown"},
-    "predicted": BELOW_STAGES
-    | {"arguments", "cards", "measure", "measure.local", "measure.processes", "pipeline", "plan", "shown"},
-    "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
-    "report": BASE,
-    "cli": BASE | {"cards", "progress", "pipeline", "report", "write", "measure.processes"},
-    "__main__": {"cli"},
-}
-"""Each part of the package (a module or a folder) -> the other parts it may import."""
-
-TORCH_FREE = {
-    *BASE,
-    *("cards", "estimation", "fingerprints", "progress", "plan", "report", "cli", "regression", "step_peaks"),
-    *("pytest_plugin", "__main__"),
-}
-"""Parts that import torch for the type checker only."""
+"""Rooms that import torch for the type checker only."""
 
 
-def part_of(module: str) -> str:
-    """``memopt_cli.plan.search`` -> ``plan``; some stand apart from their folder; the package itself is ``""``."""
-    inner = module.removeprefix(PACKAGE).strip(".")
-    apart = (part for part in PARTS if "." in part and f"{inner}.".startswith(f"{part}."))
-    return next(apart, inner.partition(".")[0])
+def is_within(inner: str, room: str) -> bool:
+    return f"{inner}.".startswith(f"{room}.")
 
 
 def imported(node: ast.AST, module: str, *, is_package: bool) -> Iterator[str]:
@@ -134,14 +80,32 @@ def for_type_checker(tree: ast.AST) -> set[ast.AST]:
     return {node for block in blocks for statement in block.body for node in ast.walk(statement)}
 
 
-def complaint(part: str, target: str, *, at_run_time: bool) -> str | None:
-    """What is wrong with ``part`` importing ``target``, if anything."""
-    if target.partition(".")[0] == "torch" and part in TORCH_FREE and at_run_time:
-        return f"{part} must work without {target}"
+def inside(module: str) -> str:
+    """``memopt_cli.search.plan`` -> ``search.plan``; the package itself is ``""``."""
+    return module.removeprefix(PACKAGE).strip(".")
+
+
+def floor_of(room: str, package: str) -> int | None:
+    """The floor of ``room`` in ``package``, from the ground; ``None`` if it is on no floor."""
+    return next((floor for floor, rooms in enumerate(FLOORS[package]) if room in rooms), None)
+
+
+def complaint(module: str, target: str, *, at_run_time: bool) -> str | None:
+    """What is wrong with ``module`` importing ``target``, if anything."""
+    inner = inside(module)
+    if target.partition(".")[0] == "torch" and at_run_time:
+        return next((f"{room} must work without {target}" for room in TORCH_FREE if is_within(inner, room)), None)
     if target.partition(".")[0] != PACKAGE:
         return None
-    other = part_of(target)
-    return None if other == part or other in PARTS[part] else f"{part} must not import {target}"
+    here, there, package = inner.split("."), inside(target).split("."), ""
+    while here[:1] == there[:1]:  # in the same room: it may have floors of its own
+        package = f"{package}.{here.pop(0)}".strip(".")
+        there.pop(0)
+        if package not in FLOORS or not here:
+            return None
+    own, other = floor_of(here[0], package), floor_of(there[0] if there else "", package)
+    assert own is not None, "looked at before"
+    return None if other is not None and other < own else f"{inner} must not import {target}"
 
 
 def wrong_imports(root: Path) -> list[str]:
@@ -150,20 +114,29 @@ def wrong_imports(root: Path) -> list[str]:
     return [problem for path in files for problem in wrong_imports_in(path, path.relative_to(root))]
 
 
+def on_no_floor(module: str) -> str | None:
+    """The first part of ``module`` that is missing in the table, in the package that it is in."""
+    package, parts = "", inside(module).split(".")
+    while parts and package in FLOORS:
+        if floor_of(parts[0], package) is None:
+            return f"{package}.{parts[0]}".strip(".")
+        package = f"{package}.{parts.pop(0)}".strip(".")
+    return None
+
+
 def wrong_imports_in(path: Path, relative: Path) -> Iterator[str]:
     is_package = path.name == "__init__.py"
     module = ".".join(relative.parent.parts if is_package else relative.with_suffix("").parts)
-    part = part_of(module)
-    if not part:
+    if not inside(module):
         return  # the package itself re-exports everything, lazily; see the tests at the end
-    if part not in PARTS:
-        yield f"{relative}: {part} is in no layer; add it to the table"
+    if missing := on_no_floor(module):
+        yield f"{relative}: {missing} is on no floor; add it to the table"
         return
     tree = ast.parse(path.read_text(encoding="utf-8"))
     type_only = for_type_checker(tree)
     for node in ast.walk(tree):
         for target in imported(node, module, is_package=is_package):
-            if problem := complaint(part, target, at_run_time=node not in type_only):
+            if problem := complaint(module, target, at_run_time=node not in type_only):
                 yield f"{relative}:{getattr(node, 'lineno', 0)}: {problem}"
 
 
@@ -193,25 +166,45 @@ def plant(root: Path, file: str, source: str) -> list[str]:
 @pytest.mark.parametrize(
     ("file", "source", "expected"),
     [
-        ("errors.py", "from memopt_cli import units", "errors must not import memopt_cli.units"),
+        ("errors.py", "from memopt_cli.text import units", "errors must not import memopt_cli.text.units"),
         ("records/plan.py", "import torch", "records must work without torch"),
-        ("plan/search.py", "from torch import nn", "plan must work without torch.nn"),
-        ("plan/search.py", "import torch.nn as nn", "plan must work without torch.nn"),
-        ("plan/search.py", "def f():\n    import memopt_cli.trace", "plan must not import memopt_cli.trace"),
-        ("plan/deep/a.py", "from ...apply import g", "plan must not import memopt_cli.apply.g"),
-        ("plan/deep/__init__.py", "from ...apply import g", "plan must not import memopt_cli.apply.g"),
-        ("plan/__init__.py", "from .. import apply", "plan must not import memopt_cli.apply"),
-        ("runtime/state.py", "from memopt_cli.errors import PlanError", "runtime must not import memopt_cli.errors"),
-        ("measure/runner.py", "from . import worker", "measure must not import memopt_cli.measure.worker"),
+        ("search/plan/search.py", "from torch import nn", "search.plan must work without torch.nn"),
+        ("search/plan/search.py", "import torch.nn as nn", "search.plan must work without torch.nn"),
+        ("search/plan/a.py", "def f():\n    import memopt_cli.trace", "search.plan.a must not import memopt_cli.trace"),
+        ("search/plan/a.py", "from ...training import g", "search.plan.a must not import memopt_cli.training.g"),
+        ("search/plan/__init__.py", "from ...cli import g", "search.plan must not import memopt_cli.cli.g"),
+        (
+            "search/plan/a.py",
+            "from ..batch_size import g",
+            "search.plan.a must not import memopt_cli.search.batch_size.g",
+        ),
+        ("search/__init__.py", "from .. import trace", "search must not import memopt_cli.trace"),
+        (
+            "runtime/state.py",
+            "from memopt_cli.errors import PlanError",
+            "runtime.state must not import memopt_cli.errors",
+        ),
+        ("measure/runner.py", "from . import worker", "measure.runner must not import memopt_cli.measure.worker"),
         ("measure/worker.py", "import memopt_cli.pipeline", "measure.worker must not import memopt_cli.pipeline"),
-        ("measure/worker.py", "import memopt_cli.online", "measure.worker must not import memopt_cli.online"),
-        ("pipeline.py", "from memopt_cli import report", "pipeline must not import memopt_cli.report"),
-        ("report/text.py", "import memopt_cli.pipeline", "report must not import memopt_cli.pipeline"),
-        ("apply.py", "from memopt_cli import load", "apply must not import memopt_cli.load"),
-        ("apply.py", "import memopt_cli", "apply must not import memopt_cli"),
-        ("runtime/a.py", "from memopt_cli import __version__", "runtime must not import memopt_cli.__version__"),
-        ("verification.py", "import_module('memopt_cli.cli.app')", "verification must not import memopt_cli.cli.app"),
-        ("shortcuts.py", "", "shortcuts is in no layer"),
+        ("pipeline/batches/a.py", "from ..plans import b", "batches.a must not import memopt_cli.pipeline.plans.b"),
+        (
+            "pipeline/prepare.py",
+            "from memopt_cli.pipeline import optimize",
+            "must not import memopt_cli.pipeline.optimize",
+        ),
+        ("pipeline/plans/a.py", "from memopt_cli import report", "pipeline.plans.a must not import memopt_cli.report"),
+        ("pipeline/plans/a.py", "import memopt_cli.batching", "pipeline.plans.a must not import memopt_cli.batching"),
+        ("report/text.py", "import memopt_cli.pipeline", "report.text must not import memopt_cli.pipeline"),
+        ("training/apply.py", "from memopt_cli import load", "training.apply must not import memopt_cli.load"),
+        ("training/apply.py", "import memopt_cli", "training.apply must not import memopt_cli"),
+        ("runtime/a.py", "from memopt_cli import __version__", "runtime.a must not import memopt_cli.__version__"),
+        (
+            "verification/a.py",
+            "import_module('memopt_cli.cli.app')",
+            "verification.a must not import memopt_cli.cli.app",
+        ),
+        ("shortcuts.py", "", "shortcuts is on no floor"),
+        ("pipeline/shortcuts.py", "", "pipeline.shortcuts is on no floor"),
     ],
 )
 def test_a_wrong_import_is_caught(tmp_path: Path, file: str, source: str, expected: str) -> None:
@@ -223,8 +216,12 @@ def test_a_wrong_import_is_caught(tmp_path: Path, file: str, source: str, expect
     ("file", "source"),
     [
         ("records/model.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import nn"),
-        ("plan/deep/__init__.py", "from . import cost_model\nfrom ..search import f\nfrom memopt_cli.units import g"),
-        ("measure/answers/timed.py", "from memopt_cli import apply, loading\nfrom .interface import h"),
+        (
+            "search/plan/deep/__init__.py",
+            "from . import a\nfrom ..search import f\nfrom memopt_cli.text.units import g",
+        ),
+        ("measure/answers/timed.py", "from memopt_cli import training, loading\nfrom .interface import h"),
+        ("pipeline/__init__.py", "from memopt_cli.pipeline.plans.optimization import optimize"),
         ("cli/optimize.py", "import torchlike\nfrom memopt_cli import pipeline, report, version"),
     ],
 )

@@ -21,7 +21,7 @@ from memopt_cli.batching.rows import concatenate, narrow, rows_of
 from memopt_cli.batching.sizer import AdaptiveBatchSizer
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.step import is_out_of_memory, synchronize
+from memopt_cli.training.step import is_out_of_memory, synchronize
 
 Strategy = Literal["memory_adaptive", "fixed", "throughput"]
 Collate = Callable[[Sequence[Any]], Any]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from memopt_cli.batch_size.config import BatchShaping
 from memopt_cli.batching.dataset import STRATEGIES, Collate, DatasetRun, Strategy, collate_inputs
 from memopt_cli.batching.memory import MemoryMeter, meter_of
 from memopt_cli.batching.monitor import PerformanceMonitor, Trend
@@ -22,6 +21,7 @@ from memopt_cli.batching.sizer import AdaptiveBatchSizer
 from memopt_cli.batching.validator import BatchShapeValidator
 from memopt_cli.errors import BatchShapeError, UsageError
 from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.search.batch_size.config import BatchShaping
 
 logger = logging.getLogger("memopt_cli.batching")
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from memopt_cli.batch_size.capacity import device_capacity
 from memopt_cli.errors import UsageError
+from memopt_cli.search.batch_size.capacity import device_capacity
 
 _STATUS = Path("/proc/self/status")
 _RESET_PEAK = "5"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 from typing import Literal, TypedDict
 
-from memopt_cli.batch_size.config import PerformanceMonitoring
 from memopt_cli.batching.memory import MemoryMeter, ProcessMemory, usage_share
 from memopt_cli.errors import UsageError
+from memopt_cli.search.batch_size.config import PerformanceMonitoring
 
 Trend = Literal["improving", "stable", "degrading", "insufficient_data"]
 

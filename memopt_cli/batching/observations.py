@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from memopt_cli.batch_size.config import AdaptiveSizing
-from memopt_cli.batch_size.lines import fit_line
+from memopt_cli.search.batch_size.config import AdaptiveSizing
+from memopt_cli.search.batch_size.lines import fit_line
 
 _LOSS_SPIKE = 1.5
 """A loss so many times its average stops growth."""

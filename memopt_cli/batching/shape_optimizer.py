@@ -17,7 +17,7 @@ from memopt_cli.batching.requirements import infer_requirements, require_batch_s
 from memopt_cli.batching.trial import Trial, try_step
 from memopt_cli.errors import MemoryBudgetError, UsageError
 from memopt_cli.records import OutOfMemory, from_data
-from memopt_cli.units import format_bytes
+from memopt_cli.text.units import format_bytes
 
 _STEPS = 3
 """Timed steps for each shape, after one to warm up."""

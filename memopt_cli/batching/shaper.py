@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from memopt_cli.batch_size.config import Layout, MemoryAwareShaping
 from memopt_cli.batching.memory import MemoryMeter, meter_of
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
-from memopt_cli.units import format_bytes
+from memopt_cli.search.batch_size.config import Layout, MemoryAwareShaping
+from memopt_cli.text.units import format_bytes
 
 OPERATIONS = ("attention", "convolution", "recurrent")
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

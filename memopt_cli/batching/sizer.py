@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memopt_cli.batch_size.config import AdaptiveSizing
 from memopt_cli.batching.memory import MemoryMeter, meter_of, usage_share
 from memopt_cli.batching.observations import Bounds, Losses, Usages
 from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input
 from memopt_cli.batching.trial import Trial, try_step
 from memopt_cli.errors import MemoryBudgetError, UsageError
-from memopt_cli.units import format_bytes
+from memopt_cli.search.batch_size.config import AdaptiveSizing
+from memopt_cli.text.units import format_bytes
 
 DANGER_SHARE = 0.95
 """Usage that is answered at once, whatever the interval."""

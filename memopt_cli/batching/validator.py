@@ -9,10 +9,10 @@ from typing import Any, TypedDict
 
 from torch import nn
 
-from memopt_cli.batch_size.config import Validation
 from memopt_cli.batching.requirements import ShapeRequirements, as_requirements, require_batch_shape, sequence_axis
 from memopt_cli.errors import BatchShapeError
 from memopt_cli.records import from_data
+from memopt_cli.search.batch_size.config import Validation
 
 _LANES = 8
 """Sizes of matrix units are multiples of it (NVIDIA, "Matrix Multiplication Background": 8 for 16-bit types)."""

@@ -31,9 +31,9 @@ from memopt_cli.cli.ranks import speaks
 from memopt_cli.cli.recommend_batch import recommend_batch
 from memopt_cli.cli.selftest import selftest
 from memopt_cli.cli.verify import verify
-from memopt_cli.documents import abridged, printable
 from memopt_cli.errors import Interrupted, MemoptError, UsageError
 from memopt_cli.report.lines import guarded
+from memopt_cli.text.documents import abridged, printable
 
 
 class OutputError(MemoptError):

@@ -12,9 +12,9 @@ from memopt_cli.cli.help import ANSWER, OUTPUT, RANKS, SEARCH, STEP
 from memopt_cli.cli.options import dims_option, html_option
 from memopt_cli.cli.values import memory, seconds, whole
 from memopt_cli.errors import UsageError
+from memopt_cli.inputs.spec_text import MOST_RANKS, parse_dims
 from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, StrategyName
 from memopt_cli.records import Objective as ObjectiveName
-from memopt_cli.spec_text import MOST_RANKS, parse_dims
 
 
 def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min) -> tuple[list[str], DimRange | None]:

@@ -14,9 +14,9 @@ from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, SpreadOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import MemoptError
+from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.records import CheckRequest, Precision
-from memopt_cli.spec_text import parse_limit
 
 _REGRESSION = 1
 """Exit code."""

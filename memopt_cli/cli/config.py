@@ -9,8 +9,8 @@ from typing import Any
 
 import typer
 
-from memopt_cli.documents import kept_below, printable, read_mapping
 from memopt_cli.errors import UnsafeFileError, UsageError, shortened
+from memopt_cli.text.documents import kept_below, printable, read_mapping
 
 DEFAULT_PATH = Path("memopt.yaml")
 

@@ -9,8 +9,8 @@ import typer
 
 from memopt_cli.cli.config import Config
 from memopt_cli.errors import UsageError
+from memopt_cli.inputs.spec_text import check_inputs, parse_dims, parse_tensor, require_used
 from memopt_cli.records import InputSpec
-from memopt_cli.spec_text import check_inputs, parse_dims, parse_tensor, require_used
 
 
 def input_spec(

@@ -23,8 +23,8 @@ from memopt_cli.cli.values import (
     seconds,
     whole,
 )
+from memopt_cli.inputs.spec_text import MOST_RANKS
 from memopt_cli.records import DeviceProfile, Precision
-from memopt_cli.spec_text import MOST_RANKS
 
 _LOG = logging.getLogger("memopt_cli")
 

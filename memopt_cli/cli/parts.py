@@ -14,8 +14,8 @@ import typer
 from memopt_cli.cli import batch_options, options, search_options
 from memopt_cli.cli.config import Config
 from memopt_cli.errors import UsageError
+from memopt_cli.inputs.spec_text import layout_of, parse_mesh, ranks_asked
 from memopt_cli.records import Layout, ModelSource, SearchOverrides, StepSettings, Trust
-from memopt_cli.spec_text import layout_of, parse_mesh, ranks_asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

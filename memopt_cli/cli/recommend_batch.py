@@ -7,7 +7,6 @@ import sys
 
 import typer
 
-from memopt_cli.cards import check_memory_known, check_nothing_runs
 from memopt_cli.cli import batch_options as batch
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
@@ -21,6 +20,7 @@ from memopt_cli.report.html import fastest_page
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
+from memopt_cli.search.estimation.cards import check_memory_known, check_nothing_runs
 
 
 @with_parts
@@ -104,7 +104,7 @@ def recommend_batch(
     written: tuple[str, ...] = ()
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         if request.strategies:
-            from memopt_cli.pipeline.strategies import compare_strategies  # imports torch
+            from memopt_cli.pipeline.comparisons.strategies import compare_strategies  # imports torch
 
             compared = compare_strategies(request, progress=progress, ask=ask)
             report.strategies_compared(compared, sys.stdout)

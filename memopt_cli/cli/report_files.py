@@ -11,10 +11,10 @@ import typer
 
 from memopt_cli.cli.help import OUTPUT
 from memopt_cli.cli.options import html_option
+from memopt_cli.files.write import Fill, check_targets, content, write_all
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html import require_plotly
 from memopt_cli.report.snapshot import snapshot_bytes
-from memopt_cli.write import Fill, check_targets, content, write_all
 
 Html = Annotated[str | None, html_option("Also write a report")]
 Snapshot = Annotated[

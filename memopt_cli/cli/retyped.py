@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 
 import typer
 
-from memopt_cli.documents import quoted_flag
+from memopt_cli.text.documents import quoted_flag
 
 
 def typed_flags(context: typer.Context, *, leave_out: Container[str]) -> tuple[str, ...]:

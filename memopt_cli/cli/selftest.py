@@ -29,7 +29,7 @@ def selftest(
     --json to a report. Exits with 1 if something does not hold.
     """
     context.with_resource(processes.kept(early=True))
-    from memopt_cli.pipeline import promises  # imports torch
+    from memopt_cli.api.selftest import promises  # imports torch
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, _):
         found = promises.selftest(device, progress=progress)

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, SpinnerColumn, Task, TextColumn, TimeElapse
 from rich.progress import Progress as Bar
 from rich.progress_bar import ProgressBar
 
-from memopt_cli.documents import no_commands, printable
 from memopt_cli.errors import Terminated
-from memopt_cli.progress import Ask, Progress, Span
 from memopt_cli.records import WantedGlobal
+from memopt_cli.records.progress import Ask, Progress, Span
+from memopt_cli.text.documents import no_commands, printable
 
 _FULL = 0.95
 """A bar that fills by time stops there until its stage is over."""

@@ -8,12 +8,19 @@ from collections.abc import Callable
 
 import typer
 
-from memopt_cli.cards import device_profile
 from memopt_cli.errors import UsageError
-from memopt_cli.optimizer_text import MadeOptimizer, is_function, notebook_refusal, parse_optimizer
+from memopt_cli.inputs.spec_text import (
+    MODEL_SETTINGS,
+    is_built_in,
+    is_pretrained,
+    parse_device,
+    parse_factory,
+    parse_mesh,
+)
 from memopt_cli.records import BUILT_IN, DeviceProfile
-from memopt_cli.spec_text import MODEL_SETTINGS, is_built_in, is_pretrained, parse_device, parse_factory, parse_mesh
-from memopt_cli.units import parse_amount
+from memopt_cli.search.estimation.cards import device_profile
+from memopt_cli.text.optimizer_text import MadeOptimizer, is_function, notebook_refusal, parse_optimizer
+from memopt_cli.text.units import parse_amount
 
 
 def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:

@@ -9,8 +9,8 @@ from typing import Final
 
 from torch import nn
 
-from memopt_cli.documents import read_bytes
 from memopt_cli.errors import UnsafeFileError, UsageError
+from memopt_cli.inputs.spec_text import is_factory, is_pretrained
 from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.bounds import check_paths
 from memopt_cli.loading.exported import Exported
@@ -23,11 +23,11 @@ from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.loading.trust import Unvouched, as_python, together
 from memopt_cli.loading.user_code import UserCode, make_importable
-from memopt_cli.python_words import said_in_python
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
-from memopt_cli.spec_text import is_factory, is_pretrained
-from memopt_cli.user_step import StepModels
-from memopt_cli.wrappers import compiled_notes, peeled, unwrapped, wrapper_notes
+from memopt_cli.text.documents import read_bytes
+from memopt_cli.text.python_words import said_in_python
+from memopt_cli.training.user_step import StepModels
+from memopt_cli.training.wrappers import compiled_notes, peeled, unwrapped, wrapper_notes
 
 __all__ = ["format_of", "load", "load_model", "read_file", "read_same"]
 

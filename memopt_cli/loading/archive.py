@@ -13,7 +13,7 @@ from typing import Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading.interface import TRUNCATED
-from memopt_cli.units import format_bytes
+from memopt_cli.text.units import format_bytes
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from memopt_cli.documents import printable
 from memopt_cli.loading.pickles.described import PickledTensor, items_in, tensor_of
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME, is_segment
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, entries_of
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
+from memopt_cli.text.documents import printable
 
 Registered = Mapping[str, Mapping[str, TensorKind]]
 """Class of a script -> attribute -> what it is registered as."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from memopt_cli.documents import printable
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.contents import Contents, contents_of, count_items
@@ -26,6 +25,7 @@ from memopt_cli.loading.safetensors_file import is_safetensors, read_header
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.loading.trust import as_flags
 from memopt_cli.records import GlobalVerdict, Inspection, StoredTensor, TensorKind, Trust
+from memopt_cli.text.documents import printable
 
 _REGISTERS = re.compile(
     r"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE

@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, shortened
+from memopt_cli.inputs.spec_text import DTYPES as INPUT_DTYPES
 from memopt_cli.loading.archive import OF_TENSORS_WITHIN, Archive, record_names
 from memopt_cli.loading.exported_contents import checked_path, read_program
 from memopt_cli.loading.exported_graph import (
@@ -35,7 +35,7 @@ from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.operators import DTYPES
 from memopt_cli.runtime.lifted.program import VERSION, BadProgram, is_attribute, is_parameter
 from memopt_cli.runtime.private_torch import children_of, memory_of, parameters_of
-from memopt_cli.spec_text import DTYPES as INPUT_DTYPES
+from memopt_cli.text.documents import read_json
 
 _PROGRAM: Final = "models/model.json"
 _OLD_PROGRAM: Final = "serialized_exported_program.json"

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memopt_cli.documents import printable, read_json
 from memopt_cli.loading.archive import OF_TENSORS_WITHIN, Archive
 from memopt_cli.loading.contents import DEEPEST, Contents, contents_of
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.described import LARGEST, item_bytes, items_in
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
+from memopt_cli.text.documents import printable, read_json
 
 _DTYPES: Final = {
     1: "uint8",

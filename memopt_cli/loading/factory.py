@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.documents import quoted_flag
 from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import made_of, refuse_attacks
@@ -20,10 +19,11 @@ from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.loading.user_function import user_function
-from memopt_cli.optimizer_text import is_function
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
-from memopt_cli.step import is_out_of_memory
-from memopt_cli.user_step import Step, StepModels
+from memopt_cli.text.documents import quoted_flag
+from memopt_cli.text.optimizer_text import is_function
+from memopt_cli.training.step import is_out_of_memory
+from memopt_cli.training.user_step import Step, StepModels
 
 _SHOWN = 3
 """Names of weights that an error lists, of each kind."""
@@ -34,7 +34,7 @@ def build(location: str) -> nn.Module:
 
     Parameters that it draws from PyTorch's generator are the same every time.  Raises :class:`UsageError` if there is
     no such callable, :class:`FileFormatError` if the import or the call fails, or the result is neither an
-    ``nn.Module`` nor a :class:`~memopt_cli.user_step.Step`.
+    ``nn.Module`` nor a :class:`~memopt_cli.training.user_step.Step`.
     """
     if is_function(location):
         make_importable(Path(location).resolve().parent, first=False)

@@ -16,17 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.batch_axis import BATCH, NO_BATCH_ARGUMENT
-from memopt_cli.documents import printable, quoted_path, read_bytes, read_yaml
 from memopt_cli.errors import FileFormatError, UsageError, first_line, shortened
-from memopt_cli.loading.archive import check_archive
-from memopt_cli.loading.interface import require_same
-from memopt_cli.loading.module_pickle import load_tensors
-from memopt_cli.loading.safetensors_file import read_safetensors
-from memopt_cli.loading.user_function import user_function
-from memopt_cli.records import GUESS, InputSpec, ModelSource, TensorSpec, refuse_unknown
-from memopt_cli.runtime.private_torch import with_data
-from memopt_cli.spec_text import (
+from memopt_cli.inputs.batch_axis import BATCH, NO_BATCH_ARGUMENT
+from memopt_cli.inputs.spec_text import (
     MOST_INPUTS,
     check_spec,
     is_factory,
@@ -38,8 +30,16 @@ from memopt_cli.spec_text import (
     require_sizes,
     require_used,
 )
-from memopt_cli.step import dtype_in
-from memopt_cli.user_step import StepModels
+from memopt_cli.loading.archive import check_archive
+from memopt_cli.loading.interface import require_same
+from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.loading.safetensors_file import read_safetensors
+from memopt_cli.loading.user_function import user_function
+from memopt_cli.records import GUESS, InputSpec, ModelSource, TensorSpec, refuse_unknown
+from memopt_cli.runtime.private_torch import with_data
+from memopt_cli.text.documents import printable, quoted_path, read_bytes, read_yaml
+from memopt_cli.training.step import dtype_in
+from memopt_cli.training.user_step import StepModels
 
 __all__ = [
     "batch_of",

@@ -7,11 +7,11 @@ from typing import Final, Protocol
 
 from torch import nn
 
-from memopt_cli.documents import quoted_path
 from memopt_cli.errors import ChangedFileError, FileFormatError
 from memopt_cli.records import InputSpec, Trust
-from memopt_cli.units import counted
-from memopt_cli.wrappers import Wrapper
+from memopt_cli.text.documents import quoted_path
+from memopt_cli.text.units import counted
+from memopt_cli.training.wrappers import Wrapper
 
 TRUNCATED: Final = "It may be truncated: download it or save it again."
 UNCHECKED: Final = "If you saved it yourself, --trust-pickle loads it without any check."

@@ -21,14 +21,14 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from memopt_cli.documents import MOST_BYTES, read_bytes, read_json
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line, shortened
+from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, base_of, is_pretrained
 from memopt_cli.loading.bounds import bounded, limited
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.watch import watched
-from memopt_cli.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, base_of, is_pretrained
+from memopt_cli.text.documents import MOST_BYTES, read_bytes, read_json
 
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _WEIGHTS: Final = (

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from memopt_cli.errors import MemoptError, UnsafeFileError
+from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS
 from memopt_cli.loading import format_of, read_file, read_same
 from memopt_cli.loading.archive import record_names
 from memopt_cli.loading.interface import ModelFile
@@ -30,7 +31,6 @@ from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
 from memopt_cli.loading.pickles.scan import uncollected
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.records import ModelSource, Trust
-from memopt_cli.spec_text import ADAPTER_SETTINGS
 
 _START: Final = b"PK\x03\x04"
 _OF_SCRIPTS: Final = "constants.pkl"

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading.interface import TRUNCATED, Loaded, ModelFile, no_model
 from memopt_cli.loading.pickles.described import LARGEST, items_in
 from memopt_cli.records import Trust
+from memopt_cli.text.documents import read_json
 
 _DTYPES = {
     "F64": torch.float64,

@@ -17,13 +17,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
-from memopt_cli.documents import printable, quoted_flag
 from memopt_cli.errors import UnsafeFileError
 from memopt_cli.loading.pickles.kinds.interface import TOO_WIDE, Denied, Missing, Use
 from memopt_cli.loading.pickles.kinds.modules import LIBRARIES
 from memopt_cli.loading.pickles.kinds.vouched import Definition, defined_as, needs_script
 from memopt_cli.loading.pickles.nodes import COMPUTED, Global
 from memopt_cli.records import Trust, WantedGlobal
+from memopt_cli.text.documents import printable, quoted_flag
 
 _ATTACKS: Final = frozenset(
     "posix nt os sys subprocess runpy importlib shutil pty code codeop timeit cProfile profile pdb bdb trace doctest "

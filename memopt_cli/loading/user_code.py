@@ -11,7 +11,7 @@ from typing import Any
 
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
-from memopt_cli.optimizer_text import notebook_refusal
+from memopt_cli.text.optimizer_text import notebook_refusal
 
 
 class UserCode:

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from memopt_cli.records import Phase
-from memopt_cli.workspace import ASIDE, OperatorRun, Workspaces, argument_shapes, find_workspaces
+from memopt_cli.trace.workspace import ASIDE, OperatorRun, Workspaces, argument_shapes, find_workspaces
 
 MarkedStep = Callable[[Callable[[Phase], None]], object]
 """A step that says which phase it enters."""

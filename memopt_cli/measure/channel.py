@@ -15,9 +15,9 @@ import tempfile
 import time
 from typing import Any, BinaryIO
 
-from memopt_cli.documents import printable
 from memopt_cli.measure import processes
 from memopt_cli.records import Crashed, OutOfMemory, TimedOut
+from memopt_cli.text.documents import printable
 
 _TAIL_BYTES = 4000
 _PATIENCE_S = 5.0

@@ -359,7 +359,7 @@ class CompiledJob(StepJob[CompiledStep]):
 class ReplicasJob(StepJob[BatchProbe]):
     """The allocated peak of a step that copies of the model take as one."""
 
-    answered_by: ClassVar[str] = "memopt_cli.model_batching.answers:probe"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.model_batching:probe"
     plan: Plan
     batch: int
     """Of each copy."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from memopt_cli.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.loading import description, load_model, read_file
 from memopt_cli.loading.input_spec import batch_of, find_spec
@@ -30,13 +29,14 @@ from memopt_cli.measure.jobs import (
 from memopt_cli.model_batching import BatchModule
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.model_batching.stacked import refuse_unsupported
-from memopt_cli.own_checkpoints import switches_of
 from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan, SnapshotFacts
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
 from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.trace import built_without_data, codec_paths, fake_mode
 from memopt_cli.trace.storages import unique_bytes
-from memopt_cli.user_step import StepModels
+from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
+from memopt_cli.training.own_checkpoints import switches_of
+from memopt_cli.training.user_step import StepModels
 
 
 def describe(subject: Subject, job: DescribeJob) -> ModelFacts:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from memopt_cli.optimizer_text import IN_MEMORY
+from memopt_cli.text.optimizer_text import IN_MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, TypeVar
 
-from memopt_cli.documents import places
 from memopt_cli.errors import ChangedFileError
 from memopt_cli.measure.channel import Channel
 from memopt_cli.measure.folder import Folder
@@ -17,7 +16,8 @@ from memopt_cli.measure.replies import read
 from memopt_cli.measure.sizes import is_confined, most_saved_bytes
 from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, Failure, ModelSource, StepFailed, to_data
-from memopt_cli.units import format_bytes
+from memopt_cli.text.documents import places
+from memopt_cli.text.units import format_bytes
 
 Answer = TypeVar("Answer")
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
-from memopt_cli.documents import MOST_BYTES, read_bytes, read_json
+from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS, base_of, is_factory
 from memopt_cli.records import ModelSource
-from memopt_cli.spec_text import ADAPTER_SETTINGS, base_of, is_factory
+from memopt_cli.text.documents import MOST_BYTES, read_bytes, read_json
 
 _WIDENING, _MARGIN_BYTES = 4, 1 << 30
 """Weights of 8 bits may be trained in 32, and a model makes buffers that its file does not hold, as masks are."""

@@ -11,7 +11,7 @@ import re
 import struct
 from typing import Any, BinaryIO, Final
 
-from memopt_cli.documents import printable, whole_number
+from memopt_cli.text.documents import printable, whole_number
 
 SIZE: Final = struct.Struct("!Q")
 """Of what follows, in bytes."""

@@ -19,7 +19,6 @@ from typing import Any, BinaryIO, TextIO, TypeVar, cast
 
 from torch import nn
 
-from memopt_cli import documents
 from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError, StepError
 from memopt_cli.loading import bounds
 from memopt_cli.loading.trust import Unvouched
@@ -28,9 +27,10 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, StepFailed, from_data, to_data
-from memopt_cli.step import FORWARD_HINT, is_out_of_memory
-from memopt_cli.units import format_bytes
-from memopt_cli.wrappers import uncompiled
+from memopt_cli.text import documents
+from memopt_cli.text.units import format_bytes
+from memopt_cli.training.step import FORWARD_HINT, is_out_of_memory
+from memopt_cli.training.wrappers import uncompiled
 
 Answer = TypeVar("Answer")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memopt_cli.model_batching.module import BatchModule
 from memopt_cli.runtime.tree import join_tensors, map_leaves, split_tensors
-from memopt_cli.step import Step, loss_entry
+from memopt_cli.training.step import Step, loss_entry
 
 
 def replicated_step(step: Step, models: int, example: Step) -> tuple[Step, str]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import difference, effects, generator_state, generators_kept, in_double, state_of
 from memopt_cli.errors import UsageError, first_line
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.interface import Convolutions
@@ -29,7 +28,8 @@ from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import Convolution, TorchDispatchMode, schema_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.step import Step, seed_everything, seed_torch, seeds_of_backward, synchronize
+from memopt_cli.training.step import Step, seed_everything, seed_torch, seeds_of_backward, synchronize
+from memopt_cli.verification.equality import difference, effects, generator_state, generators_kept, in_double, state_of
 
 TOLERANCE = 1e-10
 """Relative difference from the loop, in float64, up to which a route is taken to compute the same."""

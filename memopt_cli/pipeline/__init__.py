@@ -1,16 +1,16 @@
 """What each command does, stage by stage.  The only place that knows the order."""
 
-from memopt_cli.pipeline.application import apply
-from memopt_cli.pipeline.equivalence import verify
-from memopt_cli.pipeline.explanation import explain
-from memopt_cli.pipeline.fastest import recommend_fastest
-from memopt_cli.pipeline.group import measure
-from memopt_cli.pipeline.inspection import inspect
-from memopt_cli.pipeline.optimization import optimize
-from memopt_cli.pipeline.profiling import profile
-from memopt_cli.pipeline.rank_batches import recommend_ranks
-from memopt_cli.pipeline.recommendation import recommend_batch
-from memopt_cli.pipeline.regression import baseline, check, compare_files
+from memopt_cli.pipeline.batches.fastest import recommend_fastest
+from memopt_cli.pipeline.batches.rank_batches import recommend_ranks
+from memopt_cli.pipeline.batches.recommendation import recommend_batch
+from memopt_cli.pipeline.comparisons.equivalence import verify
+from memopt_cli.pipeline.comparisons.regression import baseline, check, compare_files
+from memopt_cli.pipeline.memory.group import measure
+from memopt_cli.pipeline.memory.inspection import inspect
+from memopt_cli.pipeline.memory.profiling import profile
+from memopt_cli.pipeline.out_of_memory.explanation import explain
+from memopt_cli.pipeline.plans.application import apply
+from memopt_cli.pipeline.plans.optimization import optimize
 
 __all__ = [
     "apply",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Plan, describe
-from memopt_cli.units import counted, format_bytes, format_seconds, format_some
+from memopt_cli.text.units import counted, format_bytes, format_seconds, format_some
 
 
 def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Prepared:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memopt_cli.errors import UsageError
+from memopt_cli.inputs.spec_text import is_factory, ranks_asked
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Opening, Prepared
 from memopt_cli.records import DeviceProfile, Layout, Plan, RankPrediction, predicted
-from memopt_cli.spec_text import is_factory, ranks_asked
 
 
 def without_data(opening: Opening, layout: Layout) -> Opening:

@@ -9,14 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from memopt_cli.batch_axis import BATCH, with_batch
-from memopt_cli.devices import resolve_device
 from memopt_cli.errors import UnsafeFileError, UsageError
+from memopt_cli.inputs.batch_axis import BATCH, with_batch
+from memopt_cli.inputs.spec_text import format_tensor
+from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ORIGINAL, Answer, CompareJob, Data, DescribeJob, Job, SaveJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.sizes import is_confined
 from memopt_cli.pipeline.failures import raise_failure, required
-from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     SCHEMA_VERSION,
     STEP,
@@ -31,7 +31,7 @@ from memopt_cli.records import (
     StepRequest,
     StepSettings,
 )
-from memopt_cli.spec_text import format_tensor
+from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.version import __version__
 
 TAKEN_OFF = "The file carries a plan already; it was taken off first."

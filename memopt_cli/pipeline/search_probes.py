@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from memopt_cli.measure.jobs import ORIGINAL, ChunkingFound, ChunkingJob, CountJob, Job, Traced, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.plan.interface import NotTried, Probes
-from memopt_cli.progress import Progress, Span
 from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
-from memopt_cli.units import counted, format_bytes
+from memopt_cli.records.progress import Progress, Span
+from memopt_cli.search.plan.interface import NotTried, Probes
+from memopt_cli.text.units import counted, format_bytes
 
 Answer = TypeVar("Answer")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memopt_cli.batch_axis import BATCH
-from memopt_cli.fingerprints.steps import EPSILONS, compared
+from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.measure.jobs import RoundedJob, Sizes, SizesJob, VerifyJob
 from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.fingerprints.steps import EPSILONS, compared
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import (
     Differs,

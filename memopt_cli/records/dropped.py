@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from memopt_cli.records.measurement import Failure, describe
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.verification import Verification
-from memopt_cli.units import counted, format_apart, format_bytes
+from memopt_cli.text.units import counted, format_apart, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,5 +120,5 @@ class ModelFacts:
     sync_norms: tuple[str, ...]
     """Paths of batch norms that need all processes."""
     checkpoint_switches: tuple[str, ...] = ()
-    """Attributes by which the model checkpoints by itself, as :func:`memopt_cli.own_checkpoints.switches_of` finds
-    them."""
+    """Attributes by which the model checkpoints by itself, as
+    :func:`memopt_cli.training.own_checkpoints.switches_of` finds them."""

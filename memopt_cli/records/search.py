@@ -24,7 +24,7 @@ SelectionPolicy = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """Limits and switches of the search, as :func:`memopt_cli.plan.policy.resolve` settled them."""
+    """Limits and switches of the search, as :func:`memopt_cli.search.plan.policy.resolve` settled them."""
 
     level: int = 3
     targets: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memopt_cli.errors import UsageError
-from memopt_cli.optimizer_text import parse_optimizer
+from memopt_cli.text.optimizer_text import parse_optimizer
 
 Precision = Literal["stored", "fp32", "bf16", "fp16", "fp64"]
 
@@ -23,9 +23,11 @@ class StepSettings:
     precision: Precision = "stored"
     """``stored`` keeps the file's dtypes; ``fp32`` and ``fp64`` cast; ``bf16`` and ``fp16`` run under autocast."""
     loss: str | None = None
-    """``file.py:function``, called with the model's output; ``None``: see :func:`memopt_cli.step.seeds_of_backward`."""
+    """``file.py:function``, called with the model's output; ``None``: see
+    :func:`memopt_cli.training.step.seeds_of_backward`."""
     optimizer: str = ""
-    """Whose state counts, as :func:`~memopt_cli.optimizer_text.parse_optimizer` takes it; empty: nobody named one."""
+    """Whose state counts, as :func:`~memopt_cli.text.optimizer_text.parse_optimizer` takes it; empty: nobody named
+    one."""
     micro_batches: int = 1
     """Of a step of the optimizer.  Of several, the last is run: it adds to the gradients of the others."""
     clip_norm: float | None = None

@@ -12,7 +12,7 @@ from memopt_cli.records.measurement import Counted, Failure, Measurement
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.rank import PlannedRanks
 from memopt_cli.records.verification import Verification
-from memopt_cli.units import format_bytes
+from memopt_cli.text.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from memopt_cli.inputs.spec_text import format_layout
 from memopt_cli.records import Change, Comparison, Difference, ModuleChange, PeakPlace, SavedTensor, Verdict
 from memopt_cli.report.rank import TENSOR_PEAK
-from memopt_cli.spec_text import format_layout
-from memopt_cli.units import counted, format_bytes, format_seconds
+from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 _NAMES = {"peak": "tensor peak", "allocated": "allocated peak"}
 _MODULES = 10

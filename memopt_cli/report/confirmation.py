@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memopt_cli.records import Confirmation
-from memopt_cli.units import format_bytes, format_seconds, format_some
+from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 
 def lines(found: Confirmation) -> Iterator[str]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from memopt_cli.records import Equivalence, Likeness, TensorGap
-from memopt_cli.units import format_seconds
+from memopt_cli.text.units import format_seconds
 
 _SHOWN = 12
 """Rows of a table."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from memopt_cli.records import Explanation, Holder, to_data
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_seconds
 
 _LONGEST = 56
 """Characters of a name."""

@@ -10,7 +10,7 @@ from memopt_cli.records import BatchProbe, FastestTraining, PairRun, Plan, descr
 from memopt_cli.report.optimization import in_words, verification
 from memopt_cli.report.pasted import training_settings
 from memopt_cli.report.recommendation import rate
-from memopt_cli.units import counted, format_bytes, format_seconds
+from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 
 def headline(found: FastestTraining) -> Iterator[str]:

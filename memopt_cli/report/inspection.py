@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt_cli.records import GlobalVerdict, Inspection, StoredModule, StoredTensor
-from memopt_cli.units import counted, format_bytes
+from memopt_cli.text.units import counted, format_bytes
 
 _SHOWN = 12
 """Groups of tied tensors that are listed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TextIO
 
-from memopt_cli.documents import json_text
 from memopt_cli.records import (
     ApplyResult,
     BaselineResult,
@@ -23,6 +22,7 @@ from memopt_cli.records import (
     StrategyComparison,
     to_data,
 )
+from memopt_cli.text.documents import json_text
 
 
 class JsonReport:

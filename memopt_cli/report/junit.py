@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from typing import TextIO
 from xml.etree import ElementTree as ET
 
-from memopt_cli.documents import COMMAND
 from memopt_cli.errors import printable, printable_lines
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import growth, judged, reasons
+from memopt_cli.text.documents import COMMAND
 
 
 class JunitReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from memopt_cli.documents import COMMAND
+from memopt_cli.text.documents import COMMAND
 
 _KEPT = 4096
 """Characters of an unfinished line that are looked at again when it goes on."""

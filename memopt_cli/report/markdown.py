@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from memopt_cli.documents import printable
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import (
@@ -19,6 +18,7 @@ from memopt_cli.report.comparison import (
     reasons,
 )
 from memopt_cli.report.lines import guarded
+from memopt_cli.text.documents import printable
 
 _PLAIN = re.compile(r"(?!www\.)(?:[^\W_]|[+−–→…×'.])*", re.IGNORECASE)
 """What is text in every dialect: no markup, and nothing that a page makes a link, a mention or a formula of."""

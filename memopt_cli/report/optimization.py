@@ -21,7 +21,7 @@ from memopt_cli.records import (
     describe,
 )
 from memopt_cli.report.rank import planned_headline, planned_lines
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_seconds
 
 _COLUMNS = (
     "allocated\npeak",

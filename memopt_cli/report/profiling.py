@@ -8,7 +8,7 @@ from rich.table import Table
 
 from memopt_cli.records import DeviceEstimate, Measurement, ModuleUse, Phase, SavedTensor, StepProfile, to_data
 from memopt_cli.report import rank
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_seconds
 
 _ROWS = 6
 """Height of the plot in lines."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from memopt_cli.inputs.spec_text import format_layout
 from memopt_cli.records import GroupMeasurement, PlannedRanks, RankMeasurement, RankPrediction, StepProfile
-from memopt_cli.spec_text import format_layout
-from memopt_cli.units import counted, format_bytes, format_seconds
+from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 TENSOR_PEAK = "tensor peak of one rank, predicted"
 

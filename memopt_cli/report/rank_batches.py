@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from memopt_cli.inputs.spec_text import format_layout
 from memopt_cli.records import NoBatchFits, NotPredicted, RankBatch, RanksRecommendation, RanksRow
 from memopt_cli.report.rank import NOTE, TENSOR_PEAK
-from memopt_cli.spec_text import format_layout
-from memopt_cli.units import counted, format_bytes, format_seconds
+from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 
 def headline(found: RanksRecommendation) -> Iterator[str]:

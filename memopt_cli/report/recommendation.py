@@ -18,7 +18,7 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.report.pasted import LOSS, loop_lines, training_settings
-from memopt_cli.units import format_bytes, format_copies, format_seconds
+from memopt_cli.text.units import format_bytes, format_copies, format_seconds
 
 
 def headline(found: BatchRecommendation) -> Iterator[str]:

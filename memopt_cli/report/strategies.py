@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from memopt_cli.records import StrategyComparison, StrategyCurve, StrategyPoint
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_seconds
 
 
 def headline(found: StrategyComparison) -> Iterator[str]:

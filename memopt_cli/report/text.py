@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from memopt_cli.documents import printable
 from memopt_cli.records import (
     ApplyResult,
     BaselineResult,
@@ -41,7 +40,8 @@ from memopt_cli.report import (
     strategies,
 )
 from memopt_cli.report.lines import guarded
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.text.documents import printable
+from memopt_cli.text.units import format_bytes, format_seconds
 
 _PLOT_COLUMNS = 72
 

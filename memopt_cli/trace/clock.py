@@ -18,8 +18,8 @@ from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.step import Step, begin, synchronize, take
 from memopt_cli.trace.operators import is_bookkeeping, name_of
+from memopt_cli.training.step import Step, begin, synchronize, take
 
 _PACKED_ELEMENTS = 2**22
 """Of a tensor that is packed to learn how fast that is: 16 MiB, as activations often are."""

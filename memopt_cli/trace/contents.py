@@ -17,7 +17,7 @@ from memopt_cli.runtime.packing import codec_for
 from memopt_cli.runtime.private_torch import unseen, version_counter
 from memopt_cli.trace.log import StorageLog
 from memopt_cli.trace.storages import held_bytes
-from memopt_cli.workspace import ASIDE
+from memopt_cli.trace.workspace import ASIDE
 
 _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 

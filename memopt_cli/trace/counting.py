@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 
 from memopt_cli.records import Counted, ModuleShare, StepTrace, StorageTrace, break_down
 from memopt_cli.runtime.lumps import Lumps
-from memopt_cli.step import Step, reset_gradients
 from memopt_cli.trace.log import Codecs, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.trace.storages import Storage
-from memopt_cli.workspace import Workspaces
+from memopt_cli.trace.workspace import Workspaces
+from memopt_cli.training.step import Step, reset_gradients
 
 Life = tuple[int, int, int | None]
 """Of a storage: its bytes, the operator that made it (-1: it was there) and the first that ran without it."""

@@ -27,14 +27,14 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.step import Step, dtype_in, input_dtype, reset_gradients, take
 from memopt_cli.trace.counting import AllocatedPeak, count
 from memopt_cli.trace.known_numbers import NumbersKnown
 from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
 from memopt_cli.trace.remembered import RememberingDryRun
-from memopt_cli.user_step import StepModels
-from memopt_cli.workspace import Workspaces
+from memopt_cli.trace.workspace import Workspaces
+from memopt_cli.training.step import Step, dtype_in, input_dtype, reset_gradients, take
+from memopt_cli.training.user_step import StepModels
 
 
 def fake_mode() -> FakeTensorMode:
@@ -51,7 +51,7 @@ def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
-    """As :func:`memopt_cli.step.place`, of a model without data, whose tensors ``Module.to`` cannot exchange."""
+    """As :func:`~memopt_cli.training.step.place`, of a model without data: ``Module.to`` cannot exchange tensors."""
     placed: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):

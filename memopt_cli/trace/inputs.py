@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt_cli.module_calls import module_hooks
 from memopt_cli.records import ModuleTrace
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.compressor import OWN_COMPRESSOR, OwnCompressor
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import Step
 from memopt_cli.trace.contents import Contents
 from memopt_cli.trace.log import StorageLog, active, module_stack
 from memopt_cli.trace.modules import ModuleNotes, asked_compressor, taking_notes
+from memopt_cli.training.module_calls import module_hooks
+from memopt_cli.training.step import Step
 
 
 def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:

@@ -17,7 +17,7 @@ _OURS = (
     "<",  # of no file
 )
 """Beginnings of the names of files that are no model's: PyTorch's, memopt's, and those of the standard library."""
-_TAKES_STEPS = tuple(str(Path(__file__).parents[1] / name) for name in ("step.py", "own_step.py"))
+_TAKES_STEPS = tuple(str(Path(__file__).parents[1] / "training" / name) for name in ("step.py", "own_step.py"))
 """Files whose functions call the model: above them is whoever asked for the step."""
 _LIBRARIES = str(Path(torch.__file__).parents[1]) + os.sep
 """Beside PyTorch: a model of a library is there, within the standard library's folder."""

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.module_calls import module_hooks
-from memopt_cli.own_step import OwnStep, guessed_number
 from memopt_cli.records import Phase
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import is_beside_the_model, recorded_shares
@@ -35,13 +33,15 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import Step, seed_everything, take
 from memopt_cli.trace.collectives import Exchanged, labelled, resizes_seen, staging_unseen
 from memopt_cli.trace.in_place import InPlace
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.trace.real_storages import as_on_real_tensors
 from memopt_cli.trace.storages import Peaks, Storage, Storages, has_storage, unique_bytes
-from memopt_cli.workspace import Shapes, Workspaces, argument_shapes
+from memopt_cli.trace.workspace import Shapes, Workspaces, argument_shapes
+from memopt_cli.training.module_calls import module_hooks
+from memopt_cli.training.own_step import OwnStep, guessed_number
+from memopt_cli.training.step import Step, seed_everything, take
 
 
 class StorageLog(TorchDispatchMode):

@@ -9,7 +9,7 @@ import torch
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.trace.log import shapes_of
 from memopt_cli.trace.operators import is_bookkeeping, name_of
-from memopt_cli.workspace import Workspaces
+from memopt_cli.trace.workspace import Workspaces
 
 
 def meter_on(device: str) -> Meter | None:

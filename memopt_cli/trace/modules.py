@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from memopt_cli.module_calls import module_hooks
 from memopt_cli.records import CompressorName, ModuleTrace
 from memopt_cli.runtime import named_parts, refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Codec, OwnCompressor, declared_compressor
@@ -19,6 +18,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.log import StorageLog
 from memopt_cli.trace.storages import Storage, held_bytes
+from memopt_cli.training.module_calls import module_hooks
 
 
 @dataclass(slots=True)

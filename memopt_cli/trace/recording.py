@@ -11,12 +11,10 @@ from collections import defaultdict
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.own_step import OwnStep
 from memopt_cli.records import ModuleCall, ModuleTrace, OpTrace, StepTrace, StorageTrace, ancestry
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.step import Step, reset_gradients
 from memopt_cli.trace.contents import Contents, with_parts
 from memopt_cli.trace.log import (
     Codecs,
@@ -30,7 +28,9 @@ from memopt_cli.trace.log import (
 from memopt_cli.trace.modules import ModuleNotes, taking_notes
 from memopt_cli.trace.step_log import StepLog
 from memopt_cli.trace.storages import Storage
-from memopt_cli.workspace import Workspaces
+from memopt_cli.trace.workspace import Workspaces
+from memopt_cli.training.own_step import OwnStep
+from memopt_cli.training.step import Step, reset_gradients
 
 
 def record(

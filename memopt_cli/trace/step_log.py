@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.module_calls import module_hooks
 from memopt_cli.records import CompressorName, Phase
 from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, parts_of, running_node, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
@@ -24,7 +23,8 @@ from memopt_cli.trace.log import StorageLog, shapes_of
 from memopt_cli.trace.operators import draws, dtype_of, flops_of, modified, name_of
 from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.trace.storages import Storage
-from memopt_cli.workspace import Workspaces
+from memopt_cli.trace.workspace import Workspaces
+from memopt_cli.training.module_calls import module_hooks
 
 GREW: Final = "storage::resize_"
 """What stands for an operator where a storage got bytes by none."""

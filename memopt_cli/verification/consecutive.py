@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memopt_cli.equality import Updates, generators_kept, parameters_kept
 from memopt_cli.errors import MemoptError, first_line
-from memopt_cli.module_calls import module_hooks
-from memopt_cli.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
 from memopt_cli.records import CallPrint, ChoicePrint, Followed, StepPrint, TensorPrint
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.step import SCALES, Step, is_out_of_memory, reset_gradients, seed_everything
+from memopt_cli.training.module_calls import module_hooks
+from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
+from memopt_cli.training.step import SCALES, Step, is_out_of_memory, reset_gradients, seed_everything
+from memopt_cli.verification.equality import Updates, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
 from memopt_cli.verification.named import (
     Others,

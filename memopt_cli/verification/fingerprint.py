@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import AT_UPDATE, generator_state, named_state
 from memopt_cli.records import NOT_FINITE, Fingerprint, TensorPrint
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.verification.equality import AT_UPDATE, generator_state, named_state
 
 _DIGEST_BYTES = 16
 """Two tensors have the same digest by chance once in 2^128."""

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import (
-    Difference,
-    difference,
-    effects,
-    gradients_by_parameter,
-)
 from memopt_cli.errors import MemoptError, StepError, first_line
 from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.step import Step, is_out_of_memory, synchronize
-from memopt_cli.units import format_seconds
+from memopt_cli.text.units import format_seconds
+from memopt_cli.training.step import Step, is_out_of_memory, synchronize
+from memopt_cli.verification.equality import (
+    Difference,
+    difference,
+    effects,
+    gradients_by_parameter,
+)
 from memopt_cli.verification.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
 
 _STEPS, _STEPS_AS_ASKED = 4, 3

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from memopt_cli.equality import (
+from memopt_cli.errors import StepError
+from memopt_cli.records import FurtherCheck, Plan, Verification
+from memopt_cli.runtime import find_part
+from memopt_cli.runtime.norms import batch_norms
+from memopt_cli.runtime.samples import nothing_sampled
+from memopt_cli.runtime.state import StartingState
+from memopt_cli.runtime.unsafe import why_whole
+from memopt_cli.training.step import Step, synchronize
+from memopt_cli.verification.equality import (
     TOLERANCE,
     Difference,
     bit_equal,
@@ -19,14 +27,6 @@ from memopt_cli.equality import (
     gradients_by_parameter,
     step_in_double,
 )
-from memopt_cli.errors import StepError
-from memopt_cli.records import FurtherCheck, Plan, Verification
-from memopt_cli.runtime import find_part
-from memopt_cli.runtime.norms import batch_norms
-from memopt_cli.runtime.samples import nothing_sampled
-from memopt_cli.runtime.state import StartingState
-from memopt_cli.runtime.unsafe import why_whole
-from memopt_cli.step import Step, synchronize
 from memopt_cli.verification.further_steps import Found, Recorded, follow
 from memopt_cli.verification.variations import Resize
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memopt_cli.equality import difference, generators_kept, state_of
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.step import Step, begin, take
+from memopt_cli.training.step import Step, begin, take
+from memopt_cli.verification.equality import difference, generators_kept, state_of
 from memopt_cli.verification.further_steps import Found
 
 Install = Callable[[nn.Module, Optimizer], object]

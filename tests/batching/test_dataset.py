@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batching.manager import BatchShapeManager
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
+from memopt_cli.search.batch_size.config import AdaptiveSizing, BatchShaping
 
 STRATEGIES = ("memory_adaptive", "fixed", "throughput")
 

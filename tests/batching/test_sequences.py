@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
-from memopt_cli.batch_size.samplers import TokenBudgetSampler
 from memopt_cli.batching.sequences import (
     collate_nested,
     collate_packed,
@@ -31,6 +30,7 @@ from memopt_cli.batching.sequences import (
     unsort,
 )
 from memopt_cli.errors import BatchShapeError
+from memopt_cli.search.batch_size.samplers import TokenBudgetSampler
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from memopt_cli.batch_size.config import MemoryAwareShaping, OptimizationHints
 from memopt_cli.batching.shaper import MemoryAwareShaper, lengths_from_padding, resolved_shape
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
+from memopt_cli.search.batch_size.config import MemoryAwareShaping, OptimizationHints
 
 
 def test_a_view_costs_nothing(memory: Any) -> None:

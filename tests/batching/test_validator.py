@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from memopt_cli.batch_size.config import Validation
 from memopt_cli.batching.requirements import ShapeRequirements, infer_requirements, sample_input
 from memopt_cli.batching.validator import BatchShapeValidator
 from memopt_cli.errors import BatchShapeError, UsageError
+from memopt_cli.search.batch_size.config import Validation
 
 EVERY = ShapeRequirements(
     ndim=(3,), fixed={-1: 16}, minimum={1: 2}, maximum={1: 9}, divisible_by={1: 3}, dtype="float32"

@@ -13,6 +13,7 @@ import pytest
 
 from memopt_cli.cli.app import main
 from memopt_cli.errors import StepError
+from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.records import (
     BaselineRequest,
     CheckRequest,
@@ -22,7 +23,6 @@ from memopt_cli.records import (
     TensorSpec,
     Trust,
 )
-from memopt_cli.spec_text import parse_limit
 
 FLAGS = (
     "-i Bx3 --dim B=8 --plan p.plan.yaml --device cuda:1 --precision fp64 --loss l.py:f --optimizer adamw "

@@ -11,7 +11,6 @@ import pytest
 
 from memopt_cli.cli.app import main
 from memopt_cli.errors import WriteError
-from memopt_cli.plan.policy import resolve
 from memopt_cli.records import (
     ApplyRequest,
     Budget,
@@ -25,6 +24,7 @@ from memopt_cli.records import (
     Trust,
     Verification,
 )
+from memopt_cli.search.plan.policy import resolve
 
 Optimize = Callable[..., OptimizeRequest]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.cards import CARDS
 from memopt_cli.cli import app
 from memopt_cli.cli.app import main
 from memopt_cli.errors import StepError
 from memopt_cli.records import InputSpec, Layout, ModelSource, ProfileRequest, StepSettings, TensorSpec, Trust
+from memopt_cli.search.estimation.cards import CARDS
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from memopt_cli.cli.app import main
 from memopt_cli.errors import StepError
-from memopt_cli.pipeline import fastest
+from memopt_cli.pipeline.batches import fastest
 from memopt_cli.records import (
     BatchRequest,
     DimRange,
@@ -254,7 +254,7 @@ def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: str) -> None:
-    from memopt_cli.batch_size.config import read_batch_shaping
+    from memopt_cli.search.batch_size.config import read_batch_shaping
 
     flags = ("-i", "TxBx64", "--dim", "B=8", "--dim", "T=1:2", "--memory", "512KiB", "--json", "-o", "b.yaml")
     import torch
@@ -309,7 +309,7 @@ def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], six_blocks: str) -> None:
-    from memopt_cli.contents import read_plan
+    from memopt_cli.files.contents import read_plan
 
     net = six_blocks
     flags = ("-i", "2x1024x16", "--memory", "1700KiB", "--search")
@@ -406,7 +406,7 @@ def test_a_search_tries_the_least_plan_where_those_of_the_sums_do_not_fit(
     memopt: Callable[..., Any], six_blocks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sums promised too much, and nothing was said to fit."""
-    from memopt_cli.pipeline.pricing import Pricing
+    from memopt_cli.pipeline.batches.pricing import Pricing
 
     plan = Plan(segments=(SegmentPlan(path="0"),))
     monkeypatch.setattr(Pricing, "fastest", lambda self, batch, budget_bytes: plan if batch == 1 else None)
@@ -523,7 +523,7 @@ def test_strategies_are_compared_instead(pipeline: Any, monkeypatch: pytest.Monk
         asked.append(request)
         raise StepError("enough")
 
-    module = ModuleType("memopt_cli.pipeline.strategies")
+    module = ModuleType("memopt_cli.pipeline.comparisons.strategies")
     vars(module)["compare_strategies"] = compare_strategies
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main("recommend-batch model.pt -i TxBx3 --dim B=8 --dim T=16:64 --strategy online,bptt".split()) == 3

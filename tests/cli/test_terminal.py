@@ -13,7 +13,7 @@ from rich.console import Console
 
 from memopt_cli.cli import terminal
 from memopt_cli.cli.app import main
-from memopt_cli.progress import Progress, Span
+from memopt_cli.records.progress import Progress, Span
 
 
 def work(progress: Progress) -> None:

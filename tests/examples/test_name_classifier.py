@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pad_packed_sequence
 
-from memopt_cli.batch_size.length_strategies import compare_length_strategies
 from memopt_cli.errors import BatchShapeError, UsageError
+from memopt_cli.search.batch_size.length_strategies import compare_length_strategies
 from tests.examples.loaded import example
 
 NAMES = ["Shyam", "Ram", "O'Neill", "Lee"]

@@ -40,24 +40,24 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli import pipeline
-from memopt_cli.batch_size.length_strategies import read_histogram, read_lengths
-from memopt_cli.cards import device_profile
 from memopt_cli.cli.app import app
 from memopt_cli.errors import MemoptError
+from memopt_cli.inputs.spec_text import parse_limit, parse_tensor
 from memopt_cli.loading import load_model, read_file
 from memopt_cli.loading.description import describe
 from memopt_cli.loading.input_spec import make_inputs, read_spec_file
 from memopt_cli.measure.jobs import Job
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import compare_files, prepare
-from memopt_cli.progress import Progress
 from memopt_cli.records import BaselineRequest, CheckRequest, InputSpec, ModelSource
+from memopt_cli.records.progress import Progress
 from memopt_cli.report.github import GithubReport
 from memopt_cli.report.json import JsonJudgement
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextJudgement
-from memopt_cli.spec_text import parse_limit, parse_tensor
+from memopt_cli.search.batch_size.length_strategies import read_histogram, read_lengths
+from memopt_cli.search.estimation.cards import device_profile
 
 _CASE_S: Final = 60
 _CASE_BYTES: Final = 4 << 30

@@ -11,8 +11,8 @@ import torch
 import memopt_cli
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.records import StepSettings
-from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, count, resident_bytes
+from memopt_cli.training.step import Step
 from tests.fuzz.cases import Case, build
 from tests.fuzz.layers import STEPS, WIDTH
 from tests.fuzz.models import placed

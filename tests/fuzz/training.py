@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
-from memopt_cli.equality import TOLERANCE, bit_equal, difference
 from memopt_cli.errors import MemoptError
 from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.verification.equality import TOLERANCE, bit_equal, difference
 from tests.fuzz.cases import Case, build
 from tests.fuzz.scenarios import AFTER, AROUND, BACKWARDS, CALLS, EVENTS, UPDATES, batch_of
 

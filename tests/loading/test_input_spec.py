@@ -1,4 +1,4 @@
-"""Where input specs come from and what is made of them (their text form: tests/test_spec_text.py)."""
+"""Where input specs come from and what is made of them (their text form: tests/inputs/test_spec_text.py)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from memopt_cli.batch_axis import with_batch
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
+from memopt_cli.inputs.batch_axis import with_batch
+from memopt_cli.inputs.spec_text import format_tensor
 from memopt_cli.loading.input_spec import (
     batch_of,
     find_spec,
@@ -28,7 +29,6 @@ from memopt_cli.loading.input_spec import (
 )
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec
 from memopt_cli.runtime.private_torch import is_fake
-from memopt_cli.spec_text import format_tensor
 from memopt_cli.trace import fake_mode
 
 

@@ -403,7 +403,7 @@ def test_a_vouched_package_does_not_vouch_for_calls_of_its_functions(foreign: Pa
     assert type(load_model(source(path, **trust)).module).__name__ == "Net"
 
 
-@pytest.mark.parametrize("name", ["operator.itemgetter", "torch.compile", "memopt_cli.units.parse_bytes"])
+@pytest.mark.parametrize("name", ["operator.itemgetter", "torch.compile", "memopt_cli.text.units.parse_bytes"])
 def test_no_hint_suggests_a_part_of_python_or_pytorch(tmp_path: Path, name: str) -> None:
     module, _, function = name.rpartition(".")
     path = tmp_path / "model.pt"

@@ -8,8 +8,8 @@ from torch import nn
 
 from memopt_cli.measure.allocated import growth, measure_allocated
 from memopt_cli.records import StepSettings
-from memopt_cli.step import Step
 from memopt_cli.trace import record
+from memopt_cli.training.step import Step
 
 MIB = 1 << 20
 

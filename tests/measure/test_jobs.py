@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import memopt_cli.online.jobs  # noqa: F401
+import memopt_cli.measure.online_jobs  # noqa: F401
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import CountJob, Job, SaveJob, StepJob, Subject, answer_of, class_of, name_of
 from memopt_cli.records import Counted, Plan
@@ -28,7 +28,7 @@ KINDS = [kind for kind in kinds() if kind is not SaveJob]  # it is part of the w
 def test_there_are_those_of_every_package() -> None:
     assert {kind.__module__ for kind in KINDS} == {
         "memopt_cli.measure.jobs",
-        "memopt_cli.online.jobs",
+        "memopt_cli.measure.online_jobs",
     }
 
 

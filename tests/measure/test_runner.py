@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.documents import printable_data
 from memopt_cli.measure import processes, replies, sizes, wire
 from memopt_cli.measure.jobs import (
     ORIGINAL,
@@ -31,6 +30,7 @@ from memopt_cli.measure.jobs import (
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, ModelSource, Plan, SegmentPlan, StepFailed, TimedOut
+from memopt_cli.text.documents import printable_data
 
 NONSENSE = Crashed(reason="what it answered makes no sense", output_tail="")
 FAILED: dict[str, Any] = {"kind": "StepFailed", "message": "x", "hint": "", "exit_code": 3, "wanted": []}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memopt_cli.chunking import capture_call
 from memopt_cli.errors import FileFormatError, PlanError, StepError
 from memopt_cli.measure import replies, sandbox
 from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
@@ -58,6 +57,7 @@ from memopt_cli.records import (
     from_data,
     to_data,
 )
+from memopt_cli.verification.chunking import capture_call
 
 ORIGINAL = Plan()
 MiB = 1 << 20

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching import BatchModule
 from memopt_cli.model_batching.replication import replicated_step
-from memopt_cli.optimizer_text import parse_optimizer
-from memopt_cli.optimizers import optimizer_maker
 from memopt_cli.records import StepSettings
-from memopt_cli.step import Step
+from memopt_cli.text.optimizer_text import parse_optimizer
+from memopt_cli.training.optimizers import optimizer_maker
+from memopt_cli.training.step import Step
 
 
 class WithLoss(nn.Module):

@@ -14,16 +14,16 @@ import snntorch
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.apply import apply_plan
-from memopt_cli.chunking import find_rule
-from memopt_cli.equality import difference, effects
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.online import LIF, OverTime, init_all_states, states_of, traced, untraced
 from memopt_cli.online.learning import compare_gradients, learn_online
 from memopt_cli.online.operations import trace_kind
 from memopt_cli.online.over_time import step_model
 from memopt_cli.records import ONLINE_RULES, ChunkRule, OnlineRule, Plan, SegmentPlan, StepSettings
-from memopt_cli.step import Step
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.step import Step
+from memopt_cli.verification.chunking import find_rule
+from memopt_cli.verification.equality import difference, effects
 from sample_models import spiking_vgg
 from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, lif_net, sequence
 

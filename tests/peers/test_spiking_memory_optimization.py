@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
-from memopt_cli.api import apply_gc, get_module_and_parent, resolve_device
 from memopt_cli.errors import OptionError
 from memopt_cli.runtime import segment_of
 from memopt_cli.runtime.compressor import (
@@ -20,6 +19,7 @@ from memopt_cli.runtime.compressor import (
     SparseSpikeCompressor,
     Uint8SpikeCompressor,
 )
+from memopt_cli.spikingjelly import apply_gc, get_module_and_parent, resolve_device
 
 
 class Block(nn.Module):

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.findings import Findings
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.pipeline.started_search import StartedSearch
-from memopt_cli.plan.policy import Resolved
-from memopt_cli.plan.questions import Priced
-from memopt_cli.progress import Progress
 from memopt_cli.records import Breakdown, Counted, Failure, LevelRow, Measurement, Plan, SearchOptions
+from memopt_cli.records.progress import Progress
+from memopt_cli.search.plan.policy import Resolved
+from memopt_cli.search.plan.questions import Priced
 
 NOTHING = Breakdown(
     parameters_bytes=0,

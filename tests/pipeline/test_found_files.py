@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from memopt_cli.contents import plan_yaml, read_measured
 from memopt_cli.errors import UsageError
+from memopt_cli.files.contents import plan_yaml, read_measured
+from memopt_cli.inputs.spec_text import check_spec
 from memopt_cli.records import FileHeader, InputSpec, Plan, TensorSpec, to_data
-from memopt_cli.spec_text import check_spec
 
 Memopt = Any
 

@@ -8,8 +8,8 @@ import pytest
 
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.plan.interface import NotTried
 from memopt_cli.records import Plan
+from memopt_cli.search.plan.interface import NotTried
 
 
 class Nobody:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.fingerprints.steps import compared
 from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, RoundedJob, Subject, VerifyJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.worker import Worker
+from memopt_cli.pipeline.fingerprints.steps import compared
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import MeasuredSteps, agreement, verified_by_fingerprints
 from memopt_cli.records import (

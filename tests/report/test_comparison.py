@@ -13,8 +13,8 @@ from xml.etree import ElementTree as ET
 import markdown_it
 import pytest
 
-from memopt_cli.documents import printable
 from memopt_cli.errors import WriteError
+from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.records import (
     METRICS,
     Change,
@@ -35,7 +35,7 @@ from memopt_cli.report.json import JsonJudgement
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextJudgement
-from memopt_cli.spec_text import parse_limit
+from memopt_cli.text.documents import printable
 
 MIB = 2**20
 

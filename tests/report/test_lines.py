@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memopt_cli.documents import json_text
 from memopt_cli.report.lines import guarded
+from memopt_cli.text.documents import json_text
 
 COMMANDS = ["::error::x", " \t::stop-commands::x", "a\r::error::x", "##[error]x", "a ##vso[x]y", "##teamcity[x]"]
 PIECES = st.text(" \t\n\r:#[aov\u2028\x85", max_size=6) | st.sampled_from(COMMANDS)

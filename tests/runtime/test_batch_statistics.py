@@ -25,14 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
-from memopt_cli.apply import apply_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.batch_statistics import Met, Statistics, _measured, merged
-from memopt_cli.step import Step
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.step import Step
 from sample_models.spiking_vgg import ConvBlock, MultiStep
 from tests.rows import quick
 

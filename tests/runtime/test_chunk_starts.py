@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.apply import apply_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, chunk_starts
 from memopt_cli.runtime.module_state import matrices_of
-from memopt_cli.step import Step
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.step import Step
 from sample_models.spiking_vgg import ConvBlock, MultiStep
 
 LENGTH = 9

@@ -17,10 +17,10 @@ from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
-from memopt_cli.chunking import find_rule
 from memopt_cli.records import Plan, Refused, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.chunk_state import _is_alike
+from memopt_cli.verification.chunking import find_rule
 from tests.runtime.conftest import train
 
 CHUNKS = SegmentConfig(chunks=3)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt_cli.apply import apply_plan
 from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.training.apply import apply_plan
 
 
 class Forces(nn.Module):

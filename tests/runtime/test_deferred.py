@@ -21,14 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
 from memopt_cli import trace
-from memopt_cli.apply import apply_plan, plan_of, remove_plan
-from memopt_cli.equality import difference, effects
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import LossContainer, SegmentConfig, install_segment, remove_segment
 from memopt_cli.runtime.deferred import DeferredLinear, _LinearCrossEntropy
-from memopt_cli.step import Step, run_checked
+from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
+from memopt_cli.training.step import Step, run_checked
 from memopt_cli.verification import verify
+from memopt_cli.verification.equality import difference, effects
 
 CLASSES, WIDTH = 11, 6
 THROUGH_LOSS = SegmentConfig(chunks=4, through_loss=True)

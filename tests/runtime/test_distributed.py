@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment, remove_segment, segment_of
 from memopt_cli.runtime.segment_run import SegmentRun
-from tests.sharded.cases import in_group
+from tests.training.sharded.cases import in_group
 
 WORLD = 2
 BIT = SegmentConfig(compressor="bit")

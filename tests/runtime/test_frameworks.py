@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.chunking import find_rule
 from memopt_cli.measure.jobs import ChunkingJob, CountJob, Subject, VerifyJob
 from memopt_cli.measure.worker import Worker
 from memopt_cli.records import (
@@ -30,6 +29,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime import SegmentConfig, install_segment, reset_hidden_state
 from memopt_cli.runtime.module_state import ModuleState
+from memopt_cli.verification.chunking import find_rule
 from tests.rows import quick
 from tests.user_code.spiking import FEATURES, Keeping
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
-from memopt_cli.step import Step
 from memopt_cli.trace import count
+from memopt_cli.training.step import Step
 
 
 class Dropping(nn.Module):

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from memopt_cli.optimizer_text import _CLASSES, NamedOptimizer, parse_optimizer
-from memopt_cli.optimizers import optimizer_maker
 from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment
 from memopt_cli.runtime.in_backward import (
     check_steps_alone,
@@ -26,6 +24,8 @@ from memopt_cli.runtime.in_backward import (
     is_in_backward,
     remove_in_backward,
 )
+from memopt_cli.text.optimizer_text import _CLASSES, NamedOptimizer, parse_optimizer
+from memopt_cli.training.optimizers import optimizer_maker
 
 Make = Callable[[nn.Module], Optimizer]
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt_cli.apply import apply_plan
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.step import Step
 from memopt_cli.trace import count
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.step import Step
 
 
 def recomputed(path: str, keep: tuple[str, ...] = ()) -> Plan:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
-from memopt_cli.apply import apply_plan, plan_of, remove_plan
-from memopt_cli.contents import plan_yaml, read_plan
 from memopt_cli.errors import PlanError, UsageError
+from memopt_cli.files.contents import plan_yaml, read_plan
 from memopt_cli.loading import read_file
 from memopt_cli.loading.description import describe
 from memopt_cli.records import (
@@ -33,6 +32,7 @@ from memopt_cli.records import (
     TensorSpec,
 )
 from memopt_cli.runtime import is_recomputing
+from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
 
 BY = InputDimension(dim="S", argument="ids", axis=1)
 SHORT, MIDDLE, LONG = 4, 8, 16

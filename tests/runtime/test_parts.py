@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.apply import apply_plan
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime.compressor import COMPRESSORS, Packed, note_stored, store
 from memopt_cli.runtime.packing import PackedSaves
-from memopt_cli.step import Step, take
 from memopt_cli.trace import FakeStep, count
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.step import Step, take
 
 PARTS = COMPRESSORS["parts"]
 

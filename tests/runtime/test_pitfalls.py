@@ -25,7 +25,6 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from memopt_cli.equality import effects
 from memopt_cli.measure.answers import timed
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import MeasureJob, Subject
@@ -44,8 +43,9 @@ from memopt_cli.runtime import (
 )
 from memopt_cli.runtime.compressor import COMPRESSORS, Packed, SpikeCompressor
 from memopt_cli.runtime.packing import PackedSaves
-from memopt_cli.step import Step
 from memopt_cli.trace import record
+from memopt_cli.training.step import Step
+from memopt_cli.verification.equality import effects
 
 PLAIN = SegmentConfig()
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -806,8 +806,8 @@ PITFALLS: dict[int, tuple[str, tuple[str, ...]]] = {
     28: (
         "a solver exceeds the budget, an evaluator counts twice",
         (
-            "plan/test_planner.py::test_no_level_is_above_the_one_below",
-            "plan/test_planner.py::test_every_budget_that_can_be_met_is",
+            "search/plan/test_planner.py::test_no_level_is_above_the_one_below",
+            "search/plan/test_planner.py::test_every_budget_that_can_be_met_is",
             "measure/test_worker.py::test_the_dry_run_tells_the_tensor_peak_to_the_byte",
         ),
     ),
@@ -818,9 +818,9 @@ PITFALLS: dict[int, tuple[str, tuple[str, ...]]] = {
     33: (
         "the caller's things changed",
         (
-            "pipeline/test_optimization.py::test_nothing_changes_for_the_caller",
+            "pipeline/plans/test_optimization.py::test_nothing_changes_for_the_caller",
             "measure/test_worker.py::test_a_job_leaves_the_model_as_it_was",
-            "test_equality.py::test_the_caller_keeps_what_it_had",
+            "verification/test_equality.py::test_the_caller_keeps_what_it_had",
         ),
     ),
     34: (

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
-from memopt_cli.apply import apply_plan, plan_of, remove_plan
-from memopt_cli.equality import bit_equal
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, group_layers, named_parts, segment_of
 from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import WRITES_TWICE
 from memopt_cli.runtime.runs import Run
+from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
+from memopt_cli.verification.equality import bit_equal
 
 
 def flat() -> nn.Sequential:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from memopt_cli.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, segment_of
 from memopt_cli.runtime.selective import KeptOutputs
-from memopt_cli.step import Step
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
+from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
+from memopt_cli.training.step import Step
 
 CONV, MM, ADDMM, NORM = "aten::convolution", "aten::mm", "aten::addmm", "aten::native_batch_norm"
 COSTLY = SegmentConfig(keep=(CONV, MM, ADDMM))

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.apply import apply_plan
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import generators, is_recomputing
+from memopt_cli.training.apply import apply_plan
 from tests.rows import quick
 
 THREADS, STEPS = 4, 12

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.apply import apply_plan, remove_plan
-from memopt_cli.chunking import capture_call, find_rule
 from memopt_cli.errors import PlanError
-from memopt_cli.plan.interface import Probes
-from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.targets import matching_targets
 from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepSettings
 from memopt_cli.runtime import BitSpikeCompressor, SegmentConfig, install_segment, refusal
 from memopt_cli.runtime.compressor import OwnCompressor, declared_compressor
-from memopt_cli.step import Step
+from memopt_cli.search.plan.interface import Probes
+from memopt_cli.search.plan.planner import Planner
+from memopt_cli.search.plan.targets import matching_targets
 from memopt_cli.trace import count, record
+from memopt_cli.training.apply import apply_plan, remove_plan
+from memopt_cli.training.step import Step
+from memopt_cli.verification.chunking import capture_call, find_rule
 
 WIDTH = 32
 

@@ -17,8 +17,8 @@ from memopt_cli.loading.input_spec import find_spec, make_inputs
 from memopt_cli.records import ModelSource, StepSettings, Trust
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.lifted.module import LiftedModule
-from memopt_cli.step import Step
 from memopt_cli.trace import count
+from memopt_cli.training.step import Step
 from sample_models.__main__ import write_programs
 from sample_models.char_rnn import CharRNN
 from sample_models.gpt import GPT

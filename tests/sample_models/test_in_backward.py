@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import memopt_cli
-from memopt_cli.apply import apply_plan, remove_plan
-from memopt_cli.optimizer_text import parse_optimizer
-from memopt_cli.optimizers import optimizer_maker
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.step import Step
+from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.trace import FakeStep
+from memopt_cli.training.apply import apply_plan, remove_plan
+from memopt_cli.training.optimizers import optimizer_maker
+from memopt_cli.training.step import Step
 from sample_models import gpt
 
 BLOCKS = tuple(SegmentPlan(path=f"blocks.{i}") for i in range(6))

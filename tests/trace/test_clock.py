@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from memopt_cli.records import StepSettings
-from memopt_cli.step import Step, take
 from memopt_cli.trace import segment_overhead, time_operators
 from memopt_cli.trace.clock import Clock, OperatorTime, segment_s, together
+from memopt_cli.training.step import Step, take
 
 
 def test_operators_share_the_time_of_a_step_that_takes_less_than_they_do_one_by_one() -> None:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from memopt_cli.pipeline.memory.step_peaks import live_bytes
 from memopt_cli.records import Collective, StepSettings
 from memopt_cli.runtime.private_torch import start_fake_group
-from memopt_cli.step import Step
-from memopt_cli.step_peaks import live_bytes
 from memopt_cli.trace import FakeStep, count, record, resident_bytes
 from memopt_cli.trace.collectives import resizes_seen
+from memopt_cli.training.step import Step
 
 FLOAT = 4
 LARGE = 5000

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, count, record
+from memopt_cli.training.step import Step
 
 TABLE = torch.linspace(0, 1, 12)
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli import Step
-from memopt_cli.own_step import OwnStep
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode
-from memopt_cli.user_step import StepModels
-from tests.test_trace import step_of as step_of_model
+from memopt_cli.training.own_step import OwnStep
+from memopt_cli.training.user_step import StepModels
+from tests.trace.test_trace import step_of as step_of_model
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memopt_cli.apply import apply_plan, remove_plan
-from memopt_cli.optimizer_text import parse_optimizer
-from memopt_cli.optimizers import optimizer_maker
 from memopt_cli.records import Counted, Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import lumps
-from memopt_cli.step import Step
+from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.trace import FakeStep
+from memopt_cli.training.apply import apply_plan, remove_plan
+from memopt_cli.training.optimizers import optimizer_maker
+from memopt_cli.training.step import Step
 from sample_models import gpt
 from tests.rows import quick
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from benchmarks.operators import PLANS, OneOperator, is_equal, tensors_allocated
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, FakeTensorMode
-from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, count, record
+from memopt_cli.training.step import Step
 
 SIDE = 96
 ROWS = torch.arange(0, SIDE, 2)

@@ -15,14 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.measure import replies
 from memopt_cli.measure.jobs import RecordJob
-from memopt_cli.optimizer_text import parse_optimizer
-from memopt_cli.optimizers import optimizer_maker
-from memopt_cli.plan.block_tree import block_tree
-from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.records import (
     InputSpec,
     ModuleCall,
@@ -34,8 +30,9 @@ from memopt_cli.records import (
     StorageTrace,
     to_data,
 )
-from memopt_cli.spec_text import parse_tensor
-from memopt_cli.step import Step
+from memopt_cli.search.plan.block_tree import block_tree
+from memopt_cli.search.plan.cost_model import CostModel
+from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.trace import (
     Codecs,
     FakeStep,
@@ -49,7 +46,10 @@ from memopt_cli.trace import (
     with_seconds,
 )
 from memopt_cli.trace.log import StorageLog, active, module_stack, run_step
-from memopt_cli.workspace import Workspaces
+from memopt_cli.trace.workspace import Workspaces
+from memopt_cli.training.apply import apply_plan, remove_plan
+from memopt_cli.training.optimizers import optimizer_maker
+from memopt_cli.training.step import Step
 
 FLOAT = 4
 SMALL = {

@@ -17,7 +17,7 @@ from memopt_cli.loading.watch import unwatched
 from memopt_cli.runtime.lifted.module import LiftedModule, check_lifted
 from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.script_code import UnsafeScript
-from memopt_cli.step import is_out_of_memory
+from memopt_cli.training.step import is_out_of_memory
 
 
 def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -> Any:

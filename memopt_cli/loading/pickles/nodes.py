@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Final, Literal
 
-from memopt_cli.documents import printable
+from memopt_cli.text.documents import printable
 
 How = Literal["called", "created", "plain", "stored"]
 """Called with arguments (``REDUCE``); created empty (``NEWOBJ``); a list, dict or set of the format's own; or stored

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from memopt_cli.apply import apply_plan, in_backward_error, remove_segments
-from memopt_cli.batch_axis import with_batch
 from memopt_cli.errors import StepError, UsageError
+from memopt_cli.inputs.batch_axis import with_batch
+from memopt_cli.inputs.spec_text import is_built_in
 from memopt_cli.loading.input_spec import batch_of, make_inputs
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.answers.model_maker import ModelMaker
 from memopt_cli.measure.jobs import Subject
-from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
-from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
-from memopt_cli.own_step import OwnStep
 from memopt_cli.records import Layout, Plan
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.chunk_rows import rows_untried
@@ -28,13 +25,16 @@ from memopt_cli.runtime.private_torch import fakes_exchanged
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import forget_marks
-from memopt_cli.spec_text import is_built_in
-from memopt_cli.step import Step, begin, input_dtype, is_out_of_memory, make_scaler, take
-from memopt_cli.user_step import StepModels
+from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.training.apply import apply_plan, in_backward_error, remove_segments
+from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
+from memopt_cli.training.own_step import OwnStep
+from memopt_cli.training.step import Step, begin, input_dtype, is_out_of_memory, make_scaler, take
+from memopt_cli.training.user_step import StepModels
 from memopt_cli.verification import first_samples
 
 if TYPE_CHECKING:
-    from memopt_cli.sharded import Spread
+    from memopt_cli.training.sharded import Spread
 
 Found = TypeVar("Found")
 Knowledge = TypeVar("Knowledge")
@@ -105,7 +105,7 @@ class Bench:
         Raises :class:`StepError` for what cannot be predicted, and :class:`UsageError` for a way to spread that is
         none.
         """
-        from memopt_cli.sharded import fake_group, spread  # takes seconds to import
+        from memopt_cli.training.sharded import fake_group, spread  # takes seconds to import
 
         check_spreadable(self.model, plan, "predicted")
         function = way_to_spread(layout, self._functions)
@@ -203,7 +203,7 @@ class Bench:
             return replace(step, args=args, kwargs=kwargs)
 
     def begin(self, step: Step) -> None:
-        """See :func:`memopt_cli.step.begin`."""
+        """See :func:`memopt_cli.training.step.begin`."""
         begin(step, self._start)
 
     def settle(self, step: Step) -> None:

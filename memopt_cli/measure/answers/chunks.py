@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from memopt_cli.chunking import SHORT, capture_call, find_rule
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import small_step
 from memopt_cli.measure.jobs import ChunkingFound, ChunkingJob
 from memopt_cli.records import ChunkRule, ModuleTrace, Refused, ancestry
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.private_torch import hook_tables
+from memopt_cli.verification.chunking import SHORT, capture_call, find_rule
 
 _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_features", "input_size", "hidden_size"}
 """Attributes that do not tell along which axis a module is independent."""

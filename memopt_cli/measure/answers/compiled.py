@@ -8,15 +8,15 @@ from typing import cast
 import torch
 from torch import nn
 
-from memopt_cli.apply import apply_plan
 from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.steps import take_from_start
 from memopt_cli.measure.answers.timed import probed
 from memopt_cli.measure.jobs import CompiledJob
-from memopt_cli.own_step import OwnStep
 from memopt_cli.records import CompiledStep
-from memopt_cli.step import Step, is_out_of_memory, take
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.own_step import OwnStep
+from memopt_cli.training.step import Step, is_out_of_memory, take
 
 _COMPILING = 2
 """Steps until nothing is compiled any more: the second finds gradients as every later one does."""

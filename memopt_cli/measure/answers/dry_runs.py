@@ -10,16 +10,16 @@ from typing import NoReturn
 
 from memopt_cli import trace
 from memopt_cli.errors import MemoptError, StepError, first_line
-from memopt_cli.estimation import Lifetime, estimate, library_blocks, needed_bytes, replayed, timed
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
-from memopt_cli.own_checkpoints import watched_checkpoints
 from memopt_cli.records import Counted, DeviceProfile, Layout, Plan, StepTrace
-from memopt_cli.step import Step, is_out_of_memory, run_checked
-from memopt_cli.workspace import Workspaces
+from memopt_cli.search.estimation import Lifetime, estimate, library_blocks, needed_bytes, replayed, timed
+from memopt_cli.trace.workspace import Workspaces
+from memopt_cli.training.own_checkpoints import watched_checkpoints
+from memopt_cli.training.step import Step, is_out_of_memory, run_checked
 
 
 def trace_step(bench: Bench, job: TraceJob) -> Traced:
@@ -71,7 +71,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
         counted = fake.count(workspaces, codecs, allocated)
         if bench.subject.layout is None:
             return counted
-        from memopt_cli.sharded import data_ranks  # takes seconds to import
+        from memopt_cli.training.sharded import data_ranks  # takes seconds to import
 
         return replace(counted, data_ranks=data_ranks(fake.step.model))
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 from torch import nn
 
-from memopt_cli.apply import apply_plan
-from memopt_cli.equality import step_cast_to_double, step_in_double
 from memopt_cli.errors import StepError
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import FollowJob, Mode
 from memopt_cli.records import Followed, StepPrint
 from memopt_cli.runtime.module_state import reset_hidden_state
 from memopt_cli.runtime.private_torch import compiled_to_draw_alike, is_compiled
-from memopt_cli.step import Step
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.step import Step
 from memopt_cli.verification import consecutive
+from memopt_cli.verification.equality import step_cast_to_double, step_in_double
 
 
 def follow(bench: Bench, job: FollowJob) -> Followed:

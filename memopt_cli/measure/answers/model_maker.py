@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from memopt_cli import trace
-from memopt_cli.apply import remove_plan
 from memopt_cli.loading import load_model
 from memopt_cli.measure.jobs import Subject
-from memopt_cli.own_checkpoints import turn_off
-from memopt_cli.step import place
-from memopt_cli.user_step import StepModels
+from memopt_cli.training.apply import remove_plan
+from memopt_cli.training.own_checkpoints import turn_off
+from memopt_cli.training.step import place
+from memopt_cli.training.user_step import StepModels
 
 
 class ModelMaker:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memopt_cli import trace
-from memopt_cli.apply import apply_plan
 from memopt_cli.errors import RankLostError
 from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import make_inputs
@@ -31,7 +30,8 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.sharded import (
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.sharded import (
     Ranks,
     buckets_seen,
     data_ranks,
@@ -41,7 +41,7 @@ from memopt_cli.sharded import (
     real_group,
     spread_really,
 )
-from memopt_cli.step import (
+from memopt_cli.training.step import (
     Step,
     begin,
     input_dtype,

@@ -8,8 +8,8 @@ from memopt_cli import trace
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.records import StepTrace
-from memopt_cli.step import Step, is_out_of_memory
-from memopt_cli.workspace import Workspaces
+from memopt_cli.trace.workspace import Workspaces
+from memopt_cli.training.step import Step, is_out_of_memory
 
 SMALL_BATCH = 3
 """The least that can be cut unevenly."""

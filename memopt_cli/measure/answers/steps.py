@@ -9,9 +9,9 @@ from typing import TypeVar
 from memopt_cli import trace
 from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.answers.bench import Bench
-from memopt_cli.own_step import OwnStep
 from memopt_cli.records import Phase
-from memopt_cli.step import Step, reset_gradients, take
+from memopt_cli.training.own_step import OwnStep
+from memopt_cli.training.step import Step, reset_gradients, take
 
 Found = TypeVar("Found")
 

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli import trace
-from memopt_cli.apply import apply_plan, remove_segments
-from memopt_cli.equality import Updates, parameters_kept
 from memopt_cli.errors import StepError
 from memopt_cli.measure.allocated import growth
 from memopt_cli.measure.answers.bench import Bench
@@ -33,14 +31,16 @@ from memopt_cli.measure.jobs import (
     TimedInTurns,
     TimeInTurnsJob,
 )
-from memopt_cli.module_calls import module_hooks
-from memopt_cli.own_step import OwnStep
 from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, Plan
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.unsafe import told_of
-from memopt_cli.step import Step, is_out_of_memory, run_checked, seed_everything, synchronize, take
-from memopt_cli.units import format_bytes
+from memopt_cli.text.units import format_bytes
+from memopt_cli.training.apply import apply_plan, remove_segments
+from memopt_cli.training.module_calls import module_hooks
+from memopt_cli.training.own_step import OwnStep
+from memopt_cli.training.step import Step, is_out_of_memory, run_checked, seed_everything, synchronize, take
 from memopt_cli.verification import fingerprint, left_by, left_on, repeated
+from memopt_cli.verification.equality import Updates, parameters_kept
 
 _ENOUGH_S = 0.3
 _MOST_STEPS = 20

@@ -11,16 +11,16 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from memopt_cli.apply import apply_plan, remove_segments
-from memopt_cli.batch_axis import BATCH
 from memopt_cli.errors import StepError, UsageError
+from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
 from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime.cuts import Cut, recorded_cuts
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.unsafe import forget_marks
-from memopt_cli.step import Step
+from memopt_cli.training.apply import apply_plan, remove_segments
+from memopt_cli.training.step import Step
 from memopt_cli.verification import compare_updates, first_samples, least_sizes, verify
 
 

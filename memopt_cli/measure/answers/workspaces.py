@@ -11,8 +11,8 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, small_step
 from memopt_cli.measure.answers.steps import allocated_by, take_from_start
 from memopt_cli.records import Plan
-from memopt_cli.step import Step, is_out_of_memory, take
-from memopt_cli.workspace import Workspaces
+from memopt_cli.trace.workspace import Workspaces
+from memopt_cli.training.step import Step, is_out_of_memory, take
 
 
 def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:

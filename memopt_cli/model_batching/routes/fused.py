@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from memopt_cli.equality import bit_equal, generator_state, generators_kept
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.attention import TRACEABLE
 from memopt_cli.model_batching.kernels.functions import Call, is_shape_query, operation_of, query
@@ -34,6 +33,7 @@ from memopt_cli.runtime import (
 )
 from memopt_cli.runtime.private_torch import has_hooks, tree_flatten, tree_leaves
 from memopt_cli.runtime.tree import join_tensors, split_tensors
+from memopt_cli.verification.equality import bit_equal, generator_state, generators_kept
 
 
 class FusedRoute:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from memopt_cli.units import format_bytes
+from memopt_cli.text.units import format_bytes
 
 Figure = dict[str, Any]
 """``{"data": traces, "layout": layout}``, as ``Plotly.newPlot`` takes them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.records import LevelRow, Measurement, MemOptSummary
 from memopt_cli.report.html.figure import Figure, bytes_axis, text
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_seconds
 
 _MEASURED = "#3f83dd"
 _APPLIED = "#d8604f"

@@ -7,7 +7,7 @@ from html import escape
 
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.report.html.modules import KeptByModule
-from memopt_cli.units import format_bytes
+from memopt_cli.text.units import format_bytes
 
 
 def module_tree(before: KeptByModule, after: KeptByModule | None, plan: Plan) -> str:

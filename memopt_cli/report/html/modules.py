@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html.figure import INK, NEUTRAL, PALETTE, Figure, text
-from memopt_cli.units import format_bytes
+from memopt_cli.text.units import format_bytes
 
 _SMALLEST = 0.0005
 """Parts of the treemap below this share of the whole are drawn as one."""

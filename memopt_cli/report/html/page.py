@@ -33,7 +33,7 @@ from memopt_cli.report.html.module_tree import module_tree
 from memopt_cli.report.html.modules import kept_by_module, treemap_figure
 from memopt_cli.report.html.timeline import CATEGORIES, timeline, timeline_figure
 from memopt_cli.report.optimization import range_headings, range_rows, unapplied
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_seconds
 
 _SAVED = 12
 """Rows of the table of saved tensors."""

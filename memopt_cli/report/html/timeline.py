@@ -8,7 +8,7 @@ from itertools import groupby
 
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html.figure import Figure, bytes_axis, text
-from memopt_cli.units import format_bytes
+from memopt_cli.text.units import format_bytes
 
 WORKSPACE = "kernel workspace"
 

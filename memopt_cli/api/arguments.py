@@ -1,0 +1,323 @@
+"""What the calls for live models are given, checked as the command line checks its flags."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import OptionError, told
+from memopt_cli.files.contents import the_plan
+from memopt_cli.inputs.spec_text import check_inputs, parse_device, parse_tensor, require_used
+from memopt_cli.measure.devices import resolve_device as device_named
+from memopt_cli.measure.reach import UserFunction, user_function
+from memopt_cli.model_batching.module import refuse_batched
+from memopt_cli.records import (
+    PRECISIONS,
+    Budget,
+    DeviceProfile,
+    DimRange,
+    InputSpec,
+    Plan,
+    Precision,
+    SearchOverrides,
+    StepSettings,
+)
+from memopt_cli.search.estimation.cards import device_profile
+from memopt_cli.spikingjelly import resolve_device
+from memopt_cli.text.units import parse_amount
+from memopt_cli.training.user_step import Step
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | str | Sequence[str]
+"""The one argument of ``forward``, its positional or keyword arguments, or text as for ``-i``: ``"Bx3x64x64"``."""
+Loss = str | Callable[[Any], Tensor]
+"""Called with the model's output; or the name of such a function, as for ``--loss``."""
+Optimizer = str | Callable[[nn.Module], torch.optim.Optimizer] | None
+"""What makes the optimizer of a model; or text as for ``--optimizer``: ``"adamw:fused"``."""
+Named = str | type[nn.Module]
+"""A class of modules, or text as for ``--target``."""
+Lengths = str | os.PathLike[str] | Mapping[int, int] | Iterable[int]
+"""A file as for ``--lengths``, how often each length occurs, or the length of each input."""
+Given = tuple[Any, ...] | Mapping[str, Any] | InputSpec
+"""Values of inputs, or a description."""
+
+_LONGEST_S = 1e6
+_Known = TypeVar("_Known", bound=str)
+_Function = TypeVar("_Function", bound="str | Callable[..., Any] | None")
+
+
+def checked_model(model: nn.Module) -> nn.Module:
+    """Raises :class:`OptionError` for what is no model in memory, :class:`UsageError` for a BatchModule."""
+    if isinstance(model, Step):
+        raise OptionError("model is a Step", hint="memopt_cli.optimize_step takes the function that makes it.")
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"model is {told(model)}, no torch.nn.Module", hint="Give the model itself; memopt optimize takes files."
+        )
+    refuse_batched(model)
+    return model
+
+
+def functions_given(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFunction, UserFunction]:
+    """Raises :class:`OptionError` for what is neither called nor a name."""
+    return user_function(called("loss", loss), "loss"), user_function(called("optimizer", optimizer), "optimizer")
+
+
+def settings_of(
+    loss: UserFunction,
+    optimizer: UserFunction,
+    accumulate: int,
+    clip_norm: float | None,
+    precision: Precision,
+    device: str | torch.device | None,
+    seed: int,
+) -> StepSettings:
+    """How a step is run.  Raises :class:`OptionError` and :class:`UsageError`."""
+    return StepSettings(
+        device=resolve_device() if device is None else device_named(parse_device(str(device))),
+        precision=one_of("precision", precision, PRECISIONS),
+        loss=loss.reference or None,
+        optimizer=optimizer.reference,
+        micro_batches=whole("accumulate", accumulate, 1),
+        clip_norm=None if clip_norm is None else above_zero("clip_norm", clip_norm),
+        seed=whole("seed", seed, 0),
+    )
+
+
+def card_given(
+    for_device: str | os.PathLike[str] | DeviceProfile | None, device: str | torch.device | None
+) -> DeviceProfile | None:
+    """A device that is not here.  Raises :class:`OptionError` and :class:`UsageError`, also for another beside it."""
+    if for_device is None or isinstance(for_device, DeviceProfile):
+        card = for_device
+    elif isinstance(for_device, str | os.PathLike):
+        card = device_profile(os.fspath(for_device))
+    else:
+        raise OptionError(f"for_device is {told(for_device)}, no name of a card", hint='Give for example "a100-40gb".')
+    if card is not None and device is not None and str(device) not in ("cpu", "auto"):
+        raise OptionError(f"device and for_device exclude each other: {device}, {card.name}", hint="Keep one of them.")
+    return card
+
+
+def search_of(
+    level: int | None, max_slowdown: float | None, target: Named | Sequence[Named], allow_inexact: bool
+) -> SearchOverrides:
+    """What a plan may do.  Raises :class:`OptionError`."""
+    return SearchOverrides(
+        level=None if level is None else whole("level", level, 0),
+        targets=names("target", target),
+        allow_inexact=bool(allow_inexact),
+        max_slowdown=None if max_slowdown is None else number("max_slowdown", max_slowdown, least=1, most=math.inf),
+    )
+
+
+def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
+    """Values as they are; text as a description.  Raises :class:`OptionError` and :class:`UsageError`."""
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
+        tensors, sizes = tuple(parse_tensor(str(text)) for text in texts), _sizes(dims)
+        check_inputs(tensors, sizes)
+        require_used(sizes, tensors, "inputs")
+        return InputSpec(tensors=tensors, dims=sizes, source="inputs")
+    if dims:
+        raise OptionError("dims are given, and the inputs have sizes of their own", hint='Describe them: "Bx3x64x64".')
+    if isinstance(inputs, Tensor):
+        return (inputs,)
+    if isinstance(inputs, tuple | Mapping):
+        return inputs
+    raise OptionError(
+        f"inputs is {told(inputs)}",
+        hint='Give a tensor, a tuple or a dict of the arguments of forward, or text such as "16x3x64x64".',
+    )
+
+
+def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
+    if not isinstance(dims, Mapping | None):
+        raise OptionError(f"dims is {told(dims)}", hint='Give the size of each symbol: {"B": 16}.')
+    return {name: _size(name, size) for name, size in (dims or {}).items()}
+
+
+def _size(name: str, given: object) -> int:
+    if isinstance(given, tuple | list):
+        raise OptionError(f"dims[{name!r}] is a {type(given).__name__}, and one size is asked for", hint=_ONE_SIZE)
+    return whole(f"dims[{name!r}]", given, 1)
+
+
+_ONE_SIZE = "memopt_cli.optimize alone takes the range of a dimension, as (64, 2048)."
+
+
+def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
+    """Dimensions with one size each, of one that has a range the largest; and that range.
+
+    Raises :class:`OptionError` for two ranges, and for one that is not the smallest and the largest size.
+    """
+    if not isinstance(dims, Mapping):
+        return dims, None
+    ranges = {name: tuple(size) for name, size in dims.items() if isinstance(size, tuple | list)}
+    if len(ranges) > 1:
+        raise OptionError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give the other one a size.")
+    for name, ends in ranges.items():
+        if len(ends) != 2:
+            raise OptionError(f"the range of {name} is of {len(ends)} sizes, not two", hint="Write (64, 2048).")
+        low, high = (whole(f"an end of the range of {name}", end, 1) for end in ends)
+        if low > high:
+            raise OptionError(f"the range of {name}, ({low}, {high}), is empty", hint="Write the smaller size first.")
+        return {**dims, name: high}, DimRange(symbol=name, low=low, high=high)
+    return dict(dims), None
+
+
+def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
+    """The path of a file, or how often each length occurs.  Raises :class:`OptionError`."""
+    if given is None or isinstance(given, str | os.PathLike):
+        return None if given is None else os.fspath(given)
+    if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
+        raise OptionError(f"lengths is {told(given)}", hint=_LENGTHS)
+    if isinstance(given, Mapping):
+        occurs = {length: whole(f"lengths[{length!r}]", count, 0) for length, count in given.items()}
+        counts = {whole("a length", length, 1): count for length, count in occurs.items() if count}
+    else:
+        lengths = given.tolist() if isinstance(given, Tensor) else given
+        counts = Counter(whole("a length", length, 1) for length in lengths)
+    if not counts:
+        raise OptionError("lengths holds no lengths", hint=_LENGTHS)
+    return dict(sorted(counts.items()))
+
+
+_LENGTHS = "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
+
+
+def check_range(varied: DimRange | None, has_lengths: bool, has_budget: bool) -> None:
+    """Raises :class:`OptionError` for what does not go with a range, or without one."""
+    if varied is None:
+        if has_lengths:
+            raise OptionError(
+                "lengths are given, and no dimension has a range", hint='Give it one: dims={"B": 8, "S": (64, 2048)}.'
+            )
+        return
+    if not has_budget:
+        raise OptionError(
+            f"a range of {varied.symbol} asks for plans that meet a budget at all its sizes, and there is none",
+            hint='Add budget="8GiB", or budget=0.6 for that share of the original\'s peak at the largest size.',
+        )
+
+
+def amount(name: str, given: str | float) -> int | float:
+    """Bytes, or a share, which is a float up to 1.  Raises :class:`OptionError` and :class:`UsageError`."""
+    found = parse_amount(given) if isinstance(given, str) else _bytes_or_share(given)
+    if found is None or not found > 0 or (isinstance(found, float) and found > 1):
+        raise OptionError(
+            f"{name} is {told(given)}, neither bytes nor a share up to 1", hint='Write "24GiB", "60%" or 0.6.'
+        )
+    return found
+
+
+def _bytes_or_share(given: object) -> int | float | None:
+    whole_bytes = _index(given)
+    return _real(given) if whole_bytes is None else whole_bytes
+
+
+def budget_of(given: str | float | None) -> Budget | None:
+    """``None`` where none is asked for."""
+    return None if given is None else Budget.of(amount("budget", given))
+
+
+def plan_given(given: Plan | str | os.PathLike[str] | None) -> Plan:
+    """One, or that of a file; none is empty.  Raises :class:`OptionError`, and :class:`UsageError` for a bad file."""
+    if given is None:
+        return Plan()
+    return the_plan(given)
+
+
+def path_given(name: str, given: str | os.PathLike[str]) -> Path:
+    """Of a file.  Raises :class:`OptionError`."""
+    if not isinstance(given, str | os.PathLike):
+        raise OptionError(f"{name} is {told(given)}", hint="Give the path of a file.")
+    return Path(given)
+
+
+def names(name: str, given: object) -> tuple[str, ...]:
+    """One, or several; a class by its name.  Raises :class:`OptionError`."""
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    return tuple(text(name, each) for each in several)
+
+
+def text(name: str, given: object) -> str:
+    """Text; of a class its name.  Raises :class:`OptionError`."""
+    found = given.__name__ if isinstance(given, type) else given
+    if not isinstance(found, str):
+        raise OptionError(f"{name} is {told(given)}", hint="Give text, or a list of it.")
+    return found
+
+
+def whole(name: str, given: object, least: int) -> int:
+    """A whole number.  Raises :class:`OptionError`."""
+    found = _index(given)
+    if found is None or not least <= found < 2**63:
+        raise OptionError(f"{name} is {told(given)}", hint=f"Give a whole number from {least} on.")
+    return found
+
+
+def above_zero(name: str, given: object) -> float:
+    """A finite number.  Raises :class:`OptionError`."""
+    found = _real(given)
+    if found is None or not 0 < found <= sys.float_info.max:
+        raise OptionError(f"{name} is {told(given)}", hint="Give a finite number above 0.")
+    return found
+
+
+def number(name: str, given: object, *, least: float, most: float) -> float:
+    """Raises :class:`OptionError` for what is none, or out of the range."""
+    found = _real(given)
+    if found is None or not least <= found <= most:
+        raise OptionError(f"{name} is {told(given)}", hint=f"Give a number from {least:g} to {most:g}.")
+    return found
+
+
+def seconds(name: str, given: object, least: float) -> float:
+    """As the command line takes them.  Raises :class:`OptionError`."""
+    return number(name, given, least=least, most=_LONGEST_S)
+
+
+def one_of(name: str, given: _Known, known: Sequence[str]) -> _Known:
+    """Raises :class:`OptionError` for another."""
+    if not isinstance(given, str) or given not in known:
+        raise OptionError(f"{name} is {told(given)}", hint=f"Choose among {', '.join(known)}.")
+    return given
+
+
+def called(name: str, given: _Function) -> _Function:
+    """What is called, or text that names it.  Raises :class:`OptionError`."""
+    is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)
+    if given is not None and not isinstance(given, str) and (is_class or not callable(given)):
+        hint = _MAKE_OPTIMIZER if name == "optimizer" else "Give a function of the model's output."
+        raise OptionError(f"{name} is {told(given)}", hint=hint)
+    return given
+
+
+_MAKE_OPTIMIZER = (
+    'Give "adamw:fused", or what makes it of a model: lambda model: torch.optim.AdamW(model.parameters()).'
+)
+
+
+def _index(given: object) -> int | None:
+    """A whole number, whatever library made it; a truth value is none."""
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        return None
+    try:
+        return operator.index(given)
+    except TypeError:  # a tensor of several, or of other numbers
+        return None
+
+
+def _real(given: object) -> float | None:
+    is_number = isinstance(given, numbers.Real) or (isinstance(given, Tensor) and given.numel() == 1)
+    return float(given) if is_number and not isinstance(given, bool) else None  # type: ignore[arg-type]

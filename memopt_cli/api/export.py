@@ -1,0 +1,67 @@
+"""A plan as plain PyTorch code, for who cannot depend on memopt."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from memopt_cli.api import plain
+from memopt_cli.files.contents import the_plan
+from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.text.documents import printable
+from memopt_cli.text.units import counted
+
+
+def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
+    """A Python file that does what the plan does by ``torch.utils.checkpoint`` and selective policies alone.
+
+    ``plan``: one, or the path of its file.  What has no plain form (chunks, packing, an optimizer in backward) is left
+    out, and named at the head of the file.  Raises :class:`UsageError` for what is no plan.
+    """
+    whole = the_plan(plan)
+    plan = replace(whole.longest, in_backward=whole.in_backward)
+    # Comments, not the docstring: names may hold what would end that, but no line break once all of it is printable.
+    left_out = [f"# - {printable(reason)}" for reason in (*_by_length(whole), *_left_out(plan))]
+    head = ["# Left out, having no plain form:", *left_out, ""] if left_out else []
+    source = inspect.getsource(plain)
+    table = {s.path: () if _keeps_around_others(s, plan) else s.keep for s in plan.segments if not s.through_loss}
+    return "\n".join([*head, source.replace(": dict[str, tuple[str, ...]] = {}", _table(table), 1)])
+
+
+def _table(rows: Mapping[str, tuple[str, ...]]) -> str:
+    """Of constants, in the place of an empty one."""
+    lines = (f"    {key!r}: {value!r},\n" for key, value in rows.items())
+    return " = {\n" + "".join(lines) + "}" if rows else " = {}"
+
+
+def _keeps_around_others(segment: SegmentPlan, plan: Plan) -> bool:
+    """Whether it keeps outputs, which are counted outside of the segments in it."""
+    within = f"{segment.path}." if segment.path else ""
+    return bool(segment.keep) and any(s.path.startswith(within) and s is not segment for s in plan.segments)
+
+
+def _by_length(plan: Plan) -> Iterator[str]:
+    if plan.by is not None:
+        yield f"the size of {plan.by.dim} makes no difference: at every size it does what the plan does at the largest"
+
+
+def _left_out(plan: Plan) -> Iterator[str]:
+    if plan.packed:
+        yield "what is saved for backward outside of segments is not packed"
+    if plan.in_backward:
+        yield "the optimizer does not run in backward"
+    for segment in plan.segments:
+        path = segment.path or "(root)"
+        if segment.through_loss:
+            yield f"{path}: no segment; the plan runs it in {segment.chunks} chunks through the loss"
+            continue
+        if segment.chunks > 1:
+            yield f"{path}: run at once, not in {counted(segment.chunks, 'chunk')}"
+        if segment.compressor != "null":
+            yield f"{path}: its input is stored as it is, not packed ({segment.compressor})"
+        if segment.spatial_split:
+            yield f"{path}: what __spatial_split__ returns is not split"
+        if _keeps_around_others(segment, plan):
+            yield f"{path}: outputs are not kept ({', '.join(segment.keep)})"

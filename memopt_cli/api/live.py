@@ -1,0 +1,482 @@
+"""What the commands do, for a model in memory: the same names, the same answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+from torch import nn
+
+from memopt_cli.api.arguments import (
+    Given,
+    Inputs,
+    Lengths,
+    Loss,
+    Named,
+    Optimizer,
+    amount,
+    budget_of,
+    card_given,
+    check_range,
+    checked_model,
+    functions_given,
+    given_inputs,
+    lengths_given,
+    names,
+    one_of,
+    path_given,
+    plan_given,
+    search_of,
+    seconds,
+    settings_of,
+    split_dims,
+    text,
+    whole,
+)
+from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
+from memopt_cli.errors import OptionError
+from memopt_cli.files.write import check_targets
+from memopt_cli.inputs.spec_text import parse_limit
+from memopt_cli.measure import processes
+from memopt_cli.measure.devices import resolve_device as device_named
+from memopt_cli.measure.jobs import Data
+from memopt_cli.measure.reach import UserFunction
+from memopt_cli.pipeline.batches.batch_advice import advise
+from memopt_cli.pipeline.batches.fastest import check_search, check_search_alone, fastest_prepared
+from memopt_cli.pipeline.batches.recommendation import accumulating, recommend_prepared
+from memopt_cli.pipeline.comparisons.regression import check_prepared, record_prepared, step_of_baseline
+from memopt_cli.pipeline.live.group import on_every_rank
+from memopt_cli.pipeline.live.model import described, found_and_proven, prepared_model, taken_off_note
+from memopt_cli.pipeline.memory.profiling import check_compiled, profile_prepared
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.optimization import check_goal
+from memopt_cli.pipeline.plans.summary import summarize
+from memopt_cli.pipeline.prepare import Prepared, file_header
+from memopt_cli.records import (
+    LONGEST_STEP_S,
+    BaselineRequest,
+    BatchRequest,
+    CheckRequest,
+    DeviceProfile,
+    DimRange,
+    InputSpec,
+    ModelSource,
+    Objective,
+    OptimizeRequest,
+    OptimizeResult,
+    Plan,
+    Precision,
+    SearchGoal,
+    SearchOverrides,
+    StepSettings,
+)
+from memopt_cli.records.progress import logged
+from memopt_cli.search.estimation.cards import check_nothing_runs
+from memopt_cli.text.python_words import said_in_python, warn_unchanged
+from memopt_cli.training.apply import apply_plan, plan_of, taken_off
+
+
+@said_in_python()
+def optimize(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    dims: Mapping[str, int | tuple[int, int]] | None = None,
+    lengths: Lengths | None = None,
+    level: int | None = None,
+    budget: str | float | None = None,
+    max_slowdown: float | None = None,
+    target: Named | Sequence[Named] = (),
+    allow_inexact: bool = False,
+    search_time: float | None = None,
+    recommend_batch: bool = False,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: Precision = "stored",
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> Optimized:
+    """Make ``model`` train in less memory, in place, as ``memopt optimize`` does with a file.
+
+    Parameters
+    ----------
+    inputs, dims:
+        Of a step at full size; ``dims`` are the sizes of symbols, ``{"B": 16}``, where they are text.  With a range of
+        one, ``{"B": 16, "S": (64, 2048)}``, and a budget the plan is by length: each of a few ranges of sizes has its
+        own, and every forward takes that of its input.
+    lengths:
+        How often that dimension has which size, as for ``--lengths``: the path of a file, the size of each input, or
+        ``{64: 900, 2048: 3}``; ``None``: all of its range alike.
+    level:
+        What a plan may do, 0 to 4; ``None``: 3.
+    budget:
+        The fastest plan whose measured peak stays within it, instead of the least peak: ``"8GiB"``, ``"60%"`` of the
+        original's, ``0.6``, or bytes.
+    max_slowdown:
+        The longest step, over that of the original; ``None``: 1.33, or with a budget no limit; ``math.inf``: no limit.
+    target:
+        Classes or paths of the modules that may become segments; memopt chooses if there are none.
+    search_time:
+        Seconds after which the best so far is taken.
+    recommend_batch:
+        Say how large a batch the plan allows, too.  Inputs must be text for it: tensors are of one size.
+    for_device:
+        A GPU that is not here, for which the plan is searched by estimates, as ``--for``: ``"a100-40gb"``, the path of
+        a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
+    loss:
+        Of the model's output; of what the model returns, or a seeded random gradient, if there is none.
+    optimizer:
+        Whose state counts, as for ``--optimizer``: ``adamw:fused``; or what makes it of a model,
+        ``lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)``.
+    accumulate:
+        Micro-batches of a step of the optimizer.
+    device:
+        ``None``: the one of this process.
+    process_group:
+        Called on every rank of this group, each with its copy of the model: the first rank searches, and all have its
+        plan, which they make sure of.  What fails on one rank is raised on all.  ``None``: this process searches.
+    timeout:
+        Seconds that each answer of a profiling subprocess may take.
+    verbose:
+        Log the course of the search, by the logger ``memopt_cli``.
+
+    Parameters, gradients, buffers, random numbers and the mode stay as they are; a plan that the model carries is
+    replaced.  Raises :class:`VerificationError` if the optimized model differs, :class:`NothingFitsError` if no plan
+    meets the budget, and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
+    """
+
+    def optimized() -> Optimized:
+        card = card_given(for_device, device)
+        step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
+        search = search_of(level, max_slowdown, target, allow_inexact)
+        goal, limit_s = SearchGoal(budget=budget_of(budget)), seconds("timeout", timeout, 1)
+        sizes, varied = split_dims(dims)
+        given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
+        counts = lengths_given(lengths)
+        check_range(varied, counts is not None, goal.budget is not None)
+        return _searched(
+            model, given, step, search, goal, search_time, limit_s, wants_batch, verbose, card, varied, counts
+        )
+
+    found = on_every_rank(checked_model(model), process_group, optimized, lambda found: found.plan)
+    warn_unchanged(found.summary.unchanged)
+    return found
+
+
+@said_in_python()
+def frontier(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    dims: Mapping[str, int] | None = None,
+    level: int | None = None,
+    max_slowdown: float | None = None,
+    target: Named | Sequence[Named] = (),
+    allow_inexact: bool = False,
+    search_time: float | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: Precision = "stored",
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> Optimized:
+    """The plans between the fastest and the smallest, measured, as ``memopt optimize --frontier``.
+
+    They are in ``summary.frontier``; ``memopt_cli.apply_plan(model, point.plan)`` takes one.  The model stays as it
+    is.  ``max_slowdown``: ``None`` is 10 here.  Other arguments and errors are those of :func:`optimize`.
+    """
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    search = search_of(level, max_slowdown, target, allow_inexact)
+    goal, limit_s = SearchGoal(frontier=True), seconds("timeout", timeout, 1)
+    return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, limit_s, False, verbose)
+
+
+@said_in_python()
+def profile(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    dims: Mapping[str, int] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    fake: bool = False,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
+    compile: str | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: Precision = "stored",
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> Profiled:
+    """Where the memory of a training step goes, as ``memopt profile``; the model stays as it is.
+
+    ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.
+    ``for_device``: estimate for a GPU that is not here, as ``--for``: ``"a100-40gb"``, the path of a YAML file, or a
+    ``DeviceProfile``.  ``compile``: a backend of ``torch.compile``, which the step is measured by, too.  A plan that
+    the model carries is left out.
+
+    Other arguments and errors are those of :func:`optimize`.
+    """
+    card, limit_s = card_given(for_device, device), seconds("timeout", timeout, 1)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
+    data: Data = "small batch" if fake or card else "full size"
+    backend = None if compile is None else text("compile", compile)
+    check_compiled(backend, is_run=data == "full size")
+    chosen = plan_given(plan)
+    with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
+        return Profiled(profile_prepared(prepared, chosen, data=data, card=card, backend=backend))
+
+
+@said_in_python()
+def recommend_batch(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    dims: Mapping[str, int] | None = None,
+    memory: str | float = 0.9,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    global_batch: int | None = None,
+    multiple_of: int = 1,
+    objective: Objective | None = None,
+    search: bool = False,
+    level: int | None = None,
+    target: Named | Sequence[Named] = (),
+    allow_inexact: bool = False,
+    search_time: float | None = None,
+    longest_step: float = LONGEST_STEP_S,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: Precision = "stored",
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> Recommended:
+    """How large a batch fits, as ``memopt recommend-batch``; the model stays as it is.
+
+    Tensors among the inputs tell their sizes and dtypes, and whole numbers their range: batches of other sizes are
+    drawn at random.  ``memory``: ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's, or bytes.  ``objective``: ``"max"``
+    if it is not given.  ``search``: find the batch and the plan that train fastest together, with plans of a ``level``;
+    ``memopt_cli.apply_plan(model, found.plan)`` takes the plan.  ``for_device``: estimate the largest
+    batch on a GPU that is not here, as ``--for``; nothing is run.  Other arguments and errors are those of
+    :func:`optimize`.
+    """
+    card, limit_s = card_given(for_device, device), seconds("timeout", timeout, 1)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
+    of_step = None if global_batch is None else whole("global_batch", global_batch, 1)
+    spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
+    if search:
+        check_search(plans)
+        check_search_alone(plan is not None, objective)
+    elif plans != search_of(None, None, (), False) or search_time is not None:
+        raise OptionError("level, target, allow_inexact and search_time say how plans are looked for", hint=_SEARCH)
+    asked = BatchRequest(
+        source=_source(model),
+        spec=spec,
+        settings=accumulating(step.settings, of_step),
+        memory=amount("memory", memory),
+        objective="max" if objective is None else one_of("objective", objective, get_args(Objective)),
+        global_batch=of_step,
+        multiple_of=whole("multiple_of", multiple_of, 1),
+        search=plans if search else None,
+        search_limit_s=None if search_time is None else seconds("search_time", search_time, 0),
+        longest_step_s=seconds("longest_step", longest_step, 0.001),
+        card=card,
+    )
+    check_nothing_runs(asked)
+    chosen = None if plan is None else plan_given(plan)
+    with _prepared(model, spec, replace(step, settings=asked.settings), limit_s, verbose) as prepared:
+        request = replace(asked, source=prepared.subject.source)
+        if search:
+            return Recommended(fastest_prepared(request, prepared))
+        return Recommended(recommend_prepared(request, prepared, chosen, ()))
+
+
+@said_in_python()
+def baseline(
+    model: nn.Module,
+    inputs: Inputs,
+    output: str | os.PathLike[str] = "memopt-baseline.json",
+    *,
+    dims: Mapping[str, int] | None = None,
+    force: bool = False,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: Precision = "stored",
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> Recorded:
+    """Write down what a step needs, as ``memopt baseline``, under the plan that the model carries.
+
+    Tensors among the inputs are described, as for :func:`recommend_batch`.  ``force``: an existing file is replaced.
+    Other arguments and errors are those of :func:`optimize`.
+    """
+    path, limit_s = path_given("output", output), seconds("timeout", timeout, 1)
+    check_targets([path], force=force)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    with _prepared(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
+        request = BaselineRequest(
+            source=_source(model),
+            spec=prepared.subject.spec,
+            settings=step.settings,
+            output=str(path),
+            force=force,
+        )
+        return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model)))
+
+
+@said_in_python()
+def check(
+    model: nn.Module,
+    inputs: Inputs,
+    baseline: str | os.PathLike[str] = "memopt-baseline.json",
+    *,
+    dims: Mapping[str, int] | None = None,
+    fail_on: str | Sequence[str] = ("peak:0",),
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> Checked:
+    """Hold a step against its baseline, as ``memopt check``, under the plan that the model carries.
+
+    ``fail_on``: how much a metric may grow, ``"peak:5%"``.  How the step is run is in the baseline; only what is code
+    is given again: the loss, and an optimizer that is a function.  Raises :class:`BaselineError` for a baseline that is
+    missing, or of another step.
+    """
+    limits = tuple(map(parse_limit, names("fail_on", fail_on)))
+    if not limits:
+        raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
+    functions, limit_s = functions_given(loss, optimizer), seconds("timeout", timeout, 1)
+    spec = _description(inputs, dims)
+    request = CheckRequest(
+        source=_source(model),
+        baseline_path=str(path_given("baseline", baseline)),
+        limits=limits,
+        spec=spec,
+        loss=functions[0].reference or None,
+        optimizer=functions[1].reference or None,
+    )
+    before, settings = step_of_baseline(request)
+    step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
+    with _prepared(model, spec, step, limit_s, verbose) as prepared:
+        carrying = replace(prepared, carried=plan_of(model).of_model)
+        return Checked(check_prepared(request, before, carrying))
+
+
+_SEARCH = "Add search=True."
+
+
+# ---------------------------------------------------------------------------------------------- how
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """How a step is run, and the functions of the user's that it calls."""
+
+    settings: StepSettings
+    functions: tuple[UserFunction, UserFunction]
+
+
+def _step(
+    loss: Loss | None,
+    optimizer: Optimizer,
+    accumulate: int,
+    clip_norm: float | None,
+    precision: Precision,
+    device: str | torch.device | None,
+    seed: int,
+) -> _Step:
+    functions = functions_given(loss, optimizer)
+    return _Step(settings=settings_of(*functions, accumulate, clip_norm, precision, device, seed), functions=functions)
+
+
+def _searched(
+    model: nn.Module,
+    given: Given,
+    step: _Step,
+    search: SearchOverrides,
+    goal: SearchGoal,
+    search_time: float | None,
+    timeout_s: float,
+    recommend_batch: bool,
+    verbose: bool,
+    card: DeviceProfile | None = None,
+    varied: DimRange | None = None,
+    lengths: str | Mapping[int, int] | None = None,
+) -> Optimized:
+    started = time.monotonic()
+    check_goal(goal, search)
+    limit_s = None if search_time is None else seconds("search_time", search_time, 0)
+    with _prepared(model, given, step, timeout_s, verbose) as prepared:
+        request = OptimizeRequest(
+            source=prepared.subject.source,
+            spec=None,
+            settings=step.settings,
+            search=search,
+            goal=goal,
+            dim_range=varied,
+            lengths=lengths,
+            search_limit_s=limit_s,
+            recommend_batch=recommend_batch,
+            card=card,
+        )
+        found = found_and_proven(request, prepared)
+        advice = None
+        if recommend_batch and goal.applies:
+            advice = advise(request, prepared, found.plan, found.measured, found.advice, found.notes)
+        if found.verification is not None:
+            _replace_plan(model, found)
+        summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
+        header = replace(file_header(prepared), model=type(model).__name__)
+        return Optimized(OptimizeResult(header=header, summary=summary, files=()))
+
+
+def _replace_plan(model: nn.Module, found: Findings) -> None:
+    """After all else that can fail."""
+    with taken_off(model) as carried:
+        apply_plan(model, found.plan.of_model)
+    found.notes[:0] = taken_off_note(carried)
+
+
+@contextlib.contextmanager
+def _prepared(model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool) -> Iterator[Prepared]:
+    prepare = prepared_model(checked_model(model), given, step.settings, step.functions)
+    with logged(verbose) as progress, processes.kept(), prepare as prepared:
+        for note in prepared.notes:
+            progress.note(note)
+        yield replace(prepared, timeout_s=timeout_s, progress=progress)
+
+
+def _source(model: nn.Module) -> ModelSource:
+    return ModelSource(location=type(model).__name__)
+
+
+def _description(inputs: Inputs, dims: Mapping[str, int] | None) -> InputSpec:
+    given = given_inputs(inputs, dims)
+    return given if isinstance(given, InputSpec) else described(given)

@@ -1,0 +1,58 @@
+"""``memopt_cli.explain_oom``: what ``memopt explain`` needs, kept where a training script runs out of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from memopt_cli.api.arguments import path_given
+from memopt_cli.files.write import content, write_all
+from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
+from memopt_cli.text.documents import quoted_path
+from memopt_cli.training.step import is_out_of_memory
+
+
+@contextlib.contextmanager
+def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
+    """Within, an out-of-memory error leaves what explains it on the disk, and is raised as ever.
+
+    ``with memopt_cli.explain_oom(): train()``, or ``@memopt_cli.explain_oom()`` above a function.  ``path``: of the
+    files, without their endings: ``.log`` has the traceback, and ``.snapshot.pickle``, on a GPU, who held what, by the
+    lines that made it, whose stacks are recorded meanwhile.  Files of these names are replaced.  The error has a note
+    that says what to type.  Raises :class:`OptionError` for a path of another type.
+    """
+    base = path_given("path", path)
+    with memory_history() if torch.cuda.is_available() else contextlib.nullcontext():
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(_kept(error, base))
+            raise
+
+
+def _kept(error: Exception, base: Path) -> str:
+    """Writes the files; what to type, or why they could not be written."""
+    try:
+        files = _files(error, base)
+        write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
+    except Exception as failed:  # no other error is to take this one's place
+        return f"memopt could not keep what explains it: {failed}"
+    return " ".join(
+        ["memopt explain MODEL", *(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())]
+    )
+
+
+def _files(error: Exception, base: Path) -> dict[Path, tuple[str, bytes]]:
+    """Each with the flag that reads it."""
+    log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
+    files = {log: ("--log", "".join(traceback.format_exception(error)).encode(errors="backslashreplace"))}
+    if torch.cuda.is_available():
+        files[snapshot] = ("--snapshot", pickle.dumps(memory_snapshot()))
+    return files

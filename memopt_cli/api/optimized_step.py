@@ -1,0 +1,75 @@
+"""``memopt_cli.optimize_step``: what ``memopt optimize`` does with a step of one's own, from Python."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from memopt_cli.api.arguments import budget_of, seconds
+from memopt_cli.measure import processes
+from memopt_cli.pipeline.live.model import found_and_proven, once
+from memopt_cli.pipeline.live.step import prepared_step
+from memopt_cli.pipeline.plans.optimization import check_goal
+from memopt_cli.pipeline.plans.summary import summarize
+from memopt_cli.records import MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
+from memopt_cli.records.progress import logged
+from memopt_cli.spikingjelly import resolve_device
+from memopt_cli.text.python_words import notes_in_python, said_in_python, warn_unchanged
+from memopt_cli.training.apply import apply_plan
+from memopt_cli.training.user_step import Step, models_of
+
+
+@said_in_python()
+def optimize_step(
+    make_step: Callable[[], Step],
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    level: int = 3,
+    budget: str | float | None = None,
+    max_slowdown: float | None = None,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> tuple[Step, MemOptSummary]:
+    """Make a step, and make it train in less memory: the step with the plan on its models, and what was found.
+
+    ``make_step`` is called several times, here and in profiling subprocesses: what it makes must be the same each time.
+    Defined at the top of a module or script it can be imported there; else all is profiled in this process.
+    ``inputs``: of one step, positional or by name; dimension 0 of the first tensor is the batch.
+    ``budget``: the most that the step may take, ``"8GiB"``, bytes, or ``0.6`` or ``"60%"`` of what it takes now: the
+    fastest plan within it.  Without one, that of the least peak whose step takes at most ``max_slowdown`` times as long
+    (``None``: 1.33; ``math.inf``: no limit).  ``timeout``: seconds that each answer of a profiling subprocess may take.
+    ``verbose``: log the course of the search.
+
+    A step that exists already is given the same plan by ``memopt_cli.apply_plan(step, summary.plan)``.
+    Raises :class:`OptionError` (a :class:`ValueError`) for a value out of its range, :class:`VerificationError` if the
+    optimized step differs from the original, and other errors of :mod:`memopt_cli.errors` if it cannot be taken.
+    """
+    started = time.monotonic()
+    search = SearchOverrides(level=level, max_slowdown=max_slowdown)
+    goal, limit_s = SearchGoal(budget=budget_of(budget)), seconds("timeout", timeout, 1)
+    check_goal(goal, search)
+    settings = StepSettings(device=resolve_device())
+    with (
+        processes.kept(),
+        logged(verbose) as progress,
+        once(),
+        prepared_step(make_step, inputs, settings) as prepared,
+    ):
+        for note in prepared.notes:
+            progress.note(note)
+        request = OptimizeRequest(
+            source=prepared.subject.source,
+            spec=None,
+            settings=settings,
+            search=search,
+            goal=goal,
+            recommend_batch=False,
+        )
+        found = found_and_proven(request, replace(prepared, timeout_s=limit_s, progress=progress))
+    step = make_step()
+    apply_plan(models_of(step), found.plan)
+    summary = summarize(found, spent_s=time.monotonic() - started)
+    warn_unchanged(summary.unchanged)
+    return step, notes_in_python(summary)

@@ -1,0 +1,286 @@
+"""One rank of many, for functions of this process: what ``--ranks`` does for ``memopt profile``, ``optimize`` and
+``recommend-batch``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from memopt_cli.api.arguments import (
+    Inputs,
+    Loss,
+    Named,
+    Optimizer,
+    amount,
+    budget_of,
+    called,
+    card_given,
+    functions_given,
+    given_inputs,
+    plan_given,
+    search_of,
+    seconds,
+    settings_of,
+    whole,
+)
+from memopt_cli.api.shown import Optimized, RanksRecommended
+from memopt_cli.errors import OptionError
+from memopt_cli.inputs.spec_text import is_factory, layout_of, ranks_asked
+from memopt_cli.measure import processes
+from memopt_cli.measure.jobs import ORIGINAL, Subject
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.measure.reach import UserFunction, user_function
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
+from memopt_cli.pipeline.live.factory import prepared_factory
+from memopt_cli.pipeline.live.model import described, found_and_proven, once
+from memopt_cli.pipeline.plans.optimization import check_goal
+from memopt_cli.pipeline.plans.summary import summarize
+from memopt_cli.pipeline.prediction import predict
+from memopt_cli.pipeline.prepare import file_header
+from memopt_cli.records import (
+    BatchRequest,
+    DeviceProfile,
+    DimRange,
+    InputSpec,
+    ModelSource,
+    OptimizeRequest,
+    OptimizeResult,
+    Plan,
+    Precision,
+    RankPrediction,
+    SearchGoal,
+)
+from memopt_cli.records.progress import logged
+from memopt_cli.search.estimation.cards import check_memory_known
+from memopt_cli.text.python_words import said_in_python
+
+Build = str | Callable[[], nn.Module]
+"""What builds the model, or text as for the command line: ``package.module:callable``."""
+Parallelize = str | Callable[[nn.Module, Any], nn.Module]
+"""A function of a model and a ``DeviceMesh``; or text as for ``--parallel``: ``"fsdp"``, ``"train.py:shard"``."""
+
+
+@said_in_python()
+def predict_rank(
+    build: Build,
+    inputs: Inputs,
+    *,
+    ranks: int,
+    parallelize: Parallelize,
+    rank: int = 0,
+    mesh: Mapping[str, int] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    dims: Mapping[str, int] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: Precision = "stored",
+    seed: int = 0,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> RankPrediction:
+    """The tensor peak of one rank of many, predicted: no other rank exists, and no tensor has data.
+
+    Parameters
+    ----------
+    build:
+        Builds the model, whole, without arguments; parameters that it makes are never allocated.
+    inputs, dims:
+        Of one rank's step, as for :func:`memopt_cli.optimize`.
+    parallelize:
+        ``shard(model, mesh) -> model`` of the training script, ``"fsdp"`` (``fully_shard`` of repeated blocks and of
+        the rest) or ``"ddp"``.
+    rank:
+        From 0.  Parameters that do not divide evenly give some ranks more than others.
+    mesh:
+        Name of each axis -> its length, the outermost first; -1: as long as the others leave.  ``None``:
+        ``{"dp": ranks}``.
+    plan:
+        One to run the step under, or the path of its file; it is applied before ``parallelize``.
+
+    A subprocess does it; functions that it could not import run in this one, which must then have no process group.
+    Other arguments are those of :func:`memopt_cli.optimize`.  Raises :class:`StepError` for what cannot be predicted,
+    :class:`UsageError` for a function that spreads nothing, and other errors of :mod:`memopt_cli.errors`.
+    """
+    way, limit_s, chosen = _way(parallelize), seconds("timeout", timeout, 1), plan_given(plan)
+    layout = layout_of(whole("ranks", ranks, 1), way.reference, mesh)
+    ranks_asked(layout, whole("rank", rank, 0))
+    given = _given(build, inputs, dims, way, loss, optimizer, accumulate, clip_norm, precision, seed)
+    subject = replace(given.subject, layout=layout, rank=rank)
+    with logged(verbose), once(), processes.kept(), _session(subject, limit_s, given) as session:
+        return predict(session, layout, rank, chosen)
+
+
+@said_in_python()
+def recommend_ranks(
+    build: Build,
+    inputs: Inputs,
+    *,
+    ranks: int | tuple[int, int],
+    parallelize: Parallelize,
+    memory: str | float = 0.9,
+    mesh: Mapping[str, int] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    multiple_of: int = 1,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
+    dims: Mapping[str, int] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: Precision = "stored",
+    seed: int = 0,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> RanksRecommended:
+    """On how many ranks a step fits, and the largest batch of each, as ``memopt recommend-batch --ranks``: predicted.
+
+    ``ranks``: one number, or the first and the last, between which each is twice the one before.  ``memory``: of the
+    device of a rank, in bytes or as ``"80GiB"``; with ``for_device``, a card, it may be a share of that.  ``plan``: one
+    to predict for beside the model as it is.  Other arguments and errors are those of :func:`predict_rank`;
+    :class:`NothingFitsError` if the smallest batch fits on none.
+    """
+    way, limit_s, card = _way(parallelize), seconds("timeout", timeout, 1), card_given(for_device, None)
+    chosen = None if plan is None else plan_given(plan)
+    given = _given(build, inputs, dims, way, loss, optimizer, accumulate, clip_norm, precision, seed)
+    request = BatchRequest(
+        source=given.subject.source,
+        spec=given.subject.spec,
+        settings=given.subject.settings,
+        memory=amount("memory", memory),
+        multiple_of=whole("multiple_of", multiple_of, 1),
+        card=card,
+        layouts=tuple(layout_of(number, way.reference, mesh) for number in _numbers(ranks)),
+    )
+    check_memory_known(request)
+    with logged(verbose) as progress, once(), processes.kept():
+        prepared = prepared_factory(given.subject, chosen or ORIGINAL, given.model, given.functions, limit_s, progress)
+        return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen))
+
+
+@said_in_python()
+def plan_rank(
+    build: Build,
+    inputs: Inputs,
+    *,
+    ranks: int,
+    parallelize: Parallelize,
+    mesh: Mapping[str, int] | None = None,
+    budget: str | float | None = None,
+    level: int | None = None,
+    max_slowdown: float | None = None,
+    target: Named | Sequence[Named] = (),
+    allow_inexact: bool = False,
+    search_time: float | None = None,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
+    unverified: bool = False,
+    dims: Mapping[str, int] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: Precision = "stored",
+    seed: int = 0,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> Optimized:
+    """The plan for one rank of many, as ``memopt optimize --ranks --plan-only``: searched on predictions.
+
+    It is verified on the model as a whole, in one process and with a few samples; not if ``unverified``, for a model
+    that this machine does not hold.
+    ``parallelize(memopt_cli.apply_plan(build(), found.plan), mesh)`` takes it.  The search's arguments are those of
+    :func:`memopt_cli.optimize`; the others, and errors, those of :func:`predict_rank`; :class:`NothingFitsError` if
+    no plan is within the budget, and :class:`VerificationError` if one computes something else.
+    """
+    started, way, limit_s = time.monotonic(), _way(parallelize), seconds("timeout", timeout, 1)
+    layout = layout_of(whole("ranks", ranks, 1), way.reference, mesh)
+    given = _given(build, inputs, dims, way, loss, optimizer, accumulate, clip_norm, precision, seed)
+    request = OptimizeRequest(
+        source=given.subject.source,
+        spec=given.subject.spec,
+        settings=given.subject.settings,
+        search=search_of(level, max_slowdown, target, allow_inexact),
+        goal=SearchGoal(budget=budget_of(budget)),
+        search_limit_s=None if search_time is None else seconds("search_time", search_time, 0),
+        card=card_given(for_device, None),
+        layout=layout,
+        plan_only=True,
+        unverified=unverified,
+    )
+    check_goal(request.goal, request.search)
+    with logged(verbose) as progress, once(), processes.kept():
+        prepared = prepared_factory(given.subject, ORIGINAL, given.model, given.functions, limit_s, progress)
+        found = found_and_proven(request, prepared)
+        summary = summarize(found, spent_s=time.monotonic() - started, advice=None)
+        return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
+
+
+# ---------------------------------------------------------------------------------------------- what is given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """A step, and the functions of the user's that make it."""
+
+    subject: Subject
+    model: UserFunction
+    functions: tuple[UserFunction, ...]
+
+
+def _given(
+    build: Build,
+    inputs: Inputs,
+    dims: Mapping[str, int] | None,
+    way: UserFunction,
+    loss: Loss | None,
+    optimizer: Optimizer,
+    accumulate: int,
+    clip_norm: float | None,
+    precision: Precision,
+    seed: int,
+) -> _Given:
+    model, functions = _function("build", build, "model"), functions_given(loss, optimizer)
+    if model.function is None and not is_factory(model.reference):
+        raise OptionError(f"build is {build!r}, which names no function", hint='Write "package.module:callable".')
+    given = given_inputs(inputs, dims)
+    subject = Subject(
+        source=ModelSource(location=model.reference),
+        spec=given if isinstance(given, InputSpec) else described(given),
+        settings=settings_of(*functions, accumulate, clip_norm, precision, "cpu", seed),
+        data="none",
+    )
+    return _Given(subject=subject, model=model, functions=(way, *functions))
+
+
+def _way(parallelize: Parallelize) -> UserFunction:
+    return _function("parallelize", parallelize, "function")
+
+
+def _function(name: str, given: Any, what: str) -> UserFunction:
+    if given is None or isinstance(given, nn.Module):
+        told = "no function" if given is None else f"a model ({type(given).__name__})"
+        raise OptionError(f"{name} is {told}", hint="Give a function, or text that names one.")
+    return user_function(called(name, given), what)
+
+
+def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:
+    low, high = ranks if isinstance(ranks, tuple) and len(ranks) == 2 else (ranks, ranks)
+    found = DimRange(symbol="ranks", low=whole("ranks", low, 1), high=whole("ranks", high, 1))
+    if found.low > found.high:
+        raise OptionError(f"ranks is {ranks}", hint="Give the smaller number first.")
+    return found.sizes()
+
+
+def _session(subject: Subject, limit_s: float, given: _Given) -> Session:
+    """A subprocess's, or this process's where one could not import a function."""
+    if not any(function.obstacle for function in (given.model, *given.functions)):
+        return Session(subject, limit_s)
+    known = {used.reference: used.function for used in given.functions if used.function is not None}
+    return LocalSession(subject, limit_s, given.model.function, known)

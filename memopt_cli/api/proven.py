@@ -1,0 +1,117 @@
+"""A plan on a model that is there, compared with the model without it before it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memopt_cli.errors import OptionError, VerificationError
+from memopt_cli.files.contents import the_plan
+from memopt_cli.records import Plan, StepSettings
+from memopt_cli.runtime.in_backward import check_steps_alone
+from memopt_cli.runtime.module_state import ModuleState, detach_state
+from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.text.python_words import said_in_python
+from memopt_cli.training import apply
+from memopt_cli.training.step import Step
+from memopt_cli.training.user_step import Step as UserStep
+from memopt_cli.training.user_step import models_of
+from memopt_cli.training.wrappers import unwrapped
+from memopt_cli.verification import first_samples
+from memopt_cli.verification import verify as compared
+from memopt_cli.verification.equality import generators_kept, gradients_kept
+
+Applied = TypeVar("Applied", bound=nn.Module | UserStep | Mapping[str, nn.Module])
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""One argument of ``forward``, its positional arguments, or its keyword arguments."""
+
+
+@said_in_python()
+def apply_plan(
+    model: Applied,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    verify: Inputs | list[Inputs] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+) -> Applied:
+    """Install every segment of ``plan`` on ``model``, in place; returns the model.  All or nothing.
+
+    ``model``: also a :class:`~memopt_cli.training.user_step.Step`, or its models by the names that the plan has.
+
+    ``plan``: one, or the path of its file.  ``verify``: inputs, or a list of several, as batches of other sizes and
+    padded ones.  A step on each is compared with one of the model without the plan, in the mode that the model is in:
+    outputs, gradients, buffers, hidden state and random numbers, to the bit, or with chunks to 1e-9 in float64.
+    ``loss``: of the output, as in training.  ``optimizer``: the one of the training script, which a plan with
+    ``in_backward`` runs in backward; the script must neither accumulate nor clip nor scale gradients then.
+
+    Raises :class:`PlanError` for a plan that does not suit the model or its optimizer, :class:`VerificationError` if a
+    step differs, and what the model itself raises; then it is as it was.  Gradients that it has stay as they are.
+    """
+    plan = the_plan(plan)
+    if not isinstance(model, nn.Module):
+        _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
+        return model
+    for inputs in verify if isinstance(verify, list) else [] if verify is None else [verify]:
+        _compare(model, plan, inputs, loss)
+    if plan.in_backward and optimizer is not None:
+        _check_optimizer(optimizer)
+    apply.apply_plan(model, plan, optimizer)
+    return model
+
+
+def _apply_to_step(step: UserStep | Mapping[str, nn.Module], plan: Plan, *, is_plain: bool) -> None:
+    if not is_plain:
+        raise OptionError(
+            "verify, loss and optimizer are for a model, not for a step",
+            hint="memopt optimize and memopt_cli.optimize_step verify the plan of a step.",
+        )
+    apply.apply_plan(models_of(step), plan)
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    try:
+        check_steps_alone(optimizer)
+    except ValueError as reason:
+        raise apply.in_backward_error(optimizer, reason) from reason
+
+
+@contextlib.contextmanager
+def _off_the_last_step(model: nn.Module) -> Iterator[None]:
+    """Within, nothing that ``model`` keeps hangs on the graph of the step before; afterwards it does again.
+
+    The membranes of a network that was trained and not reset do, and the backward of the first step here would fail.
+    """
+    before = ModuleState(model)
+    detach_state(model)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> None:
+    model = unwrapped(model)
+    args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    tensors = [*tensors_of((args, kwargs)), *model.parameters()]
+    device = str(tensors[0].device) if tensors else "cpu"
+    step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)
+    batch = next((len(t) for t in tensors if t.dim()), 1)
+    with gradients_kept(model), generators_kept(), _off_the_last_step(model):
+        install = functools.partial(apply.apply_plan, plan=plan.of_model)
+        resize = functools.partial(first_samples, args, kwargs)
+        found = compared(step, plan.of_model, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
+    if not found.passed:
+        shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors_of((args, kwargs)))
+        raise VerificationError(
+            f"with the plan {found.difference}, for inputs of the shape {shapes}",
+            hint="The model is as it was; make a plan for it with memopt optimize.",
+        )

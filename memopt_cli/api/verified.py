@@ -1,0 +1,151 @@
+"""``memopt_cli.verify``: what ``memopt verify`` does, with two models in memory or two steps of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TextIO
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.api.arguments import (
+    Given,
+    Inputs,
+    Loss,
+    Optimizer,
+    checked_model,
+    functions_given,
+    given_inputs,
+    seconds,
+    settings_of,
+    whole,
+)
+from memopt_cli.api.shown import Shown
+from memopt_cli.errors import OptionError
+from memopt_cli.measure import processes
+from memopt_cli.measure.reach import UserFunction
+from memopt_cli.pipeline.comparisons.equivalence import compare_prepared
+from memopt_cli.pipeline.live.model import also_prepared_model, once
+from memopt_cli.pipeline.live.step import prepared_step
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
+from memopt_cli.records.progress import logged
+from memopt_cli.report.text import TextJudgement
+from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
+from memopt_cli.text.python_words import said_in_python
+from memopt_cli.training.apply import plan_of
+from memopt_cli.training.user_step import Step
+
+Trained = nn.Module | Callable[[], Step]
+"""A model, or a function that makes a step."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Verified(Shown):
+    """Two trainings, compared, as ``memopt verify`` shows it."""
+
+    result: Equivalence
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differs by more than it may."""
+        return self.result.passed
+
+    def _write(self, stream: TextIO) -> None:
+        TextJudgement().verified(self.result, stream)
+
+
+@said_in_python()
+def verify(
+    reference: Trained,
+    candidate: Trained,
+    inputs: Inputs,
+    *,
+    dims: Mapping[str, int] | None = None,
+    steps: int = 3,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    clip_norm: float | None = None,
+    precision: Precision = "stored",
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
+    verbose: bool = False,
+) -> Verified:
+    """Whether ``candidate`` trains as ``reference`` does, as ``memopt verify`` says it; both stay as they are.
+
+    Parameters
+    ----------
+    reference, candidate:
+        The same model twice, with the same parameters, or two functions that each make a :class:`memopt_cli.Step`.
+        The candidate trains in another way: with checkpoints, compiled, under a plan.
+    inputs, dims:
+        Of a step, as for :func:`memopt_cli.optimize`.
+    steps:
+        Consecutive ones, with the same inputs, and with the optimizer: SGD, if none is given.
+    timeout:
+        Seconds that a profiling subprocess may take for them.
+
+    Other arguments are those of :func:`memopt_cli.optimize`.  Raises :class:`StepError` if the two have not the same
+    parameters or the reference cannot be trained, and other errors of :mod:`memopt_cli.errors`.
+    """
+    started = time.monotonic()
+    functions = functions_given(loss, optimizer)
+    settings = settings_of(*functions, 1, clip_norm, precision, device, seed)
+    count, limit_s = whole("steps", steps, 1), seconds("timeout", timeout, 1)
+    given = given_inputs(inputs, dims)
+    with (
+        logged(verbose) as progress,
+        processes.kept(),
+        once(),
+        _prepared("reference", reference, given, settings, functions) as one,
+        _prepared("candidate", candidate, given, settings, functions) as other,
+    ):
+        one, other = (replace(side, timeout_s=limit_s, progress=progress) for side in (one, other))
+        found = compare_prepared(one, other, count)
+    named = replace(found, reference="the reference", candidate="the candidate", spent_s=time.monotonic() - started)
+    return Verified(named)
+
+
+@contextlib.contextmanager
+def _prepared(
+    name: str, trained: Trained, given: Given, settings: StepSettings, functions: tuple[UserFunction, UserFunction]
+) -> Iterator[Prepared]:
+    if isinstance(trained, nn.Module):
+        model = checked_model(trained)
+        _refuse_hooks_on_gradients(name, model)
+        obstacle = "a file holds no compiled model" if any(map(is_compiled, model.modules())) else ""
+        with also_prepared_model(model, given, settings, functions, obstacle) as prepared:
+            source = replace(prepared.subject.source, keeps_compiled=True)
+            subject = replace(prepared.subject, source=source)
+            yield replace(prepared, subject=subject, carried=plan_of(model).of_model)
+        return
+    if isinstance(trained, Step) or not callable(trained):
+        raise OptionError(
+            f"{name} is a {type(trained).__name__}", hint="Give a torch.nn.Module, or the function that makes a step."
+        )
+    if isinstance(given, InputSpec):
+        raise OptionError(
+            f"the {name} makes a step, whose inputs cannot be text", hint="Give tensors: inputs=(x, targets)."
+        )
+    with prepared_step(trained, given, settings) as prepared:
+        yield prepared
+
+
+def _refuse_hooks_on_gradients(name: str, model: nn.Module) -> None:
+    """What is compared is a copy, and PyTorch copies no hooks of parameters: gradients would be others."""
+    hooked = next((path for path, parameter in model.named_parameters() if _hooks_of_others(parameter)), None)
+    if hooked is not None:
+        raise OptionError(
+            f"the {name}'s parameter {hooked} has a hook on its gradient, which no copy of it has",
+            hint="Give functions that make steps (memopt_cli.Step), and set the hooks in them.",
+        )
+
+
+def _hooks_of_others(parameter: Tensor) -> bool:
+    """Memopt's own, of an optimizer in backward, goes with its plan."""
+    modules = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks_on_gradient(parameter))
+    return any(module.partition(".")[0] != "memopt_cli" for module in modules)

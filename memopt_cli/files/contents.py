@@ -1,0 +1,330 @@
+"""What is in the files memopt writes, and how it is read back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from memopt_cli.errors import BaselineError, OptionError, UsageError, shortened, told
+from memopt_cli.inputs.spec_text import check_layout, check_spec
+from memopt_cli.records import (
+    MOST_RANGES,
+    SCHEMA_VERSION,
+    Baseline,
+    BatchAdvice,
+    BatchProbe,
+    FastestTraining,
+    FileHeader,
+    Layout,
+    Measurement,
+    MemOptSummary,
+    Plan,
+    PredictedStep,
+    ReplicaAdvice,
+    SegmentPlan,
+    ShorterStep,
+    StepMemory,
+    from_data,
+    refuse_unknown,
+    to_data,
+)
+from memopt_cli.text.documents import (
+    MOST_BYTES,
+    json_text,
+    printable_data,
+    read_bytes,
+    read_json,
+    read_mapping,
+    yaml_text,
+)
+
+
+def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
+    """The content of ``*.summary.json``: the header's keys, then ``summary``."""
+    return json_text({**to_data(header), "summary": to_data(summary)}).encode()
+
+
+def plan_yaml(
+    header: FileHeader,
+    plan: Plan,
+    level: int,
+    predicted: PredictedStep | None = None,
+    layout: Layout | None = None,
+    turns_off: Sequence[str] = (),
+) -> bytes:
+    """The content of ``*.plan.yaml``: the header's keys, the ``level`` that the plan was made at, and the plan.
+
+    ``predicted``: what is estimated for a device elsewhere, below ``predicted``; ``layout``: of the ranks that the plan
+    was searched for, below ``parallel``; ``turns_off``: attributes of the model that are off under the plan.  Whoever
+    applies the plan needs none of these.
+    """
+    said = {"level": level, **_short(plan)}
+    if plan.ranges:
+        said["ranges"] = [{**_short(part), **_segments(part.segments)} for part in plan.ranges]
+    else:
+        said["segments"] = [_named(segment) for segment in plan.segments]
+    more = {_PREDICTED: predicted, _PARALLEL: layout}
+    more = {name: to_data(value) for name, value in more.items() if value is not None}
+    off = {_TURNS_OFF: list(turns_off)} if turns_off else {}
+    return yaml_text({**_header(header), **off, **said, **more}).encode()
+
+
+def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:
+    return {"segments": [_named(segment) for segment in segments]} if segments else {}
+
+
+def _named(segment: SegmentPlan) -> dict[str, Any]:
+    return {"path": segment.path, **_short(segment)}
+
+
+def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
+    """The inverse of :func:`plan_yaml`.
+
+    Raises :class:`UsageError` for a file that cannot be read, is no plan, has an unknown or missing key or a value of
+    the wrong type, or was written by a later memopt.
+    """
+    data = _plan_data(path)
+    of_plan = [f.name for f in fields(Plan)]
+    header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, str(path))
+    return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
+
+
+def the_plan(given: Plan | str | os.PathLike[str]) -> Plan:
+    """One, or that of a file.  Raises :class:`OptionError`, and :class:`UsageError` for a file as :func:`read_plan`."""
+    if not isinstance(given, Plan | str | os.PathLike):
+        raise OptionError(f"plan is {told(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
+    return given if isinstance(given, Plan) else read_plan(given)[1]
+
+
+def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
+    """What a plan's file predicts for a device elsewhere, if anything.  Raises :class:`UsageError`."""
+    data = _plan_data(path).get(_PREDICTED)
+    return None if data is None else from_data(PredictedStep, data, where=f"{path}.{_PREDICTED}")
+
+
+def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
+    data = read_mapping(Path(path), _PLAN)
+    version = data.get("schema_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise UsageError(f"{path} is not a plan: its schema_version is {shortened(version)}", hint=_PLAN)
+    if version > SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
+        )
+    known = [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), _PREDICTED, _PARALLEL, _TURNS_OFF]
+    refuse_unknown(data, known, str(path))
+    return data
+
+
+_PREDICTED, _PARALLEL, _TURNS_OFF = "predicted", "parallel", "turns_off"
+_PLAN = "Give a *.plan.yaml that memopt optimize wrote; its header belongs to it."
+
+
+def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
+    """Where a file says that it comes from; its inputs are looked at as those that a user types."""
+    header = from_data(FileHeader, data, where=where)
+    try:
+        check_spec(header.spec)
+    except UsageError as err:
+        raise UsageError(f"{where}: {err.message}", hint=err.hint) from err
+    return header
+
+
+def baseline_json(baseline: Baseline) -> bytes:
+    """The content of a baseline: the header's keys, ``conditions``, ``memory``, and ``shorter`` steps if it has some.
+
+    :func:`read_measured` reads it.
+    """
+    parts = {"conditions": to_data(baseline.conditions), "memory": to_data(baseline.memory)}
+    parts |= {"shorter": to_data(baseline.shorter)} if baseline.shorter else {}
+    return json_text({**to_data(baseline.header), **parts}).encode()
+
+
+def read_measured(path: str | os.PathLike[str]) -> Baseline:
+    """What a step needed, from a baseline or from a ``*.summary.json``.
+
+    Raises :class:`BaselineError` for a file that is missing, is neither, or was written by a later memopt.
+    """
+    try:
+        data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version not in (1, SCHEMA_VERSION) or isinstance(version, bool | float):
+            raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads 1 to {SCHEMA_VERSION}")
+        data = _as_of_today(data) if version == 1 else data
+        header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
+        if "summary" in data:
+            summary = from_data(MemOptSummary, data["summary"], where="summary")
+            shorter = tuple(_shorter(summary))
+            return _measurable(Baseline(header=header, conditions=None, memory=_summarized(summary), shorter=shorter))
+        parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
+        return _measurable(_checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file")))
+    except FileNotFoundError as err:
+        raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
+    except (OSError, ValueError, UsageError) as err:
+        reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
+        raise BaselineError(f"{path} is not a baseline: {reason}", hint=_RECORD) from err
+
+
+def _measurable(found: Baseline) -> Baseline:
+    """Return ``found`` if none of its bytes and seconds is negative.  Raises :class:`UsageError` that names one."""
+    pending: list[tuple[str, Any]] = [("", found)]
+    while pending:
+        name, value = pending.pop()
+        if is_dataclass(value):
+            pending += [(f.name, getattr(value, f.name)) for f in fields(value)]
+        elif isinstance(value, Mapping):
+            pending += [(name, item) for item in value.values()]
+        elif isinstance(value, list | tuple):
+            pending += [(name, item) for item in value]
+        elif name.endswith(("_bytes", "_s")) and isinstance(value, int | float) and value < 0:
+            raise UsageError(f"its {name} is {value}; no step needs less than nothing")
+    return found
+
+
+def _checked(found: Baseline) -> Baseline:
+    """What a user could have recorded.
+
+    Renames are looked for at every level of every path: thousands of levels would keep memopt busy for minutes.
+    """
+    if found.conditions is not None and (layout := found.conditions.layout) is not None:
+        check_layout(layout)
+    _check_shorter(found)
+    memories = (found.memory, *(step.memory for step in found.shorter))
+    deepest = max((module.path.count(".") for memory in memories for module in memory.modules), default=0)
+    if deepest > _MOST_LEVELS:
+        raise UsageError(f"its modules lie {deepest} levels within each other; memopt compares {_MOST_LEVELS}")
+    return found
+
+
+def _check_shorter(found: Baseline) -> None:
+    """Each is measured again by ``memopt check``."""
+    sizes = [step.size for step in found.shorter]
+    are_shorter = all(0 < step.size < found.header.spec.dims.get(step.dim, 0) for step in found.shorter)
+    if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in found.shorter}) > 1:
+        raise UsageError("its shorter steps do not ascend to the size that its inputs have")
+    if len(sizes) > MOST_RANGES:
+        raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares {MOST_RANGES}")
+
+
+def _as_of_today(data: Any) -> Any:
+    """JSON of version 1 by the keys of today; nothing depended on those that are gone."""
+    if isinstance(data, list):
+        return [_as_of_today(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    values = {key: _as_of_today(value) for key, value in data.items()}
+    if "segments" in values:  # a plan
+        values.pop("level", None)
+    if "predicted_tensor_peak_bytes" in values:  # a level
+        values.pop("note", None)
+        values = {"dry_runs" if key == "candidates" else key: value for key, value in values.items()}
+    if "accumulates" in values:  # the settings of a step
+        values["micro_batches"] = 2 if values.pop("accumulates") is True else 1
+    return values
+
+
+_MOST_LEVELS = 200
+_RECORD = "Record one with memopt baseline MODEL -o FILE."
+_HEADER_KEYS = [f.name for f in fields(FileHeader)]
+
+
+def _summarized(summary: MemOptSummary) -> StepMemory:
+    """What the step of the applied level needs; raises :class:`UsageError` if it was not measured."""
+    outcomes = (row.outcome for row in summary.levels if row.level == summary.applied_level)
+    measured = next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
+    if measured is None:
+        raise UsageError(f"it is a summary whose level {summary.applied_level} has no measurement")
+    return _as_measured(summary.plan or Plan(), measured)
+
+
+def _shorter(summary: MemOptSummary) -> Iterator[ShorterStep]:
+    """Of the ranges of a plan by length, all but the longest."""
+    by = None if summary.plan is None else summary.plan.by
+    if by is not None:
+        for row in summary.ranges[:-1]:
+            if row.outcome is None:
+                raise UsageError(f"it is a summary whose range up to {by.dim}={row.up_to} was not measured")
+            yield ShorterStep(dim=by.dim, size=row.up_to, memory=_as_measured(row.plan, row.outcome))
+
+
+def _as_measured(plan: Plan, measured: Measurement) -> StepMemory:
+    return StepMemory(
+        plan=plan,
+        tensor_peak_bytes=measured.tensor_peak_bytes,
+        allocated_peak_bytes=measured.allocated_peak_bytes,
+        step_s=measured.step_s,
+        breakdown=measured.breakdown,
+    )
+
+
+def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: Mapping[str, Any]) -> bytes:
+    """The content of ``*.batch.yaml``: ``batch_shaping``, the configuration, and ``recommended``, what it rests on."""
+    return yaml_text({**_header(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}).encode()
+
+
+def recommended_data(advice: BatchAdvice) -> dict[str, Any]:
+    """Advice as it stands below ``recommended``; sizes in bytes, times in seconds."""
+    return {
+        "batch_size": advice.recommended_batch,
+        "verified": True,  # by a run: memopt recommends nothing else
+        "fastest_batch_size": advice.fastest_batch,
+        "estimated_batch_size": advice.estimated_batch,
+        "limited_by": advice.limited_by,
+        "budget_bytes": advice.budget_bytes,
+        "device_bytes": advice.device_bytes,
+        "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
+        "probes": _short(advice.probes),
+    }
+
+
+def fastest_data(found: FastestTraining, plan: str) -> dict[str, Any]:
+    """The fastest pair as it stands below ``recommended``; ``plan`` is the file that has its plan."""
+    answer = found.answer
+    assert isinstance(answer.outcome, BatchProbe), "it was run"
+    data = {
+        "batch_size": answer.batch,
+        "verified": True,  # by a run
+        "plan": plan,
+        "samples_per_s": answer.samples_per_s,
+        "step_s": answer.outcome.step_s,
+        "allocated_peak_bytes": answer.outcome.allocated_peak_bytes,
+        "budget_bytes": found.budget_bytes,
+    }
+    if found.accumulation is not None:
+        data["accumulation"] = to_data(found.accumulation)
+    if found.original is not None:
+        original = found.runs[found.original]
+        data["original"] = {"batch_size": original.batch, "samples_per_s": original.samples_per_s}
+    return data
+
+
+def replicas_data(advice: ReplicaAdvice) -> dict[str, Any]:
+    """How many copies, as it stands below ``recommended``; ``route`` is what ran them."""
+    route = next(probe.route for probe in advice.probes if probe.replicas == advice.fastest)
+    return {
+        "replicas": advice.fastest,
+        "route": route,
+        "replicas_limited_by": advice.limited_by,
+        "replica_probes": _short(advice.probes),
+    }
+
+
+def _header(header: FileHeader) -> dict[str, Any]:
+    return {**to_data(header), "spec": _short(header.spec)}
+
+
+def _short(record: Any) -> Any:
+    """As :func:`to_data`, less the fields that hold their default: a file for people."""
+    if isinstance(record, list | tuple):
+        return [_short(item) for item in record]
+    if not is_dataclass(record):
+        return to_data(record)
+    values = {f.name: (getattr(record, f.name), f) for f in fields(record)}
+    return {
+        name: _short(value)
+        for name, (value, f) in values.items()
+        if value != (f.default if f.default_factory is MISSING else f.default_factory())
+    }

@@ -1,0 +1,51 @@
+"""Which dimension of described inputs is the batch, and the same inputs at another batch size."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+from memopt_cli.errors import UsageError
+from memopt_cli.inputs.spec_text import format_tensor
+from memopt_cli.records import InputSpec
+
+BATCH = "B"
+"""Symbol of the batch dimension."""
+NO_BATCH_ARGUMENT = "Let the function of the script take an argument batch, and add for example --dim B=8."
+
+
+def check_batch(spec: InputSpec, batch: int) -> None:
+    """Raise :class:`UsageError` for inputs whose batch cannot be varied: of a data file or a script that takes none,
+    and those of which not all have the dimension that would be taken for it."""
+    with_batch(spec, batch + 1)
+    sized = [tensor for tensor in spec.tensors if tensor.shape]
+    if BATCH in spec.dims or len({tensor.shape[0] for tensor in sized}) <= 1:
+        return
+    shapes = ", ".join(map(format_tensor, sized))
+    first = replace(sized[0], shape=(BATCH, *sized[0].shape[1:]))
+    raise UsageError(
+        f"the inputs do not share their first dimension, so it is not known which one is the batch ({shapes})",
+        hint=f"Name it in every input that has it, as in -i {shlex.quote(format_tensor(first))} --dim "
+        f"{BATCH}={batch}; inputs such as one graph's nodes and edges have none.",
+    )
+
+
+def with_batch(spec: InputSpec, batch: int) -> InputSpec:
+    """The same inputs at another batch size.
+
+    The symbol ``B`` is given the size; without it, dimension 0 of every tensor that shares the first one's is.
+    Raises :class:`UsageError` for a data file, and for a script that does not take ``B``.
+    """
+    if spec.data_file is not None:
+        raise UsageError(
+            f"the inputs in {spec.data_file} cannot be resized", hint="Describe them: -i Bx3x224x224 --dim B=8."
+        )
+    if BATCH in spec.dims:
+        return replace(spec, dims={**spec.dims, BATCH: batch})
+    if not spec.tensors:
+        raise UsageError(f"{spec.script} is not given a batch size", hint=NO_BATCH_ARGUMENT)
+    old = spec.tensors[0].shape[:1]
+    return replace(
+        spec,
+        tensors=tuple(replace(t, shape=(batch, *t.shape[1:])) if t.shape[:1] == old else t for t in spec.tensors),
+    )

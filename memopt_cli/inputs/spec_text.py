@@ -1,0 +1,390 @@
+"""What users type: inputs ``[name:]SHAPE[@dtype][=values]``, ``SYMBOL=SIZE``, ``METRIC:LIMIT`` and
+``package.module:callable``.
+
+:func:`parse_tensor` and :func:`format_tensor` are exact inverses.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from memopt_cli.errors import UsageError, shortened
+from memopt_cli.records import BUILT_IN, METRICS, InputSpec, Layout, Limit, TensorSpec
+from memopt_cli.text.optimizer_text import is_function
+from memopt_cli.text.units import parse_bytes
+
+_INTEGER_RANGES = {
+    "bool": range(2),
+    "uint8": range(2**8),
+    "int8": range(-(2**7), 2**7),
+    "int16": range(-(2**15), 2**15),
+    "int32": range(-(2**31), 2**31),
+    "int64": range(-(2**63), 2**63),
+}
+_FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64")
+DTYPES = (*_FLOATING, *_INTEGER_RANGES)
+"""Names of the dtypes that an input may have."""
+
+MODEL_SETTINGS, ADAPTER_SETTINGS = "config.json", "adapter_config.json"
+"""What a folder of ``save_pretrained`` holds."""
+
+_SYMBOL = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
+_SIZE = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
+_BOUNDS = re.compile(r"(-?[0-9]{1,19})\.\.(-?[0-9]{1,19})", re.ASCII)
+_RATE = re.compile(r"spikes:([0-9]+(?:\.[0-9]+)?)", re.ASCII)
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%", re.ASCII)
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s)", re.ASCII)
+_FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
+_EXAMPLE = "Write [name:]SHAPE[@dtype][=values], for example 4x3x224x224 or input_ids:8x128@int64=0..32000."
+
+
+def parse_tensor(text: str) -> TensorSpec:
+    """``"x:TxBx2x48x48=spikes:0.2"`` -> the tensor it describes.
+
+    The shape is written ``4x10x2``, ``4,10,2`` or ``[4,10,2]`` (``[]``: a scalar); a symbol starts with an uppercase
+    letter, and one that contains an ``x`` needs the commas.  Without a dtype it is ``float32``; without values they are
+    ``normal`` for a floating dtype and ``0..2`` (zeros and ones) for an integer or ``bool``.
+    Raises :class:`UsageError` that quotes the text and the piece that is wrong.
+    """
+    try:
+        head, has_values, values = text.replace(" ", "").partition("=")
+        head, has_dtype, dtype = head.partition("@")
+        name, has_name, shape = head.rpartition(":")
+        return TensorSpec(
+            name=_parse_name(name) if has_name else None,
+            shape=parse_shape(shape),
+            dtype=parse_dtype(dtype) if has_dtype else "float32",
+            values=parse_values(values if has_values else _default_values(dtype), dtype or "float32"),
+        )
+    except UsageError as err:
+        raise UsageError(f"input {shortened(text, 200)}: {err.message}", hint=err.hint or _EXAMPLE) from err
+
+
+def format_tensor(spec: TensorSpec) -> str:
+    """The shortest text that :func:`parse_tensor` reads back as ``spec``."""
+    sizes = [str(size) for size in spec.shape]
+    plain = bool(sizes) and not any("x" in size for size in sizes)
+    name = f"{spec.name}:" if spec.name is not None else ""
+    dtype = f"@{spec.dtype}" if spec.dtype != "float32" else ""
+    values = f"={spec.values}" if spec.values != _default_values(spec.dtype) else ""
+    return name + ("x".join(sizes) if plain else f"[{','.join(sizes)}]") + dtype + values
+
+
+def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str) -> None:
+    """Raise :class:`UsageError` for the first of the dimensions that is in no shape: its size would change nothing."""
+    symbols = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}
+    for name in names:
+        if name not in symbols:
+            shapes = ", ".join(map(format_tensor, tensors)) or "of fixed size"
+            raise UsageError(
+                f"--dim {name}: no input has a dimension {name}; they are {shapes} ({where})",
+                hint=f"Write {name} into a shape, as in -i {name}x3x224x224, or give it no size.",
+            )
+
+
+def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> None:
+    """Raise :class:`UsageError` that names every symbol in the shapes that has no size."""
+    symbols = [size for tensor in tensors for size in tensor.shape if isinstance(size, str)]
+    if unsized := [symbol for symbol in dict.fromkeys(symbols) if symbol not in dims]:
+        flags = " ".join(f"--dim {symbol}=8" for symbol in unsized)
+        raise UsageError(
+            f"the inputs have dimensions without a size: {', '.join(unsized)}", hint=f"Add for example {flags}"
+        )
+
+
+def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
+    """Raise :class:`UsageError` for too many inputs, or two of one name, sizes that cannot be, and a symbol without."""
+    _require_few(tensors)
+    names = [tensor.name for tensor in tensors if tensor.name is not None]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"the input '{name}' is given twice")
+    for tensor in tensors:
+        check_sizes(tensor, dims)
+    require_sizes(tensors, dims)
+
+
+def parse_dims(texts: Iterable[str]) -> dict[str, int]:
+    """``["B=8", "S=128"]`` -> the size of each dimension.
+
+    A name is any identifier, as an input script may name its arguments; the symbols of a shape are a part of these.
+    Raises :class:`UsageError` for anything else and for a dimension with two sizes.
+    """
+    dims: dict[str, int] = {}
+    for text in texts:
+        name, _, size = text.replace(" ", "").partition("=")
+        if name.isidentifier() and size and not size.strip("0"):
+            raise UsageError(f"dimension {name} has size 0", hint="Give it a size of at least 1.")
+        if not name.isidentifier() or not _SIZE.fullmatch(size):
+            raise UsageError(f"dimension {shortened(text)} is not NAME=SIZE", hint="Write for example --dim B=8.")
+        if dims.setdefault(name, int(size)) != int(size):
+            raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}")
+    return dims
+
+
+def parse_limit(text: str) -> Limit:
+    """``"peak:5%"``, ``"peak:64MiB"``, ``"step:50ms"``, ``"peak:0"`` -> how much a metric may grow.
+
+    Raises :class:`UsageError` for anything else.
+    """
+    name, _, amount = text.replace(" ", "").partition(":")
+    metric = next((metric for metric in METRICS if metric == name), None)
+    if metric is None:
+        raise UsageError(f"'{text}': '{name}' is not a known metric", hint=f"Known metrics: {', '.join(METRICS)}.")
+    percent, time = _PERCENT.fullmatch(amount), _TIME.fullmatch(amount)
+    if percent:
+        return Limit(text=text, metric=metric, amount=float(percent[1]), relative=True)
+    if metric == "step":
+        if not time:
+            raise UsageError(f"'{text}': '{amount}' is not a time", hint="Write METRIC:LIMIT, step:20% or step:50ms.")
+        return Limit(text=text, metric=metric, amount=float(time[1]) / (1000 if time[2] == "ms" else 1), relative=False)
+    try:
+        return Limit(text=text, metric=metric, amount=parse_bytes(amount), relative=False)
+    except UsageError as err:
+        hint = f"Write METRIC:LIMIT, {metric}:5% or {metric}:64MiB."
+        raise UsageError(f"'{text}': '{amount}' is not a memory size", hint=hint) from err
+
+
+def parse_device(text: str) -> str:
+    """Text that names a device, there or not.  Raises :class:`UsageError`."""
+    if not _DEVICE.fullmatch(text):
+        raise UsageError(f"'{text}' is none of auto, cpu, cuda:N")
+    return text
+
+
+def parse_factory(text: str) -> tuple[str, str] | None:
+    """``"package.module:callable"`` or ``"file.py:function"`` -> the module or file, and the name in it.
+
+    ``None`` if the text is of another form.
+    """
+    match = _FACTORY.fullmatch(text)
+    if match:
+        return match[1], match[2]
+    file, _, name = text.rpartition(":")
+    return (file, name) if is_function(text) else None
+
+
+def is_factory(location: str) -> bool:
+    """Whether a location names code rather than a file."""
+    return parse_factory(location) is not None and not Path(location).exists()
+
+
+def is_pretrained(location: str) -> bool:
+    """Whether a folder holds the settings of a model, or of an adapter."""
+    return any(os.path.isfile(os.path.join(location, name)) for name in (MODEL_SETTINGS, ADAPTER_SETTINGS))
+
+
+def base_of(folder: str, named: object) -> str | None:
+    """The folder of an adapter's base, as its settings name it: from here, or from its own folder."""
+    bases = (named, os.path.join(folder, named)) if isinstance(named, str) else ()
+    return next(filter(is_pretrained, bases), None)
+
+
+def parse_shape(text: str) -> tuple[int | str, ...]:
+    """``"BxSx3"``, ``"B,S,3"`` or ``"[B,S,3]"`` -> sizes and symbols; raises :class:`UsageError`."""
+    listed = text.startswith("[") and text.endswith("]")
+    if listed and text == "[]":
+        return ()
+    sizes = text[1:-1].split(",") if listed else text.split("," if "," in text else "x")
+    if len(sizes) > _MOST_SIZES:
+        raise UsageError(f"the shape {shortened(text)} has {len(sizes)} dimensions", hint=_FEWER)
+    return tuple(_parse_size(size, text) for size in sizes)
+
+
+def parse_dtype(text: str) -> str:
+    """A dtype's name, if memopt can make inputs of it; raises :class:`UsageError`."""
+    if text not in DTYPES:
+        raise UsageError(f"{shortened(text)} is not a known dtype", hint=f"Known dtypes: {', '.join(DTYPES)}.")
+    return text
+
+
+def parse_values(text: str, dtype: str) -> str:
+    """How a tensor of ``dtype`` is filled, if it can hold such values; raises :class:`UsageError`."""
+    rate, bounds = _RATE.fullmatch(text), _BOUNDS.fullmatch(text)
+    if bounds:
+        _check_bounds(int(bounds[1]), int(bounds[2]), dtype)
+    elif rate and float(rate[1]) > 1:
+        raise UsageError(f"the spike rate {rate[1]} is above 1", hint="Write a rate between 0 and 1: spikes:0.2.")
+    elif not rate and text not in ("normal", "uniform", "zeros", "ones"):
+        known = "spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, LOW..HIGH (as 0..32000)"
+        raise UsageError(f"{shortened(text)} are not known values", hint=f"Known values: {known}.")
+    elif text in ("normal", "uniform") and dtype in _INTEGER_RANGES:
+        raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Give a range of integers, for example =0..2.")
+    return text
+
+
+def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
+    """Raise :class:`UsageError` for a tensor of more dimensions, or of more bytes, than any has."""
+    if len(tensor.shape) > _MOST_SIZES:
+        raise UsageError(f"an input has {len(tensor.shape)} dimensions", hint=_FEWER)
+    items = math.prod(size if isinstance(size, int) else dims.get(size, 1) for size in tensor.shape)
+    if items * _ITEM_BYTES >= 2**63:
+        raise UsageError(f"input {format_tensor(tensor)!r} is larger than any tensor can be", hint="Choose less.")
+
+
+_MOST_SIZES, _ITEM_BYTES = 64, 8
+"""Dimensions of a tensor: most of PyTorch's operators take no more.  Bytes of an item, at most."""
+_FEWER = f"Give at most {_MOST_SIZES}."
+
+
+def check_spec(spec: InputSpec) -> None:
+    """Make sure that a file describes inputs as a user could: what it says is run.
+
+    A size may be 0, as one that an exported program carries can be.  Raises :class:`UsageError`.
+    """
+    _require_few(spec.tensors)
+    for name, size in spec.dims.items():
+        if not name.isidentifier() or not 0 <= size < _MOST_ITEMS:
+            raise UsageError(f"the dimension {shortened(name)} cannot have the size {size}", hint=_NAMED_SIZE)
+    for tensor in spec.tensors:
+        _check_tensor(tensor)
+        check_sizes(tensor, spec.dims)
+
+
+def _require_few(tensors: Sequence[TensorSpec]) -> None:
+    if len(tensors) > MOST_INPUTS:
+        raise UsageError(f"there are {len(tensors)} inputs, and no forward takes more than {MOST_INPUTS}")
+
+
+MOST_INPUTS = 1000
+
+
+def _check_tensor(tensor: TensorSpec) -> None:
+    for size in tensor.shape:
+        is_size = size.isidentifier() if isinstance(size, str) else type(size) is int and 0 <= size < _MOST_ITEMS
+        if not is_size:
+            raise UsageError(f"an input cannot have the size {shortened(size)}", hint=_NAMED_SIZE)
+    if tensor.name is not None:
+        _parse_name(tensor.name)
+    parse_values(tensor.values, parse_dtype(tensor.dtype))
+
+
+_MOST_ITEMS = 10**18
+_NAMED_SIZE = "A size is a whole number such as 8, or a symbol such as B."
+
+
+def _default_values(dtype: str) -> str:
+    return "0..2" if dtype in _INTEGER_RANGES else "normal"
+
+
+def _parse_name(text: str) -> str:
+    if not text.isidentifier():
+        raise UsageError(f"{shortened(text)} is not the name of an argument")
+    return text
+
+
+def _parse_size(text: str, shape: str) -> int | str:
+    if _SIZE.fullmatch(text):
+        return int(text)
+    if _SYMBOL.fullmatch(text):
+        return text
+    raise UsageError(
+        f"{shortened(text)} in the shape {shortened(shape)} is neither a size above 0 nor a symbol such as B"
+    )
+
+
+def _check_bounds(low: int, high: int, dtype: str) -> None:
+    if low >= high:
+        raise UsageError(f"{low}..{high} is empty", hint="LOW must be less than HIGH, which is not included: 0..2.")
+    limits = _INTEGER_RANGES.get(dtype)
+    if limits and not (low in limits and high - 1 in limits):
+        raise UsageError(
+            f"{dtype} cannot hold {low}..{high}", hint=f"It holds {limits.start}..{limits.stop} (high not included)."
+        )
+
+
+# ---------------------------------------------------------------------------------------------- many ranks
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``"dp=32,tp=2"`` -> the axes of a mesh of ranks, the outermost first; -1 is a length that the others leave.
+
+    Raises :class:`UsageError` for what is no list of them, an axis twice, and another length below 1.
+    """
+    axes: dict[str, int] = {}
+    for part in text.replace(" ", "").split(","):
+        name, _, length = part.partition("=")
+        if not name.isidentifier() or not (_SIZE.fullmatch(length) or length == "-1"):
+            raise UsageError(f"{shortened(text, 200)} is no mesh: {shortened(part)} is no NAME=SIZE", hint=_MESH)
+        if name in axes:
+            raise UsageError(f"{shortened(text, 200)} is no mesh: it has the axis {name} twice", hint=_MESH)
+        axes[name] = int(length)
+    return axes
+
+
+_REST = "-1 is a length that the others leave: dp=-1,tp=2."
+_MESH = f"Write its axes and their lengths, the outermost first: dp=32,tp=2. {_REST}"
+
+
+def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) -> Layout:
+    """How a model is spread; without a mesh, all ranks lie on one axis, ``dp``.
+
+    Raises :class:`UsageError` for a mesh of another number of ranks, or with more axes than a built-in way has.
+    """
+    axes = {"dp": ranks} if mesh is None else _completed(mesh, ranks)
+    product = math.prod(axes.values())
+    if product != ranks:
+        told = " × ".join(map(str, axes.values()))
+        raise UsageError(
+            f"the mesh has {told} = {product} ranks, not {ranks}", hint=f"Let its lengths give {ranks}. {_REST}"
+        )
+    most = {"ddp": 1, "fsdp": 2}.get(parallel, len(axes))
+    if len(axes) > most:
+        raise UsageError(
+            f"{parallel} takes a mesh of {most} {'axis' if most == 1 else 'axes at most'}, not of {len(axes)}",
+            hint="Give a function of yours that spreads the model over it: --parallel FILE.py:NAME.",
+        )
+    return Layout(ranks=ranks, parallel=parallel, mesh=axes)
+
+
+def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """The axes, the one of length -1 as long as the others leave.  Raises :class:`UsageError`."""
+    told = ",".join(f"{name}={length}" for name, length in mesh.items())
+    rest = [name for name, length in mesh.items() if length == -1]
+    if any(length < 1 and name not in rest for name, length in mesh.items()):
+        raise UsageError(f"the mesh {told} has an axis of a length below 1", hint=_MESH)
+    if len(rest) > 1:
+        raise UsageError(f"the mesh {told} has {len(rest)} axes of length -1", hint="Give all but one a length.")
+    others = math.prod(length for name, length in mesh.items() if name not in rest)
+    if rest and ranks % others:
+        raise UsageError(f"the mesh {told} does not divide {ranks} ranks", hint=f"Take a multiple of {others} ranks.")
+    return {name: ranks // others if name in rest else length for name, length in mesh.items()}
+
+
+def check_layout(layout: Layout) -> None:
+    """Make sure that a file tells a layout as a user could.  Raises :class:`UsageError`."""
+    if not 1 <= layout.ranks <= MOST_RANKS:
+        raise UsageError(f"it is of {layout.ranks} ranks", hint=f"There may be 1 to {MOST_RANKS}.")
+    told = ",".join(f"{name}={length}" for name, length in layout.mesh.items())
+    if layout_of(layout.ranks, layout.parallel, parse_mesh(told)) != layout:
+        raise UsageError(f"its mesh has an axis without a length: {told}")
+
+
+MOST_RANKS = 2**20
+
+
+def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:
+    """The ranks to be predicted: the one that is named, else the first and the last.
+
+    Raises :class:`UsageError` for one that there is not.
+    """
+    if rank is None:
+        return tuple(sorted({0, layout.ranks - 1}))
+    if not 0 <= rank < layout.ranks:
+        raise UsageError(f"there is no rank {rank} of {layout.ranks}", hint=f"Name one from 0 to {layout.ranks - 1}.")
+    return (rank,)
+
+
+def format_layout(layout: Layout) -> str:
+    """``"train.py:shard over dp 32 × tp 2"``."""
+    return f"{layout.parallel} over {' × '.join(f'{name} {length}' for name, length in layout.mesh.items())}"
+
+
+def is_built_in(parallel: str) -> bool:
+    """Whether a way to spread a model needs no function of the user's."""
+    return parallel in BUILT_IN

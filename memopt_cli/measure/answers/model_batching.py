@@ -1,0 +1,23 @@
+"""What a profiling subprocess does to answer the jobs of copies of a model."""
+
+from __future__ import annotations
+
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.timed import device_of, probed
+from memopt_cli.measure.jobs import ReplicasJob
+from memopt_cli.model_batching.replication import replicated_step
+from memopt_cli.records import BatchProbe
+from memopt_cli.training.apply import apply_plan
+
+
+def probe(bench: Bench, job: ReplicasJob) -> BatchProbe:
+    """By the route that is fastest for as many samples as described."""
+    step = bench.step(job.batch, job.dims)
+    apply_plan(bench.model, job.plan)
+    with device_of(job.limit_bytes, bench.settings.device):
+        example = bench.step(min(job.batch, bench.batch), job.dims)
+        together, route = replicated_step(step, job.replicas, example)
+        peak_bytes, step_s = probed(bench, together)
+    return BatchProbe(
+        batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=step_s, replicas=job.replicas, route=route
+    )

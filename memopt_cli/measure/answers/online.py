@@ -1,0 +1,78 @@
+"""What a profiling subprocess does to answer the jobs of online learning."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from dataclasses import replace
+from typing import Any
+
+from memopt_cli import trace
+from memopt_cli.errors import StepError
+from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.measure.allocated import measure_allocated
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.online_jobs import AgreementJob, OnlineJob
+from memopt_cli.online.learning import OnlineSequence, compare_gradients, learn_online
+from memopt_cli.records import BatchProbe, GradientAgreement
+from memopt_cli.trace.storages import unique_bytes
+from memopt_cli.training.step import input_dtype, synchronize
+
+_WINDOW = 8
+"""Time steps of a sequence whose memory is recorded."""
+
+
+def compare(bench: Bench, job: AgreementJob) -> GradientAgreement:
+    """In float64."""
+    return compare_gradients(bench.step(dims={job.symbol: job.steps}), job.rule)
+
+
+def probe(bench: Bench, job: OnlineJob) -> BatchProbe:
+    """Time of the whole sequence, memory of its start and of the step that follows it."""
+    step = replace(bench.step(dims={job.symbol: 1}), args=())
+    sequence = learn_online(step, job.rule, functools.partial(_inputs_at, bench, job.symbol))
+    if step.optimizer is not None and not step.optimizer.state:
+        sequence.run(range(1))
+        step.update()  # makes it
+    bench.model.zero_grad(set_to_none=True)
+    sequence.restart()
+    # Only at the start is something made that stays; whether anything grows shows after the last step.
+    first = _allocated_bytes(bench, sequence, range(min(job.steps, _WINDOW)))
+    bench.model.zero_grad(set_to_none=True)
+    sequence.restart()
+    synchronize(bench.settings.device)
+    started = time.perf_counter()
+    sequence.run(range(job.steps))
+    synchronize(bench.settings.device)
+    elapsed = time.perf_counter() - started
+    last = _allocated_bytes(bench, sequence, range(job.steps, job.steps + 1))
+    return BatchProbe(batch=bench.batch, allocated_peak_bytes=max(first, last), step_s=elapsed)
+
+
+def _allocated_bytes(bench: Bench, sequence: OnlineSequence, steps: range) -> int:
+    def take() -> None:
+        # On the CPU a recording sees only that freed which it saw allocated, and a step frees the states before it.
+        for state in sequence.states:
+            state.value = state.value.clone()
+        sequence.algorithm.keep()
+        sequence.run(steps)
+        sequence.step.update()
+
+    gc.collect()  # what a cell left in cycles of references would be freed while memory is recorded
+    held = trace.resident_bytes(replace(sequence.step, model=sequence.algorithm))
+    held -= unique_bytes(state.value for state in sequence.states)
+    return measure_allocated(lambda _: take(), bench.settings.device, held).peak_bytes
+
+
+def _inputs_at(bench: Bench, symbol: str, number: int) -> tuple[Any, ...]:
+    """The inputs of one time step, ``[B, ...]``; made when they are needed, as a loader would."""
+    spec = replace(bench.subject.spec, dims={**bench.subject.spec.dims, symbol: 1})
+    seed, dtype = bench.settings.seed + number, input_dtype(bench.settings)
+    args, kwargs = make_inputs(spec, seed=seed, device=bench.settings.device, dtype=dtype)
+    if kwargs or any(t.shape[:1] != (1,) for t in args):
+        raise StepError(
+            f"{symbol} is not the first dimension of every input, or they are given by name",
+            hint=f"Online learning goes along the first dimension: describe inputs as {symbol}xBx…",
+        )
+    return tuple(t[0] for t in args)

@@ -1,0 +1,1 @@
+"""Find the batch that fits, or that trains fastest."""

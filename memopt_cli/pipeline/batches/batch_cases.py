@@ -1,0 +1,185 @@
+"""The cases of one recommendation, each a plan and sizes whose largest batch is searched; they share their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from memopt_cli.errors import StepError
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, looped_over, why_fixed
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import BatchProbe, BatchRow, Failure, OutOfMemory, Plan, ReplicaAdvice
+from memopt_cli.search.batch_size.replicas import ReplicaSearch
+from memopt_cli.search.batch_size.runs import Limits
+from memopt_cli.search.batch_size.search import BatchSearch
+from memopt_cli.text.units import format_copies
+
+_LOOPED = 0.02
+"""Share of the longest step for a model that loops over its batch: a larger batch is hardly faster there (a GRU cell
+over 850 rows: 170 samples a second, over 7,076: 115), and six runs of up to a minute took ten."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """A plan and sizes, and the search of their largest batch."""
+
+    planned: bool
+    plan: Plan
+    dims: dict[str, int]
+    probes: BatchProbes = field(init=False)
+    search: BatchSearch = field(init=False)
+    copies: ReplicaSearch | None = None
+    settled: ReplicaAdvice | None = None
+    """How many copies train fastest at the batch described; ``None``: not asked for, not yet known, or none fits."""
+
+    @property
+    def fits(self) -> bool:
+        """A batch, or a number of copies, was run that does."""
+        return bool(self.search.runs.fitting or (self.copies is not None and self.copies.fitting))
+
+    def settle(self, found: ReplicaAdvice) -> None:
+        """Go on with the fastest number of copies, whose run is the first of the search of their batch."""
+        self.settled, self.probes.replicas = found, found.fastest
+        self.search.runs[self.search.batch] = found.best
+
+    def go_on_with_fewest(self) -> None:
+        """Where not even they fit at the batch described, a smaller one is looked for."""
+        assert self.copies is not None
+        ((self.probes.replicas, self.search.runs[self.search.batch]),) = self.copies.outcomes.items()
+
+    @property
+    def replicas(self) -> ReplicaAdvice | None:
+        """How many copies; those that did not fit at the batch described are told by their largest batch."""
+        if self.settled is not None or self.copies is None or not self.search.runs.fitting:
+            return self.settled
+        reason = f"at batch {self.search.batch} {format_copies(self.probes.replicas)} would take more"
+        return ReplicaAdvice(
+            fastest=self.probes.replicas,
+            probes=(self.search.runs.fitting[-1],),
+            limited_by=f"{self.search.runs.limits.name}, {reason}",
+        )
+
+    def row(self) -> BatchRow:
+        """What fits, by the runs so far."""
+        return BatchRow(planned=self.planned, dims=self.dims, outcome=self.search.outcome(), replicas=self.replicas)
+
+    @property
+    def text(self) -> str:
+        """`` at S=128, under the plan``, or nothing."""
+        sizes = "".join(f" at {symbol}={size}" for symbol, size in self.dims.items())
+        return sizes + (" under the plan" if self.planned else "")
+
+
+@dataclass(slots=True, kw_only=True)
+class CaseSearch:
+    """Searches cases one after another, and shares the runs out among them."""
+
+    prepared: Prepared
+    notes: list[str]
+    limits: Limits
+    most_runs: int
+    """To find what fits."""
+    replicas: Sequence[int] = ()
+    """Numbers of copies to choose from; empty: of a single model."""
+    run: Callable[[int], BatchProbe | Failure] | None = None
+    """As in :class:`BatchProbes`."""
+    runs: int = 0
+    searched: list[Case] = field(default_factory=list)
+    """The cases whose search has begun, the last first."""
+
+    def find(self, cases: Sequence[Case], session: Callable[[], Session]) -> None:
+        """Search one case after another, the last first; the runs are shared out, and what they taught is passed on.
+
+        Where there are more cases than runs, those of the plan and of long sequences are the ones to be sure of.
+        """
+        ratio = 1.0
+        for left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
+            self.prepared.progress.stage(f"finding the batch that fits{case.text}")
+            case.probes = BatchProbes(
+                session=session,
+                plan=case.plan,
+                progress=self.prepared.progress,
+                dims=case.dims,
+                limit_bytes=self.limits.budget_bytes,
+                run=self.run,
+            )
+            described, unit = self.prepared.batch, self.limits.multiple_of
+            share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else min(2, self.most_runs))
+            limits = replace(self.limits, probes=share)
+            case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
+            self.searched.append(case)
+            if refusal := why_fixed(case.search, self.prepared):
+                raise StepError(refusal, hint="Give the model what it points at as an input, one for each batch.")
+            if self.replicas:
+                self._find_copies(case)
+            self._restrain_loop(case)
+            case.search.find()
+            self._check(case)
+            self.runs += len(case.search.runs)
+            ratio = case.search.model.measured_ratio() if case.search.model.predict else 1.0
+
+    def _restrain_loop(self, case: Case) -> None:
+        """Look whether the step loops over its batch; if so, say it and run shorter steps."""
+        runs, model = case.search.runs, case.search.model
+        if model.predict is not None:
+            model.largest_within(runs.limits.budget_bytes)  # dry runs, which the search would begin with
+        if not (said := looped_over(case.probes)):
+            return
+        if runs.limits.probes:
+            runs.limits = replace(runs.limits, longest_step_s=_LOOPED * runs.limits.longest_step_s)
+            said += f" Its steps are kept to {runs.limits.longest_step_s:g} s, a fiftieth of --longest-step."
+        if said not in self.notes:
+            self.notes.append(said)
+
+    def _find_copies(self, case: Case) -> None:
+        """Find how many copies train fastest; the case is searched with so many."""
+        self.prepared.progress.stage(f"finding the number of copies{case.text}")
+        batch = case.search.batch
+        case.copies = ReplicaSearch(
+            probe=lambda copies: replace(case.probes, replicas=copies).probe(batch), limits=self.limits, batch=batch
+        )
+        found = case.copies.fastest(self.replicas)
+        if isinstance(found, Failure):
+            raise_failure(found, f"{format_copies([*case.copies.outcomes][-1])} with batch {batch}: ")
+        if isinstance(found, ReplicaAdvice):
+            case.settle(found)
+        else:
+            case.go_on_with_fewest()
+        self.prepared.progress.stage(f"finding the batch that fits{case.text}")
+
+    def _check(self, case: Case) -> None:
+        """Raise what went wrong where nothing ran, unless it was for lack of memory."""
+        failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
+        others = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
+        if others and not case.search.runs.measured:
+            raise_failure(others[0])
+        if case.search.model.predict is None and not case.search.runs:
+            limit, hint = f"{self.most_runs} runs are all there are", "Give a range of fewer sizes to --dim."
+            if not self.most_runs:
+                limit, hint = "nothing is to be run", "Run it on that device, without --for or --fake."
+            raise StepError(
+                f"the step cannot run on tensors without data, so that nothing is known{case.text} without a run, and "
+                f"{limit}",
+                hint=hint,
+            )
+        if refusal := case.search.refusal():
+            raise StepError(
+                f"the model runs at batch {case.search.batch} only{case.text}: {refusal}",
+                hint="Write no batch size into its code (x.shape[0] instead); export it with dynamic_shapes.",
+            )
+        if case.search.model.predict is None:
+            self.notes.append(f"The step cannot run on tensors without data{case.text}; the fit is of runs alone.")
+
+    @property
+    def left(self) -> int:
+        """Runs that there may still be."""
+        return self.most_runs - self.runs
+
+    def run_more(self, case: Case, run: Callable[[BatchSearch], None]) -> None:
+        """Let a search that has ended run what it is told to, as far as runs are left."""
+        search, before = case.search, len(case.search.runs)
+        search.runs.limits = replace(search.runs.limits, probes=before + self.left)
+        run(search)
+        self.runs += len(search.runs) - before

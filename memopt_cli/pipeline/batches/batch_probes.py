@@ -1,0 +1,183 @@
+"""What a search for the largest batch asks of profiling subprocesses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memopt_cli.errors import UsageError
+from memopt_cli.inputs.batch_axis import check_batch
+from memopt_cli.measure.jobs import CountJob, Job, ProbeJob, ReplicasJob
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan
+from memopt_cli.records.progress import Progress
+from memopt_cli.search.batch_size.lines import between, fit_line
+from memopt_cli.search.batch_size.runs import Limits
+from memopt_cli.search.batch_size.search import BatchSearch
+from memopt_cli.text.units import format_bytes
+
+_MOST_OPERATORS = 50_000
+"""Of a dry run: on a slow core so many take half a minute."""
+
+
+def check_varied(prepared: Prepared) -> None:
+    """Raise :class:`UsageError` for a model, or for inputs, whose batch cannot be varied."""
+    if prepared.facts.fixed_sizes:
+        raise UsageError(
+            f"torch.export fixed every size in {prepared.subject.source.location}, the batch size included",
+            hint="Export it again with dynamic_shapes={'x': {0: torch.export.Dim('batch')}}, x being its input.",
+        )
+    check_batch(prepared.subject.spec, prepared.batch)
+
+
+def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
+    """Why no other batch than the one described is to be recommended, in words; empty if nothing speaks against it.
+
+    A model that holds the edges of one graph takes more rows than the graph has nodes, and means nothing by them; it
+    fails on fewer: on so many that the row which it points at last is missing.
+    """
+    pointing = {name: last for name, last in prepared.facts.indices.items() if last < search.batch}
+    if not pointing:
+        return ""
+    name = max(pointing, key=lambda name: pointing[name])
+    refusal = search.refusal_of_fewer(pointing[name])
+    if not refusal:
+        return ""
+    return (
+        f"'{name}' of the model seems to point at rows of the inputs, so that dimension 0 is no batch: with "
+        f"{pointing[name]} of the {search.batch} described, {refusal}"
+    )
+
+
+def looped_over(probes: BatchProbes) -> str:
+    """That the step loops over its batch, in words; empty if it was not seen to."""
+    if probes.operators_per_sample < 1:
+        return ""
+    few, many = min(probes.operators), max(probes.operators)
+    return (
+        f"The step runs {probes.operators[few]} operators at batch {few} and {probes.operators[many]} at batch {many}: "
+        "the model loops over its batch. If dimension 0 is time, name the batch in the shape: -i 16xBx32 --dim B=4."
+    )
+
+
+def memory_left_out(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
+    """What training takes beside the steps that are run here, in words: an optimizer that nobody named.
+
+    ``adamw``: what AdamW's state would take, where it is not that of all the parameters.
+    """
+    settings, facts = prepared.subject.settings, prepared.facts
+    if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
+        return ()
+    adamw = adamw or format_bytes(2 * facts.trainable_bytes)
+    return (f"No optimizer is counted; AdamW's state would add {adamw}. Name yours with --optimizer (none: no).",)
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchProbes:
+    """One case (a plan, sizes of the inputs) whose batch is varied."""
+
+    session: Callable[[], Session]
+    plan: Plan
+    progress: Progress
+    dims: dict[str, int] = field(default_factory=dict)
+    """Sizes of other symbols than described."""
+    limit_bytes: int | None = None
+    """The memory of the device to emulate."""
+    replicas: int = 1
+    """Copies of the model that take a step as one."""
+    run: Callable[[int], BatchProbe | Failure] | None = None
+    """Runs a batch and looks at more than its peak and its time; ``None``: those are all."""
+    dry_runs: dict[int, float] = field(default_factory=dict)
+    """Peaks of one copy so far, by batch: of tensors, or in the blocks of a device that is not here."""
+    operators: dict[int, int] = field(default_factory=dict)
+    """That these dry runs ran, of more than one sample."""
+    inferred: dict[int, float] = field(default_factory=dict)
+    """Peaks of other batches, that lie on a line with dry runs, or beyond those that are quick enough."""
+    place: str = ""
+    """What is shown beside a batch: where it is to fit."""
+    _counted: dict[int, Counted | Failure] = field(default_factory=dict)
+
+    def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:
+        """A search around ``batch``, by dry runs where the model can be run without data."""
+        without_data = math.isfinite(self.predict(batch))
+        return BatchSearch(
+            batch=batch,
+            probe=self.probe,
+            predict=self.predict if without_data else None,
+            limits=limits,
+            ratio=ratio if without_data else 1.0,
+        )
+
+    def predict(self, batch: int) -> float:
+        """The peak in bytes by a dry run, or by others that tell as much; infinite where that fails.
+
+        A step that loops over its batch runs ever more operators: beyond those of a quick dry run, the peak is taken to
+        be on the line through the two largest batches that had one.
+        """
+        return self.replicas * self._predicted_of_one(batch)
+
+    def _predicted_of_one(self, batch: int) -> float:
+        if batch in self.inferred:
+            return self.inferred[batch]
+        if batch not in self.dry_runs:
+            known = self._beyond(batch) if self._is_long(batch) else between(self.dry_runs, batch)
+            if known is not None:
+                return self.inferred.setdefault(batch, known)
+            self.count(batch)
+        return self.dry_runs[batch]
+
+    def count(self, batch: int) -> Counted | Failure:
+        """A dry run of one copy, whatever others tell of it."""
+        if batch not in self._counted:
+            self.progress.update(0, None, f"batch {self._where(batch)}, without data")
+            counted = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
+            self._counted[batch] = counted
+            self.inferred.pop(batch, None)
+            self.dry_runs[batch] = counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
+            if isinstance(counted, Counted) and batch > 1:  # a single sample may take an operator less
+                self.operators[batch] = counted.operators
+        return self._counted[batch]
+
+    @property
+    def operators_per_sample(self) -> float:
+        """That the step runs more, for every sample of a larger batch; 0 while that is not known.
+
+        Not under a plan in chunks: a batch of fewer samples than there are chunks runs in fewer.
+        """
+        if len(self.operators) < 2 or self.plan.has_chunks:
+            return 0.0
+        (few, fewer), *_, (many, more) = sorted(self.operators.items())
+        return (more - fewer) / (many - few)
+
+    def _is_long(self, batch: int) -> bool:
+        if self.operators_per_sample <= 0:
+            return False
+        most = max(self.operators)
+        return self.operators[most] + self.operators_per_sample * (batch - most) > _MOST_OPERATORS
+
+    def _beyond(self, batch: int) -> float:
+        intercept, slope = fit_line([(known, self.dry_runs[known]) for known in sorted(self.operators)[-2:]])
+        return intercept + slope * batch
+
+    def probe(self, batch: int) -> BatchProbe | Failure:
+        """The allocated peak and the time of a step by a run."""
+        if self.run is not None:
+            return self.run(batch)
+        self.progress.update(0, None, f"running batch {self._where(batch)}")
+        found = self.session().ask(self._job(batch))
+        shown = format_bytes(found.allocated_peak_bytes) if isinstance(found, BatchProbe) else "cannot run"
+        self.progress.update(0, None, f"batch {self._where(batch)} · {shown}")
+        return found
+
+    def _job(self, batch: int) -> Job[BatchProbe]:
+        plan, dims, limit_bytes = self.plan, self.dims, self.limit_bytes
+        if self.replicas == 1:
+            return ProbeJob(plan=plan, batch=batch, dims=dims, limit_bytes=limit_bytes)
+        return ReplicasJob(plan=plan, batch=batch, dims=dims, limit_bytes=limit_bytes, replicas=self.replicas)
+
+    def _where(self, batch: int) -> str:
+        copies = f"{self.replicas} × " if self.replicas > 1 else ""
+        sizes = [str(batch), *(f"{symbol}={size}" for symbol, size in self.dims.items())]
+        return copies + ", ".join(filter(None, [*sizes, self.place]))

@@ -1,0 +1,364 @@
+"""``memopt recommend-batch --search``: the batch and the plan that train most samples a second within the memory.
+
+The original's best batch is found by runs, which record its step at two batches.  From these its step, and what plans
+make of it, is known at any batch by sums: a planner names the fastest plan at larger and larger batches.  Dry runs say
+how large a batch each of the most promising plans takes, and runs decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from dataclasses import dataclass, field, replace
+
+from memopt_cli.errors import NothingFitsError, OptionError, Terminated, VerificationError
+from memopt_cli.files.contents import fastest_data, plan_yaml
+from memopt_cli.files.write import check_targets, content, pair_paths, write_all
+from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
+from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, memory_left_out
+from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, ranked
+from memopt_cli.pipeline.batches.pricing import Pricing
+from memopt_cli.pipeline.batches.recommendation import accumulating, accumulation_notes, batch_file, check_inputs
+from memopt_cli.pipeline.batches.scaled_models import ScaledModels
+from memopt_cli.pipeline.batches.trials import Trials
+from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.search_probes import SearchProbes
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.verification import fault_in, verified
+from memopt_cli.records import (
+    BatchProbe,
+    BatchRequest,
+    Dropped,
+    Failure,
+    FastestTraining,
+    Objective,
+    OutOfMemory,
+    PairRun,
+    Plan,
+    SearchOptions,
+    SearchOverrides,
+    Verification,
+    describe,
+)
+from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.search.batch_size.memory_limit import limits_of
+from memopt_cli.search.batch_size.pair_search import PairSearch
+from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
+from memopt_cli.search.batch_size.runs import Limits
+from memopt_cli.search.plan.policy import resolve
+from memopt_cli.search.plan.questions import TimeIsUp
+from memopt_cli.search.plan.scaled import ScaledStep
+from memopt_cli.text.units import format_bytes
+
+_RUNS = 8
+"""At most, those of the original among them."""
+_OF_ORIGINAL = 4
+_TELLING_BATCH = 4
+"""Fewer samples do not show along which axes modules run in chunks."""
+
+
+def check_search(search: SearchOverrides) -> None:
+    """Raises :class:`OptionError` for a level that has no plans, and as :func:`resolve`."""
+    if resolve(search).options.level == 0:
+        raise OptionError("--search looks for plans, and level 0 has none", hint="Raise --level.")
+
+
+def check_search_alone(has_plan: bool, objective: Objective | None) -> None:
+    """Raises :class:`OptionError` for a plan that is given, and for another objective."""
+    if has_plan or objective == "max":
+        what = "a plan is given" if has_plan else "the objective is max"
+        raise OptionError(f"a search finds the plan that trains fastest, and {what}", hint="Leave one of them out.")
+
+
+_WITHOUT_CHECKPOINTS = "Batches without a plan are run with it off, too: turn it off where one of them is the answer."
+
+
+def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraining:
+    """The answer for a model that is ready; nothing is written.
+
+    Raises :class:`MemoptError`, among them :class:`NothingFitsError` if no batch fits with any plan.
+    """
+    assert request.search is not None
+    started, resolved = time.monotonic(), resolve(request.search)
+    check_inputs(request.dim_range, prepared)
+    check_varied(prepared)
+    bare = without_own_checkpoints(prepared, measures=False)
+    also = [] if bare is prepared else [_WITHOUT_CHECKPOINTS]
+    prepared = bare
+    if not resolved.options.targets:
+        prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
+    limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
+    limits = replace(limits, most_samples=request.global_batch)
+    notes = [*resolved.notes, *prepared.notes, *also, *memory_left_out(prepared)]
+    telling = prepared.at(max(prepared.batch, _TELLING_BATCH))  # for dry runs, and trials of modules in chunks
+    session = Sessions(telling, "small batch", notes)
+    job = _Job(
+        request=request, options=resolved.options, prepared=prepared, limits=limits, session=session, notes=notes
+    )
+    try:
+        with session:
+            job.search()
+    except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
+        if isinstance(err, Terminated) or not job.runs.usable():
+            raise
+        prepared.progress.note("The search is interrupted: the best so far is verified. Ctrl-C again: stop.")
+        job.interrupted = True
+    return replace(job.answer(), spent_s=time.monotonic() - started)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One run of :func:`fastest_prepared`."""
+
+    request: BatchRequest
+    options: SearchOptions
+    prepared: Prepared
+    limits: Limits
+    session: Sessions
+    notes: list[str]
+    interrupted: bool = False
+    untried: str = ""
+    """Why no plan was tried, in words."""
+    probes: SearchProbes = field(init=False)
+    trials: Trials = field(init=False)
+    runs: PairRuns = field(init=False)
+    pricing: Pricing | None = None
+    dry_runs: list[BatchProbes] = field(default_factory=list)
+    """Those of each plan."""
+    dropped: list[Dropped] = field(default_factory=list)
+    """Plans that train faster than the answer, and fail verification."""
+
+    def __post_init__(self) -> None:
+        self.probes = SearchProbes(self.session, limit_s=self.request.search_limit_s)
+        self.trials = Trials(prepared=self.prepared, limit_bytes=self.limits.budget_bytes)
+        self.runs = PairRuns(
+            trials=self.trials,
+            limits=self.limits,
+            global_batch=self.request.global_batch,
+            micro_batches=self.prepared.subject.settings.micro_batches,
+        )
+
+    # ------------------------------------------------------------------------------------------ the search
+
+    def search(self) -> None:
+        """Run the original at its best batches, then the plans that may train faster."""
+        with contextlib.suppress(TimeIsUp):
+            self._run_all()
+        if self.probes.late():
+            self.notes.append(f"{self.probes.over[:1].upper()}{self.probes.over[1:]}.")
+
+    def _run_all(self) -> None:
+        """Raises :class:`TimeIsUp` in the runs of the original."""
+        case = self._original()
+        if not self.probes.late():
+            first = max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of)
+            step = self.trials.step(first)
+            self.notes += self.trials.notes.get(max(self.trials.records, default=0), [])
+            if isinstance(step, ScaledStep):
+                self._price_and_run(step, case)
+            else:
+                self.untried = f"the step is not known at other batches ({step})"
+                self.notes.append(f"No plan was tried: {self.untried}.")
+        if not self.probes.late():
+            self._run_finalists()
+
+    def _price_and_run(self, step: ScaledStep, case: Case) -> None:
+        """The plans that may train faster."""
+        self.prepared.progress.stage("pricing plans at larger batches")
+        pricing = self.pricing = Pricing(
+            models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
+            probes=self.probes,
+            options=self.options,
+            progress=self.prepared.progress,
+        )
+        priced_ratio = _priced_ratio(self.trials, pricing)
+        search = PairSearch(
+            limits=self.limits,
+            fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
+            predict=lambda plan: self._predict(plan, pricing),
+            ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
+            room=_room(case.search.model, self.limits.budget_bytes),
+            step_s=pricing.step_s,
+            update_s=pricing.models.update_s,
+            samples_per_s=self.runs.samples_per_s,
+            growth_known=lambda: pricing.growth_known,
+            of_use=self.runs.of_use,
+            run=self.trials.run,
+            runs_left=lambda: _RUNS - self.trials.count,
+            over=self.probes.late,
+        )
+        pairs = search.priced(self.runs.of_use(case.search.runs.best))
+        self.prepared.progress.stage("running the plans that may be faster")
+        search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
+        if not self.runs.usable() and not self.probes.late():
+            unit = self.limits.multiple_of
+            plan = pricing.least(unit)
+            search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
+
+    def _run_finalists(self) -> None:
+        """The pairs that may only seem slower than the best, or faster, once more."""
+        again = finalists(self.runs.all(), most=_RUNS - self.trials.count)
+        if again:
+            self.prepared.progress.stage("running the best again")
+        for pair in again:
+            self.trials.run_again(pair.plan, pair.batch)
+
+    def _original(self) -> Case:
+        """The largest batch that it takes, and smaller ones while they are faster."""
+        case = Case(planned=False, plan=ORIGINAL, dims={})
+        search = CaseSearch(
+            prepared=self.prepared,
+            notes=self.notes,
+            limits=self.limits,
+            most_runs=_OF_ORIGINAL,
+            run=self._run_original,
+        )
+        try:
+            search.find([case], self.session)
+        finally:
+            self.dry_runs += [found.probes for found in search.searched]
+        largest = case.search.runs.best
+        if largest:
+            self.prepared.progress.stage("finding the fastest batch")
+            best, *smaller = dict.fromkeys(filter(None, map(self.runs.of_use, (largest, largest // 2, largest // 4))))
+            if best not in case.search.runs:  # which none of the runs so far was to find
+                search.most_runs = max(search.most_runs, search.runs + 1)
+            search.run_more(case, lambda found: found.also_run([best]))
+            search.run_more(case, lambda found: found.seek_faster(smaller, most_runs=search.left))
+        return case
+
+    def _run_original(self, batch: int) -> BatchProbe | Failure:
+        """Raises :class:`TimeIsUp` where there is an answer already."""
+        if self.probes.late() and self.runs.usable():
+            raise TimeIsUp
+        return self.trials.run(ORIGINAL, batch)
+
+    def _record(self, plan: Plan, batch: int) -> Traced | Failure:
+        is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)
+        data: Data = "full size" if is_run else "small batch"
+        return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), data)
+
+    def _predict(self, plan: Plan, pricing: Pricing) -> Predict:
+        """By dry runs where they are possible."""
+        probes = BatchProbes(session=self.session, plan=plan, progress=self.prepared.progress)
+        self.dry_runs.append(probes)
+        if math.isfinite(self.dry_runs[0].predict(self.prepared.batch)):
+            return probes.predict
+        return functools.partial(pricing.peak_bytes, plan)
+
+    # ------------------------------------------------------------------------------------------ the answer
+
+    def answer(self) -> FastestTraining:
+        """The best pair whose plan is verified.  Raises :class:`NothingFitsError` if none was run that fits."""
+        pairs = self.runs.all()
+        chosen, verification = self._proven(pairs)
+        accumulation = self.runs.accumulation(pairs[chosen].batch)
+        if accumulation is not None:
+            self.notes += accumulation_notes(accumulation, self.prepared.facts)
+        if pairs[chosen].late:
+            longest_s = self.limits.longest_step_s
+            self.notes.append(f"No step was within {longest_s:g} s (--longest-step): the shortest is the answer.")
+        if self.interrupted:
+            self.notes.append("Interrupted: what was still to be run may have given a better answer.")
+        return FastestTraining(
+            header=file_header(self.prepared.at(pairs[chosen].batch)),
+            budget_bytes=self.limits.budget_bytes,
+            limit=self.limits.text,
+            runs=tuple(pairs),
+            chosen=chosen,
+            original=best_original(pairs),
+            level=self.options.level,
+            accumulation=accumulation,
+            verification=verification,
+            priced=0 if self.pricing is None else self.pricing.priced,
+            dry_runs=sum(len(probes.dry_runs) for probes in self.dry_runs),
+            times_run=self.trials.count,
+            notes=tuple(dict.fromkeys(self.notes)),
+            files=(),
+            spent_s=0.0,
+            step=self.prepared.subject.settings,
+            interrupted=self.interrupted,
+            dropped=tuple(self.dropped),
+        )
+
+    def _proven(self, pairs: list[PairRun]) -> tuple[int, Verification | None]:
+        for index in ranked(pairs):
+            plan, batch = pairs[index].plan, pairs[index].batch
+            if plan == ORIGINAL:
+                return index, None
+            found = verified(self.prepared.at(batch), plan, fits=False)
+            if isinstance(found, Verification) and found.passed:
+                return index, found
+            self._drop(pairs[index], found)
+        if self.dropped:
+            why = self.dropped[-1].why
+            raise VerificationError(f"a plan was found that fits, but {why.because}", hint=why.remedy)
+        raise self._nothing_fits()
+
+    def _drop(self, pair: PairRun, found: Verification | Failure) -> None:
+        """Note that the plan of a pair is not the answer, which it would be but for its verification."""
+        why, outcome = fault_in(found), pair.outcome
+        assert why is not None, "it did not pass"
+        peak_bytes = outcome.allocated_peak_bytes if isinstance(outcome, BatchProbe) else None
+        self.dropped.append(Dropped(plan=pair.plan, peak_bytes=peak_bytes, original_bytes=None, why=why))
+
+    def _nothing_fits(self) -> NothingFitsError:
+        unit = self.limits.multiple_of
+        text = f"not even batch {unit} fits into {self.limits.text}"
+        if self.probes.late():
+            text += f" without a plan, and {self.probes.over}"
+            return NothingFitsError(text, hint="Give it more --search-time, or more --memory.")
+        if self.pricing is None:
+            text += f" without a plan, and none was tried: {self.untried}"
+            return NothingFitsError(text, hint="Give more --memory or smaller inputs.")
+        hint = "Give more --memory or smaller inputs, or a higher --level."
+        plan = self.pricing.least(unit)
+        run = self.trials.found.get((plan, unit))
+        if run is not None and not isinstance(run, BatchProbe):
+            return NothingFitsError(f"{text} with any plan that was found; at the least {describe(run)}", hint=hint)
+        by_sums = self.pricing.peak_bytes(plan, unit) * _priced_ratio(self.trials, self.pricing)
+        least = f"is about {format_bytes(by_sums)}" if run is None else f"took {format_bytes(run.allocated_peak_bytes)}"
+        return NothingFitsError(f"{text} with any plan that was found; the least {least}", hint=hint)
+
+
+# ---------------------------------------------------------------------------------------------- to the disk
+
+
+def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> FastestTraining:
+    """The answer, and its batch and its plan in two files.
+
+    Raises as :func:`fastest_prepared`; :class:`UsageError` if a file is there already and may not be replaced.
+    """
+    assert request.search is not None
+    check_search(request.search)
+    check_targets(pair_paths(request.source.location, request.output), force=request.force)
+    settings = accumulating(request.settings, request.global_batch)
+    prepared = prepare(opening_of(request, settings), progress=progress, ask=ask)
+    found = fastest_prepared(request, prepared)
+    return replace(found, files=_write(found, request))
+
+
+def _write(found: FastestTraining, request: BatchRequest) -> tuple[str, ...]:
+    batch, plan = pair_paths(request.source.location, request.output)
+    files = {
+        batch: batch_file(found.header, fastest_data(found, plan.name)),
+        plan: content(plan_yaml(found.header, found.answer.plan, found.level)),
+    }
+    return write_all(files, force=request.force)
+
+
+def _room(model: PeakModel, within_bytes: int) -> float:
+    """Of what a step may take, what its tensors may: less than all where the original ran out of memory within."""
+    lost = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
+    most = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
+    return most / within_bytes if most and any(peak <= within_bytes for peak in lost) else 1.0
+
+
+def _priced_ratio(trials: Trials, pricing: Pricing) -> float:
+    """Measured over priced, of the original's largest batch."""
+    largest = max(trials.of(ORIGINAL), key=lambda run: run.batch, default=None)
+    return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)

@@ -1,0 +1,126 @@
+"""What was run of a search for the fastest training, and which of it is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.batches.trials import Pair, Trials
+from memopt_cli.records import Accumulation, BatchProbe, PairRun
+from memopt_cli.search.batch_size.accumulation import accumulate, accumulated
+from memopt_cli.search.batch_size.runs import Limits
+
+_TIE = 0.01
+"""Of pairs that train as many samples a second, to this share, the simpler plan is the answer."""
+
+_FINALISTS = 3
+_NEAR = 0.2
+"""By so much the rate of a pair differs from run to run on a busy machine (benchmarks/fastest.py)..."""
+_SHORT_STEP_S = 10.0
+"""... where its step is shorter than that: another run of longer ones would take minutes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PairRuns:
+    """Pairs of a plan and a batch, each as it trains with the passes that a step of the optimizer is to be made of."""
+
+    trials: Trials
+    limits: Limits
+    global_batch: int | None
+    micro_batches: int
+    """Passes for a step of the optimizer where no global batch is asked for."""
+
+    def all(self) -> list[PairRun]:
+        """In the order in which they were run."""
+        usable, rate = self._in_use(), self.samples_per_s
+        return [
+            PairRun(
+                plan=plan,
+                batch=batch,
+                steps=self._steps(batch),
+                outcome=run,
+                samples_per_s=rate(batch, run.step_s, run.update_s) if isinstance(run, BatchProbe) else None,
+                usable=(plan, batch) in usable,
+                late=isinstance(run, BatchProbe) and not self.limits.is_in_time(run.step_s),
+            )
+            for (plan, batch), run in self.trials.found.items()
+        ]
+
+    def usable(self) -> list[PairRun]:
+        """Those that may be the answer."""
+        return [pair for pair in self.all() if pair.usable]
+
+    def _in_use(self) -> list[Pair]:
+        """Those that could be the answer; where no step is in time, the shortest alone."""
+        within = self.limits.budget_bytes
+        fitting = [
+            (plan, run)
+            for plan, run in self.trials.planned()
+            if run.allocated_peak_bytes <= within and self.of_use(run.batch) == run.batch
+        ]
+        in_time = [(plan, run) for plan, run in fitting if self.limits.is_in_time(run.step_s)]
+        shortest = sorted(fitting, key=lambda pair: pair[1].step_s)[:1]
+        return [(plan, run.batch) for plan, run in in_time or shortest]
+
+    def of_use(self, largest: int) -> int:
+        """The largest batch up to this of which a step of the optimizer is made; 0 if there is none."""
+        unit, wanted = self.limits.multiple_of, self.global_batch
+        rounded = largest // unit * unit
+        return rounded if wanted is None or not rounded else accumulate(wanted, rounded, unit).batch
+
+    def accumulation(self, batch: int) -> Accumulation | None:
+        """Return how passes of ``batch`` make a step of the optimizer.
+
+        ``None`` if it is made of one and no global batch is asked for.
+        """
+        if self.global_batch is None:
+            return accumulated(batch, self.micro_batches)
+        return Accumulation(global_batch=self.global_batch, batch=batch, steps=self._steps(batch))
+
+    def _steps(self, batch: int) -> int:
+        """Passes for a step of the optimizer."""
+        return self.micro_batches if self.global_batch is None else -(-self.global_batch // batch)
+
+    def samples_per_s(self, batch: int, step_s: float, update_s: float) -> float:
+        """Of a batch whose run took ``step_s``, of which its update took ``update_s``."""
+        return samples_per_s(batch, step_s, update_s, self._steps(batch))
+
+
+def samples_per_s(batch: int, step_s: float, update_s: float, steps: int) -> float:
+    """Of ``steps`` passes of a batch and one update.
+
+    ``step_s`` is of one pass and an update; where that is worked out, it may seem less than ``update_s``, of a run.
+    """
+    return steps * batch / (steps * step_s - (steps - 1) * min(update_s, step_s))
+
+
+def ranked(pairs: list[PairRun]) -> Iterator[int]:
+    """Indices of those that may be the answer, the fastest first; of those as fast the simpler plan, then the smaller
+    batch."""
+    left = {index: pair.samples_per_s or 0.0 for index, pair in enumerate(pairs) if pair.usable}
+    while left:
+        close = (1 - _TIE) * max(left.values())
+        best = min((i for i, rate in left.items() if rate >= close), key=lambda i: _cost(pairs[i]))
+        yield best
+        del left[best]
+
+
+def finalists(pairs: list[PairRun], most: int) -> list[PairRun]:
+    """Those that another run could make the answer, the fastest first; none where one pair stands alone."""
+    found = [pairs[index] for index in ranked(pairs)]
+    best = max((pair.samples_per_s or 0.0 for pair in found), default=0.0)
+    short = [pair for pair in found if isinstance(pair.outcome, BatchProbe) and pair.outcome.step_s < _SHORT_STEP_S]
+    near = [pair for pair in short if (pair.samples_per_s or 0.0) >= (1 - _NEAR) * best]
+    return near[: min(_FINALISTS, most)] if len(near) > 1 and most > 1 else []
+
+
+def best_original(pairs: list[PairRun]) -> int | None:
+    """Index of the first of them that has no plan; ``None``: there is none."""
+    return next((index for index in ranked(pairs) if pairs[index].plan == ORIGINAL), None)
+
+
+def _cost(pair: PairRun) -> tuple[int, bool, int, int]:
+    """How much a plan does."""
+    chunks = sum(segment.chunks for segment in pair.plan.segments)
+    return len(pair.plan.segments), pair.plan.packed, chunks, pair.batch

@@ -1,0 +1,190 @@
+"""``memopt recommend-batch --ranks``: on how many ranks a step fits, and the largest batch of each, predicted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from memopt_cli.errors import NothingFitsError
+from memopt_cli.files.contents import read_plan
+from memopt_cli.inputs.spec_text import ranks_asked
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, looped_over, memory_left_out
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prediction import without_data
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.records import (
+    BatchRequest,
+    Counted,
+    Failure,
+    Layout,
+    NoBatchFits,
+    NotPredicted,
+    Plan,
+    RankBatch,
+    RanksRecommendation,
+    RanksRow,
+    StepFailed,
+    describe,
+    predicted,
+)
+from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.search.batch_size.memory_limit import limits_elsewhere
+from memopt_cli.search.batch_size.runs import Limits
+from memopt_cli.text.units import counted
+
+
+def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> RanksRecommendation:
+    """Predict one rank for each layout that is asked for.
+
+    Raises :class:`MemoptError`, among them :class:`NothingFitsError` if the smallest batch fits nowhere.
+    """
+    plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
+    opening = without_data(opening_of(request, request.settings), request.layouts[-1])
+    prepared = prepare(replace(opening, plan=plan or ORIGINAL), progress=progress, ask=ask)
+    return recommend_ranks_prepared(request, prepared, plan)
+
+
+def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Plan | None) -> RanksRecommendation:
+    """The same of a model that is ready, under a plan beside the original."""
+    started = time.monotonic()
+    check_varied(prepared)
+    limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
+    job = _Job(
+        request=request,
+        prepared=replace(prepared, subject=replace(prepared.subject, card=request.card)),
+        limits=limits,
+        notes=[*prepared.notes, *memory_left_out(prepared, "twice the bytes of a rank's parameters")],
+    )
+    interrupted = False
+    try:
+        for layout in request.layouts:
+            job.rows += job.find(layout, plan)
+    except KeyboardInterrupt:  # on its way here it has ended the subprocess
+        if not job.fitting:
+            raise
+        interrupted = True
+        job.notes.append("Interrupted: more ranks were still to be tried.")
+    job.check()
+    return RanksRecommendation(
+        header=file_header(prepared),
+        limit=limits.text,
+        rows=tuple(job.rows),
+        fewest_ranks=job.fitting[0].layout.ranks,
+        notes=tuple(job.notes),
+        dry_runs=job.dry_runs,
+        spent_s=time.monotonic() - started,
+        interrupted=interrupted,
+        card="" if request.card is None else request.card.name,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One run of :func:`recommend_ranks`."""
+
+    request: BatchRequest
+    prepared: Prepared
+    limits: Limits
+    notes: list[str]
+    rows: list[RanksRow] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    dry_runs: int = 0
+
+    @property
+    def fitting(self) -> list[RanksRow]:
+        """Rows of which a batch fits."""
+        return [row for row in self.rows if isinstance(row.outcome, RankBatch)]
+
+    def find(self, layout: Layout, plan: Plan | None) -> Iterator[RanksRow]:
+        """A row without the plan, and one under it."""
+        for each in [ORIGINAL] if plan is None else [ORIGINAL, plan]:
+            under = " under the plan" if each is plan else ""
+            self.prepared.progress.stage(f"finding the batch that fits on {counted(layout.ranks, 'rank')}{under}")
+            found = self._largest(layout, each, self._start(planned=each is plan))
+            outcome = found if isinstance(found, RankBatch | NoBatchFits) else self._failed(found)
+            yield RanksRow(layout=layout, planned=each is plan, outcome=outcome)
+
+    def _failed(self, failure: Failure) -> NotPredicted:
+        """Raises :class:`MemoptError` for what does not come from the number of ranks, unless a batch was found."""
+        if not isinstance(failure, StepFailed) and not self.fitting:
+            raise_failure(failure)
+        self.failures.append(failure)
+        return NotPredicted(reason=describe(failure))
+
+    def check(self) -> None:
+        """Raises :class:`MemoptError` where nothing fits, or nothing is known."""
+        if self.fitting:
+            return
+        nothing = [row for row in self.rows if isinstance(row.outcome, NoBatchFits)]
+        if not nothing:
+            raise_failure(self.failures[0])
+        most = nothing[-1]
+        assert isinstance(most.outcome, NoBatchFits)
+        under = " under the plan" if most.planned else ""
+        ranks = counted(most.layout.ranks, "rank")
+        more_ranks = "" if most.layout.parallel == "ddp" else "more ranks, "  # each has all of the model there
+        raise NothingFitsError(
+            f"not even batch {most.outcome.batch} of each rank{under} fits into {self.limits.text} on {ranks}: "
+            f"{most.outcome.reason}",
+            hint=f"Give more --memory, {more_ranks}smaller inputs, or with --plan a plan for these ranks.",
+        )
+
+    def _start(self, *, planned: bool) -> int:
+        """The batch that is predicted first: what fits on fewer ranks, or a small one where none does."""
+        before = [row.outcome for row in self.rows if row.planned is planned]
+        known = [found.batch for found in before if isinstance(found, RankBatch | NoBatchFits)]
+        unit = self.limits.multiple_of
+        return known[-1] if known else max(unit, self.prepared.batch // unit * unit)
+
+    def _largest(self, layout: Layout, plan: Plan, start: int) -> RankBatch | NoBatchFits | Failure:
+        """On the first rank, and of that as much as fits on the last."""
+        found: dict[int, tuple[int, Counted]] = {}
+        ranks, batch = ranks_asked(layout, None), None
+        while late := [rank for rank in ranks if rank not in found or found[rank][0] != batch]:
+            limits = replace(self.limits, most_samples=batch)
+            largest = self._of_rank(layout, late[0], plan, start if batch is None else batch, limits)
+            if not isinstance(largest, tuple):
+                return largest
+            found[late[0]] = largest
+            batch = largest[0]
+        assert batch is not None
+        predictions = tuple(predicted(found[rank][1], layout, rank, plan) for rank in ranks)
+        peaks = [found[rank][1].allocated_peak_bytes for rank in ranks]
+        largest_rank = predictions[peaks.index(max(peaks))]
+        return RankBatch(
+            batch=batch,
+            global_batch=batch * largest_rank.data_ranks * self.request.settings.micro_batches,
+            peak_bytes=max(peaks),
+            exchanged_bytes=largest_rank.exchanged_bytes,
+            ranks=predictions,
+        )
+
+    def _of_rank(
+        self, layout: Layout, rank: int, plan: Plan, start: int, limits: Limits
+    ) -> tuple[int, Counted] | NoBatchFits | Failure:
+        """The largest batch within the limits, and a dry run of it."""
+        subject = replace(self.prepared.subject, layout=layout, rank=rank)
+        of_rank = replace(self.prepared, subject=subject)
+        with Sessions(of_rank, "none", self.notes) as session:
+            place = f"rank {rank} of {layout.ranks}"
+            probes = BatchProbes(session=session, plan=plan, progress=self.prepared.progress, place=place)
+            first = probes.count(start)
+            if not isinstance(first, Counted):
+                return first
+            search = probes.search(start, limits)
+            try:
+                while True:
+                    outcome = search.outcome()
+                    if isinstance(outcome, NoBatchFits):
+                        return outcome
+                    batch = search.model.largest_within(limits.budget_bytes)
+                    found = probes.count(batch)  # what was told of it by others may be a little off
+                    if isinstance(found, Counted) and found.allocated_peak_bytes <= limits.budget_bytes:
+                        return batch, found
+            finally:
+                self.dry_runs += len(probes.dry_runs)
+                if (loop := looped_over(probes)) and loop not in self.notes:
+                    self.notes.append(loop)

@@ -1,0 +1,370 @@
+"""``memopt recommend-batch``: the largest and the fastest batch that fit, each proven by a run."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from memopt_cli.errors import NothingFitsError, UsageError
+from memopt_cli.files.contents import batch_yaml, read_plan, recommended_data, replicas_data
+from memopt_cli.files.write import Fill, check_targets, content, write_all
+from memopt_cli.inputs.batch_axis import BATCH, with_batch
+from memopt_cli.inputs.spec_text import is_factory
+from memopt_cli.measure.jobs import ORIGINAL, Data, ProbeJob
+from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
+from memopt_cli.pipeline.batches.batch_probes import check_varied, memory_left_out
+from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, file_header, opening_of, prepare_with_plan, recorded_here
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.records import (
+    Accumulation,
+    BatchAdvice,
+    BatchEstimate,
+    BatchProbe,
+    BatchRecommendation,
+    BatchRequest,
+    DimRange,
+    FileHeader,
+    LengthBatching,
+    ModelFacts,
+    NoBatchFits,
+    Plan,
+    StepSettings,
+    to_data,
+)
+from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.search.batch_size.accumulation import accumulate, accumulated
+from memopt_cli.search.batch_size.config import AdaptiveSizing, BatchShaping
+from memopt_cli.search.batch_size.length_comparison import RUNS, compare_lengths, longest_size
+from memopt_cli.search.batch_size.length_strategies import read_lengths
+from memopt_cli.search.batch_size.memory_limit import limits_elsewhere, limits_of
+from memopt_cli.search.batch_size.search import BatchSearch
+from memopt_cli.text.units import format_copies
+
+
+def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> BatchRecommendation:
+    """Find what fits into the memory asked for, and write the batch configuration if a path was given.
+
+    Raises :class:`MemoptError`, among them :class:`NothingFitsError` if not even the smallest batch fits.
+    """
+    plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
+    lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
+    if request.output is not None:
+        check_targets([Path(request.output)], force=request.force, model=request.source.location)
+    _check_replicas(request)
+    settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
+    opening = opening_of(request, settings)
+    opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
+    prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # which tells if a plan does not fit
+    note = TAKEN_OFF
+    if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
+        plan, note = prepared.carried, "The file carries a plan: the rows are without it and with it."
+    return recommend_prepared(request, prepared.without_carried(note), plan, lengths)
+
+
+def _check_replicas(request: BatchRequest) -> None:
+    """Raises :class:`UsageError` for a second thing to vary."""
+    other = "a range of --dim" if request.dim_range else "--lengths" if request.lengths_path is not None else ""
+    if request.replicas is not None and other:
+        raise UsageError(
+            f"--replicas and {other} cannot be given together", hint="Ask for one first, then for the other."
+        )
+
+
+def data_of(request: BatchRequest) -> Data:
+    """What steps of it may be run on."""
+    if request.runs:
+        return "full size"
+    return "none" if request.fake and is_factory(request.source.location) else "small batch"
+
+
+_ESTIMATED = "Peaks are estimates, in blocks of the allocator of {}, without workspace of kernels; nothing was run."
+_PREDICTED = "Peaks are tensor peaks, predicted without data; workspace of kernels is not counted, and nothing was run."
+
+
+def accumulating(settings: StepSettings, global_batch: int | None) -> StepSettings:
+    """Return the step that is run where ``global_batch`` is made up of several: it finds the gradients of others.
+
+    How many passes there are is what is asked; any number of them takes the same.  Raises :class:`UsageError` where
+    ``settings`` say how many.
+    """
+    if global_batch is None:
+        return settings
+    if settings.micro_batches > 1:
+        raise UsageError(
+            f"--global-batch {global_batch} asks how many passes make it up, and --accumulate {settings.micro_batches} "
+            "says how many",
+            hint="Keep one of them.",
+        )
+    return replace(settings, micro_batches=2)
+
+
+def recommend_prepared(
+    request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int]
+) -> BatchRecommendation:
+    """The same of a model that is ready, under a plan beside the original, and of sequences of these lengths."""
+    started = time.monotonic()
+    check_inputs(request.dim_range, prepared)
+    check_varied(prepared)
+    longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
+    notes, device = [*prepared.notes, *memory_left_out(prepared)], prepared.subject.settings.device
+    if request.card is not None:
+        limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
+        prepared = replace(prepared, subject=replace(prepared.subject, card=request.card))
+        notes.append(_ESTIMATED.format(request.card.name))
+    elif request.fake:
+        limits = limits_of(request.memory, device, math.inf, request.multiple_of)
+        limits = replace(limits, runnable_bytes=0, probes=0)
+        notes.append(_PREDICTED)
+    else:
+        limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
+    search = CaseSearch(
+        prepared=prepared,
+        notes=notes,
+        limits=limits,
+        most_runs=limits.probes - RUNS * bool(lengths),
+        replicas=request.replicas.sizes() if request.replicas is not None else (),
+    )
+    job = _Job(request=request, prepared=prepared, longest=longest, search=search)
+    try:
+        data: Data = "small batch" if request.runs else data_of(request)
+        with Sessions(prepared, data, notes) as session:
+            found = job.recommend(session, plan, lengths)
+    except KeyboardInterrupt:  # on its way here it has ended the subprocess
+        if not job.proven:
+            raise
+        found = job.so_far()
+    if request.output is not None:
+        file = batch_file(found.header, _recommended(found))
+        found = replace(found, files=write_all({Path(request.output): file}, force=request.force))
+    return replace(found, spent_s=time.monotonic() - started)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One run of :func:`recommend_batch`."""
+
+    request: BatchRequest
+    prepared: Prepared
+    longest: dict[str, int]
+    """The size of the longest of the user's sequences, at which the batch is to fit; empty without them."""
+    search: CaseSearch
+    length_runs: int = 0
+    """To compare lengths, beside those that find what fits."""
+
+    def recommend(self, session: Sessions, plan: Plan | None, lengths: Sequence[int]) -> BatchRecommendation:
+        """Search each case, run what else the answer needs, and put it together."""
+        sizes: Sequence[dict[str, int]] = [{}]
+        if self.request.dim_range is not None:
+            sizes = [{self.request.dim_range.symbol: size} for size in self.request.dim_range.sizes()]
+        sizes = [size | self.longest for size in sizes]
+        plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
+        cases = [Case(planned=p is plan, plan=p, dims=dims) for p in plans for dims in sizes]
+        self.search.find(cases, session)
+        if len(sizes) == 1 and not lengths and self.request.runs:
+            self._seek_faster(cases)
+        main = self._main(cases)
+        accumulation = self._accumulate(main)
+        strategies = self._compare(lengths, main, session) if lengths else ()
+        return self._answer(cases, main, accumulation, strategies)
+
+    @property
+    def proven(self) -> bool:
+        """A batch was run that fits."""
+        return any(case.fits for case in self.search.searched)
+
+    def so_far(self) -> BatchRecommendation:
+        """The answer that the runs before an interruption give, without anything more being run."""
+        for case in self.search.searched:
+            if case.copies is not None and case.copies.fitting and case.settled is None:
+                case.settle(case.copies.advice("the interruption"))
+            case.search.interrupt()
+        self.search.runs = sum(len(case.search.runs) for case in self.search.searched)
+        self.length_runs = 0
+        self.search.notes.append("Interrupted: what was still to be run may have given a better answer.")
+        cases = [case for case in reversed(self.search.searched) if case.search.runs.fitting]
+        main = self._main(cases)
+        return replace(self._answer(cases, main, self._accumulation(main), ()), interrupted=True)
+
+    def _answer(
+        self,
+        cases: Sequence[Case],
+        main: Case,
+        accumulation: Accumulation | None,
+        strategies: tuple[LengthBatching, ...],
+    ) -> BatchRecommendation:
+        if accumulation is not None:
+            if main.search.runs.fitting and accumulation.batch not in main.search.runs:
+                self.search.notes.append(f"Batch {accumulation.batch} was not run itself; a larger one was.")
+            self.search.notes += accumulation_notes(accumulation, self.prepared.facts, was_run=self.request.runs)
+        return BatchRecommendation(
+            header=file_header(self.prepared),
+            objective=self.request.objective,
+            limit=self.search.limits.text,
+            rows=tuple(case.row() for case in cases),
+            chosen=cases.index(main),
+            batch=self._chosen(main),
+            verified=bool(main.search.runs.fitting),
+            accumulation=accumulation,
+            lengths=strategies,
+            notes=tuple(self.search.notes),
+            probes=self.search.runs
+            + self.length_runs
+            + sum(len(case.replicas.probes) - 1 for case in cases if case.replicas is not None),
+            dry_runs=sum(len(case.probes.dry_runs) for case in cases),
+            files=(),
+            spent_s=0.0,
+            step=self.prepared.subject.settings,
+            plan=self.request.plan_path or "",
+            card="" if self.request.card is None else self.request.card.name,
+        )
+
+    def _main(self, cases: Sequence[Case]) -> Case:
+        """The case that is recommended, of those of the largest size: see :attr:`BatchRecommendation.chosen`.
+
+        If no batch was run in any, one of an estimate.  Under the plan where the objective is met as well without.
+        """
+        outcomes = [(case, case.search.outcome()) for case in reversed(cases)]
+        for kind in (BatchAdvice, BatchEstimate):
+            if found := [case for case, outcome in outcomes if isinstance(outcome, kind)]:
+                return max((case for case in found if case.dims == found[0].dims), key=self._worth)
+        smallest = outcomes[-1][1]
+        assert isinstance(smallest, NoBatchFits)
+        copies = f" of {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
+        raise NothingFitsError(
+            f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self.search.limits.text}: "
+            f"{smallest.reason}",
+            hint="Give more --memory or smaller inputs, or a plan of memopt optimize with --plan.",
+        )
+
+    def _worth(self, case: Case) -> float:
+        """Samples a second, or of a step."""
+        if self.request.objective == "throughput" and case.search.runs.fitting:
+            return case.search.runs.fastest.samples_per_s
+        return self._chosen(case) * case.probes.replicas
+
+    def _seek_faster(self, cases: Sequence[Case]) -> None:
+        """Run smaller batches for their speed, of every case that may be recommended for it."""
+        is_max = self.request.objective == "max"
+        found = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
+        unit = self.request.multiple_of
+        for left, case in zip(range(len(found), 0, -1), found, strict=True):
+            self.prepared.progress.stage(f"finding the fastest batch{case.text}")
+            runs = self.search.left - (self.request.global_batch is not None)
+            best = case.search.runs.fitting[-1].batch // unit if case.search.runs.fitting else 0
+            faster = [best // 2 * unit, best // 4 * unit] if best else []
+            self.search.run_more(
+                case, functools.partial(BatchSearch.seek_faster, batches=faster, most_runs=-(-runs // left))
+            )
+
+    def _accumulate(self, main: Case) -> Accumulation | None:
+        """How the global batch is made up, of a batch that was run."""
+        accumulation = self._accumulation(main)
+        if accumulation is not None and main.search.runs.fitting:
+            self.search.run_more(main, lambda search: search.also_run([accumulation.batch]))
+        return accumulation
+
+    def _accumulation(self, main: Case) -> Accumulation | None:
+        """Return how passes make a step of the optimizer; ``None`` for one pass and no global batch."""
+        batch, wanted = self._chosen(main), self.request.global_batch
+        if wanted is None:
+            return accumulated(batch, self.request.settings.micro_batches)
+        return accumulate(wanted, batch, self.request.multiple_of)
+
+    def _compare(self, lengths: Sequence[int], main: Case, session: Sessions) -> tuple[LengthBatching, ...]:
+        """Ways to batch the user's sequences, by runs of shorter ones.  Raises where one gives no number."""
+        self.prepared.progress.stage("comparing ways to batch sequences")
+        ((symbol, longest),) = self.longest.items()
+
+        def probe(size: int, steps: int) -> BatchProbe:
+            found = main.search.runs.get(size) if steps == longest else None
+            if found is None:
+                self.length_runs += 1
+                self.prepared.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
+                found = session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
+            return required(found, f"batch {size} of {steps} steps, which --lengths needs, could not be run: ")
+
+        batch, runnable = self._chosen(main), main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1
+        return compare_lengths(
+            lengths,
+            batch=batch,
+            runnable=min(batch, runnable),
+            budget_bytes=self.search.limits.budget_bytes,
+            seed=self.request.settings.seed,
+            probe=probe,
+        )
+
+    def _chosen(self, main: Case) -> int:
+        outcome = main.search.outcome()
+        assert not isinstance(outcome, NoBatchFits)
+        if isinstance(outcome, BatchEstimate):
+            return outcome.batch
+        return outcome.fastest_batch if self.request.objective == "throughput" else outcome.recommended_batch
+
+
+def accumulation_notes(found: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:
+    """How training by accumulation differs from what was run, or estimated, or from one large batch."""
+    how = "Every step was run with" if was_run else "The peaks are those of a step with"
+    yield f"{how} the gradients of earlier ones in memory, as accumulation does."
+    if found.batch * found.steps != found.global_batch:
+        yield (
+            f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "
+            f"{found.steps} × {found.batch} are {found.batch * found.steps}."
+        )
+    yield from norm_notes(found, facts)
+
+
+def norm_notes(found: Accumulation, facts: ModelFacts) -> Iterator[str]:
+    """Where accumulation is another training step than one large batch."""
+    if found.steps > 1 and facts.batch_norms:
+        yield (
+            f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "
+            f"{found.global_batch}, so accumulation is not the same training step as one large batch."
+        )
+
+
+def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
+    """Raise :class:`UsageError` for inputs that have no batch to vary, or no such symbol."""
+    spec = prepared.subject.spec
+    with_batch(spec, prepared.batch + 1)
+    if dim_range is None:
+        return
+    if dim_range.symbol == BATCH:
+        raise UsageError(
+            f"{BATCH} cannot have a range: it is what is looked for", hint=f"Give it a size: --dim {BATCH}=8."
+        )
+    symbols = {size for tensor in spec.tensors for size in tensor.shape if isinstance(size, str)}
+    if spec.tensors and dim_range.symbol not in symbols:
+        raise UsageError(
+            f"{dim_range.symbol} is not a dimension of the inputs, whose symbols are: "
+            f"{', '.join(sorted(symbols)) or 'none'}",
+            hint=f"Name it in a shape, for example -i Bx{dim_range.symbol}@int64=0..32000.",
+        )
+
+
+def batch_file(header: FileHeader, recommended: Mapping[str, Any]) -> Fill:
+    """A ``*.batch.yaml``: batches of the recommended size, and what that rests on."""
+    shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=recommended["batch_size"]))
+    return content(batch_yaml(header, shaping=to_data(shaping), recommended=recommended))
+
+
+def _recommended(found: BatchRecommendation) -> Mapping[str, Any]:
+    row = found.rows[found.chosen]
+    data: dict[str, Any] = {}
+    if isinstance(row.outcome, BatchAdvice):
+        data |= recommended_data(row.outcome)
+        if row.replicas is not None:
+            data |= replicas_data(row.replicas)
+    data |= {"batch_size": found.batch, "verified": found.verified}
+    if found.accumulation is not None:
+        data["accumulation"] = to_data(found.accumulation)
+    if found.lengths:
+        data["lengths"] = to_data(found.lengths)
+    if len(found.rows) > 1:
+        data["rows"] = to_data(found.rows)
+    return data

@@ -1,0 +1,105 @@
+"""What steps cost at any batch, by a step that was recorded at two and what runs of the original took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memopt_cli.measure.jobs import ORIGINAL, Traced
+from memopt_cli.records import UPDATE_PHASES, BatchProbe, Failure, Plan, SegmentPlan, StepTrace
+from memopt_cli.search.batch_size.lines import fit_line
+from memopt_cli.search.plan.cost_model import CostModel
+from memopt_cli.search.plan.grounds import heads_of
+from memopt_cli.search.plan.interface import NotTried
+from memopt_cli.search.plan.scaled import ScaledStep, scaled
+
+_MOST_OF_A_STEP = 0.9
+"""Share of a step that its update may take by the sums: one is of runs, the other of a line through them."""
+
+Heads = tuple[SegmentPlan, ...]
+"""Of a plan, those that run through their losses: with them another step is recorded."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ScaledModels:
+    """The cost models of a step, each made once for a batch and for what runs through the losses."""
+
+    step: ScaledStep
+    record: Callable[[Plan, int], Traced | Failure | NotTried]
+    """A step under a plan, recorded at a batch."""
+    runs: Callable[[], list[tuple[Plan, BatchProbe]]]
+    """Of the original and of plans that were priced, so far."""
+    _steps: dict[Heads, ScaledStep | Failure | NotTried] = field(default_factory=dict)
+    _models: dict[tuple[Heads, int], CostModel | Failure | NotTried] = field(default_factory=dict)
+
+    def runs_of_original(self) -> list[BatchProbe]:
+        """Those without a plan."""
+        return [run for plan, run in self.runs() if plan == ORIGINAL]
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of the update in a step, as far as they are known."""
+        return statistics.median([run.update_s for run in self.runs_of_original()] or [0.0])
+
+    def slowdown(self, plan: Plan, batch: int) -> float:
+        """How many times as long as the original's a step under a plan takes, by the sums."""
+        return self.known(plan, batch).predict(plan).step_s / self.known(ORIGINAL, batch).step_s
+
+    def known(self, plan: Plan, batch: int) -> CostModel:
+        """That of a plan that was priced before."""
+        model = self.of(plan, batch)
+        assert isinstance(model, CostModel), "the plan was priced before"
+        return model
+
+    def of(self, plan: Plan, batch: int) -> CostModel | Failure | NotTried:
+        """That of the step that a plan changes at a batch; or why there is none."""
+        heads = heads_of(plan)
+        if (heads, batch) not in self._models:
+            step = self._step(heads)
+            if isinstance(step, ScaledStep):
+                self._models[heads, batch] = CostModel(self._scaled(step, batch))
+            else:
+                self._models[heads, batch] = step
+        return self._models[heads, batch]
+
+    def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
+        """Its operators take together what the step takes: what Python does between them counts as theirs."""
+        runs, timed = self.runs_of_original(), self.step.timed
+        passes = sum(op.seconds for op in timed.ops if op.phase not in UPDATE_PHASES)
+        updates = sum(op.seconds for op in timed.ops if op.phase in UPDATE_PHASES)
+        if not runs or not passes:
+            return step.at(batch, pace=batch / timed.batch, update_pace=1.0)
+        step_s = seconds_at(batch, runs)
+        update_s = min(self.update_s, _MOST_OF_A_STEP * step_s) if updates else 0.0
+        return step.at(batch, pace=(step_s - update_s) / passes, update_pace=update_s / updates if updates else 1.0)
+
+    def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:
+        """The step with these heads through their losses."""
+        if not heads:
+            return self.step
+        if heads not in self._steps:
+            self._steps[heads] = self._recorded(Plan(segments=heads))
+        return self._steps[heads]
+
+    def _recorded(self, plan: Plan) -> ScaledStep | Failure | NotTried:
+        """At both batches, as the original."""
+        small, large = (self.record(plan, step.batch) for step in (self.step.small, self.step.large))
+        if not isinstance(small, Traced):
+            return small
+        if not isinstance(large, Traced):
+            return large
+        return scaled(small.trace, large.trace) or NotTried(reason="its two records are not alike")
+
+
+def seconds_at(batch: int, runs: list[BatchProbe]) -> float:
+    """Of a step: by the line through the runs.
+
+    In proportion to the largest where that is not one of a fixed part and a part per sample.
+    """
+    largest = max(runs, key=lambda run: run.batch)
+    if len({run.batch for run in runs}) > 1:
+        fixed_s, per_sample_s = fit_line([(run.batch, run.step_s) for run in runs])
+        if fixed_s >= 0 and per_sample_s > 0:
+            return fixed_s + per_sample_s * batch
+    return largest.step_s * batch / largest.batch

@@ -1,0 +1,321 @@
+"""Two measurements of a training step against each other: may they be compared, what grew past a limit, and why."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from memopt_cli.inputs.spec_text import format_layout, format_tensor
+from memopt_cli.records import (
+    METRICS,
+    Baseline,
+    Change,
+    Comparison,
+    Difference,
+    InputSpec,
+    Layout,
+    Limit,
+    Metric,
+    ModuleBytes,
+    ModuleChange,
+    PeakPlace,
+    Plan,
+    PlanChange,
+    Rename,
+    SavedTensor,
+    ShorterStep,
+    StepMemory,
+    Verdict,
+    to_data,
+)
+
+KEPT = 20
+"""How many of the largest saved tensors a baseline names."""
+
+Paths = Mapping[str, str]
+"""Path of a module before -> its path now, for those that have another one."""
+
+
+# ---------------------------------------------------------------------------------------------- like with like
+
+
+def terms(measured: Baseline) -> dict[str, str]:
+    """What two measurements must agree in, by name: else their difference says nothing of the model.
+
+    The backend is among it, for it decides which tensors a step makes: with oneDNN an LSTM keeps a workspace of its
+    own, and its tensor peak is half as large again as without.  The version of PyTorch is not.
+    """
+    header, conditions = measured.header, measured.conditions
+    of_any = {
+        "device kind": header.device.partition(":")[0],
+        "inputs": _inputs(header.spec),
+        "shorter inputs": ", ".join(step.name for step in measured.shorter) or "none",
+        "seed": str(header.seed),
+    }
+    if conditions is None:
+        return of_any
+    return of_any | {
+        "backend": " + ".join(conditions.backend) or "none",
+        "precision": conditions.settings.precision,
+        "optimizer": conditions.settings.optimizer or "none",
+        "micro-batches": str(conditions.settings.micro_batches),
+        "clipping": "none" if conditions.settings.clip_norm is None else f"{conditions.settings.clip_norm:g}",
+        "loss": conditions.settings.loss or "default",
+        "ranks": _spread(conditions.layout),
+    }
+
+
+def surroundings(measured: Baseline) -> dict[str, str]:
+    """What may differ between two measurements, and is told where it does."""
+    header, conditions = measured.header, measured.conditions
+    versions = {"torch": header.torch, "memopt": header.memopt}
+    if conditions is None:
+        return versions
+    machine = {
+        "python": conditions.python,
+        "device": conditions.device_name,
+        "threads": str(conditions.threads),
+    }
+    return versions | machine
+
+
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Difference, ...]:
+    """The names that both have with different texts."""
+    return tuple(
+        Difference(name=name, before=text, after=after[name])
+        for name, text in before.items()
+        if name in after and text != after[name]
+    )
+
+
+def _spread(layout: Layout | None) -> str:
+    return "one device" if layout is None else f"{layout.ranks}, {format_layout(layout)}"
+
+
+def _inputs(spec: InputSpec) -> str:
+    """The inputs as text, sizes in the place of symbols: the same for specs that make the same tensors."""
+    if spec.tensors:
+        sized = (replace(t, shape=tuple(spec.dims.get(str(size), size) for size in t.shape)) for t in spec.tensors)
+        return ", ".join(map(format_tensor, sized))
+    dims = (f"{name}={size}" for name, size in sorted(spec.dims.items()))
+    return " ".join((spec.data_file or spec.script or "none", *dims))
+
+
+# ---------------------------------------------------------------------------------------------- the comparison
+
+
+def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> Comparison:
+    """What changed from ``before`` to ``after``, which limits that passes, and what explains it.
+
+    Of plans by length, at each length that both have.
+    """
+    now = {step.name: _as_baseline(after, step) for step in after.shorter}
+    found = _compare(before, after, limits)
+    shorter = (
+        _compare(_as_baseline(before, step), now[step.name], limits, at=step.name)
+        for step in before.shorter
+        if step.name in now
+    )
+    return replace(found, shorter=tuple(shorter))
+
+
+def _as_baseline(measured: Baseline, step: ShorterStep) -> Baseline:
+    """Of shorter inputs alone."""
+    spec = measured.header.spec
+    header = replace(measured.header, spec=replace(spec, dims={**spec.dims, step.dim: step.size}))
+    return replace(measured, header=header, memory=step.memory, shorter=())
+
+
+def _compare(before: Baseline, after: Baseline, limits: Sequence[Limit], at: str = "") -> Comparison:
+    old, new = before.memory, after.memory
+    recorded = old.peak is not None and new.peak is not None
+    renames, moves = find_renames(old.modules, new.modules)
+    values_before, values_after = _values(old), _values(new)
+    changes = {m: Change(metric=m, before=values_before[m], after=values_after[m]) for m in METRICS}
+    return Comparison(
+        before=before.header,
+        after=after.header,
+        changes=tuple(changes.values()),
+        verdicts=tuple(judge(limit, changes[limit.metric], at) for limit in limits),
+        modules=_module_changes(old.modules, new.modules, moves) if recorded else (),
+        new_saved=_new_saved(old.saved, new.saved, moves) if recorded else (),
+        renames=renames,
+        plan=_plan_change(old.plan.at(before.header.spec.dims), new.plan.at(after.header.spec.dims), moves),
+        peak_before=old.peak,
+        peak_after=new.peak,
+        peak_moved=_peak_moved(old.peak, new.peak, moves),
+        unlike=differences(terms(before), terms(after)),
+        surroundings=differences(surroundings(before), surroundings(after)),
+        layout=None if after.conditions is None else after.conditions.layout,
+        at=at,
+    )
+
+
+def judge(limit: Limit, change: Change, at: str = "") -> Verdict:
+    """Whether a metric grew by more than the limit; growth by exactly the limit is within it, and so is none at all.
+
+    ``at``: of shorter inputs, of what length.
+    """
+    # As written, not as stored in binary: 29 % of 100 bytes are 29 bytes.
+    amount, before, after = (Fraction(str(number)) for number in (limit.amount, change.before, change.after))
+    allowed = amount * before / 100 if limit.relative else amount
+    return Verdict(limit=limit, change=change, exceeded=after - before > allowed, at=at)
+
+
+def _values(memory: StepMemory) -> dict[Metric, float]:
+    breakdown = {name.removesuffix("_bytes"): size for name, size in to_data(memory.breakdown).items()}
+    return {
+        "peak": memory.tensor_peak_bytes,
+        "allocated": memory.allocated_peak_bytes,
+        "step": memory.step_s,
+        **breakdown,
+    }
+
+
+def _module_changes(
+    before: Sequence[ModuleBytes], after: Sequence[ModuleBytes], moves: Paths
+) -> tuple[ModuleChange, ...]:
+    """The modules that hold more or less, largest growth first."""
+    was = {new: old for old, new in moves.items()}
+    old, new = ({m.path: m for m in modules} for modules in (before, after))
+    found = []
+    for path in dict.fromkeys((*new, *(moves.get(path, path) for path in old))):
+        then, now = old.get(was.get(path, path)), new.get(path)
+        held_before, held_after = (module.held_bytes if module else {} for module in (then, now))
+        growth = {kind: held_after.get(kind, 0) - held_before.get(kind, 0) for kind in (held_before | held_after)}
+        if any(growth.values()):
+            change = ModuleChange(
+                path=path,
+                was=was.get(path, ""),
+                class_name=(now or old[was.get(path, path)]).class_name,
+                before_bytes=sum(held_before.values()),
+                after_bytes=sum(held_after.values()),
+                growth_bytes={kind: size for kind, size in growth.items() if size},
+            )
+            found.append(change)
+    return tuple(sorted(found, key=lambda change: change.before_bytes - change.after_bytes))
+
+
+def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Paths) -> tuple[SavedTensor, ...]:
+    """The tensors that nothing among the largest of before is like; one too small to have been named is not judged."""
+    least = before[-1].nbytes if len(before) == KEPT else 0
+    known = Counter(_likeness(saved, moves) for saved in before)
+    found = []
+    for saved in after:
+        known[_likeness(saved, {})] -= 1
+        if known[_likeness(saved, {})] < 0 and saved.nbytes > least:
+            found.append(saved)
+    return tuple(found)
+
+
+def _likeness(saved: SavedTensor, moves: Paths) -> tuple[object, ...]:
+    return saved.nbytes, saved.made_by, saved.op, moves.get(saved.module, saved.module)
+
+
+def _plan_change(before: Plan, after: Plan, moves: Paths) -> PlanChange:
+    old = {path: replace(s, path=path) for s in before.segments for path in [moves.get(s.path, s.path)]}
+    new = {s.path: s for s in after.segments}
+    return PlanChange(
+        dropped=tuple(path for path in old if path not in new),
+        added=tuple(path for path in new if path not in old),
+        changed=tuple(path for path in new if path in old and old[path] != new[path]),
+        packing="same" if before.packed == after.packed else "added" if after.packed else "dropped",
+    )
+
+
+def _peak_moved(before: PeakPlace | None, after: PeakPlace | None, moves: Paths) -> bool:
+    if before is None or after is None:
+        return False
+    return replace(before, module=moves.get(before.module, before.module)) != after
+
+
+# ---------------------------------------------------------------------------------------------- renames
+
+
+def find_renames(
+    before: Sequence[ModuleBytes], after: Sequence[ModuleBytes]
+) -> tuple[tuple[Rename, ...], dict[str, str]]:
+    """Modules that are there under another path, and the path of each before and now.
+
+    A module that is gone and one that is new, of the same class, parameters, buffers and output bytes, vote for the
+    rename that makes the one path the other: of what is left once the last names that both share are taken off.  The
+    renames with most votes are then carried out, on modules that changed in size as well.
+    """
+    old, new = ({m.path: m for m in modules} for modules in (before, after))
+    gone = {path: module for path, module in old.items() if path not in new}
+    come = {path: module for path, module in new.items() if path not in old}
+    moves: dict[str, str] = {}
+    taken: set[str] = set()
+    renames = []
+    sides = _Paths(gone), _Paths(come)
+    for stems in _votes(gone.values(), come.values()):
+        carried = 0
+        for path, target in _pairs(*sides, *stems):
+            is_free = path not in moves and target not in taken and path in gone and target in come
+            if is_free and come[target].class_name == gone[path].class_name:
+                moves[path] = target
+                taken.add(target)
+                carried += 1
+        if carried:
+            renames.append(Rename(before=stems[0], after=stems[1], modules=carried))
+    return tuple(renames), moves
+
+
+class _Paths:
+    """Paths of modules, of which those below another one are found without a look at all."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._sorted = sorted(paths)
+
+    def below(self, stem: str) -> Sequence[str]:
+        """That path, if there is one, and all that begin with it."""
+        if not stem:
+            return self._sorted
+        own, first, last = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))
+        return [*(path for path in self._sorted[own : own + 1] if path == stem), *self._sorted[first:last]]
+
+
+def _pairs(gone: _Paths, come: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:
+    """The paths that a rename would make others, and those others; told from the side that has fewer of them."""
+    sources, targets = gone.below(before), come.below(after)
+    if len(sources) <= len(targets):
+        for path in sources:
+            yield path, _renamed(path, before, after)
+    else:
+        for path in targets:
+            source = _renamed(path, after, before)
+            if _renamed(source, before, after) == path:
+                yield source, path
+
+
+def _votes(gone: Iterable[ModuleBytes], come: Iterable[ModuleBytes]) -> list[tuple[str, str]]:
+    """What the paths began with, before and now; most votes first."""
+    alike: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for side, modules in enumerate((gone, come)):
+        for module in modules:
+            alike[_signature(module)][side].append(module.path)
+    pairs = (pair for paths in alike.values() for pair in zip(*paths, strict=False))
+    return [stems for stems, _ in Counter(_stems(*pair) for pair in pairs).most_common()]
+
+
+def _signature(module: ModuleBytes) -> object:
+    own = (module.held_bytes.get(kind, 0) for kind in ("parameters", "buffers"))
+    return module.class_name, module.output_bytes, *own
+
+
+def _stems(before: str, after: str) -> tuple[str, str]:
+    """``features.0.conv``, ``backbone.0.conv`` -> ``features``, ``backbone``."""
+    old, new = before.split("."), after.split(".")
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+    return ".".join(old), ".".join(new)
+
+
+def _renamed(path: str, before: str, after: str) -> str:
+    """``path`` with what it begins with replaced."""
+    rest = path[len(before) :].strip(".")
+    return ".".join(part for part in (after, rest) if part)

@@ -1,0 +1,345 @@
+"""``memopt baseline``, ``check`` and ``compare``: what a step needs, written down, and held against it later."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from memopt_cli.errors import BaselineError, UnsafeFileError
+from memopt_cli.files.contents import baseline_json, read_measured, read_plan
+from memopt_cli.files.write import check_targets, content, write_all
+from memopt_cli.inputs.spec_text import is_built_in
+from memopt_cli.measure.devices import resolve_device
+from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJob
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.comparisons.baselines import KEPT, compare, differences, terms
+from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.memory.step_peaks import instant_at, is_alive, live_bytes, saved_tensors
+from memopt_cli.pipeline.prediction import predicted_ranks, without_data
+from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, opening_of, prepare_with_plan
+from memopt_cli.records import (
+    Baseline,
+    BaselineRequest,
+    BaselineResult,
+    CheckRequest,
+    Comparison,
+    Conditions,
+    InputSpec,
+    Layout,
+    Measurement,
+    ModuleBytes,
+    PeakPlace,
+    Plan,
+    RankPrediction,
+    ShorterStep,
+    StepMemory,
+    StepRequest,
+    StepSettings,
+    StepTrace,
+)
+from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.text.documents import kept_below, quoted_flag, quoted_path
+from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
+
+
+def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
+    """Measure a training step and write what it needs.  Raises :class:`MemoptError`."""
+    check_targets([Path(request.output)], force=request.force, model=request.source.location)
+    opening = _opening(request, request.settings, request.layout)
+    prepared = prepare_with_plan(opening, progress=progress, ask=ask)
+    return record_prepared(request, prepared)
+
+
+def _opening(request: StepRequest, settings: StepSettings, layout: Layout | None) -> Opening:
+    opening = opening_of(request, settings)
+    return opening if layout is None else without_data(opening, layout)
+
+
+def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineResult:
+    """The same of a model that is ready, and a target that was looked at."""
+    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout)
+    with step.session() as (session, rank):
+        measured = Baseline(
+            header=replace(file_header(prepared), model=request.source.location),
+            conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout),
+            memory=step.memory(session, rank),
+        )
+    spec = prepared.subject.spec
+    measured = replace(measured, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
+    (file,) = write_all({Path(request.output): content(baseline_json(measured))}, force=request.force)
+    return BaselineResult(baseline=measured, file=file, notes=tuple(_left_out(step.plan, spec)))
+
+
+def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:
+    """Measure the step of a baseline again, once, in a fresh subprocess, and judge it by the limits.
+
+    Raises :class:`BaselineError` before anything is measured if the baseline is missing or was recorded under other
+    conditions, and :class:`MemoptError` if the step cannot be measured.
+    """
+    before, settings = step_of_baseline(request)
+    layout = _layout(request, before)
+    opening = replace(_opening(request, settings, layout), spec=_spec(request.spec, before.header.spec))
+    prepared = prepare_with_plan(opening, progress=progress, ask=ask)
+    return check_prepared(request, before, prepared)
+
+
+def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
+    """The baseline, and how its step is run again.  Raises :class:`BaselineError` and :class:`UnsafeFileError`."""
+    before = read_measured(request.baseline_path)
+    if before.conditions is None:
+        raise BaselineError(
+            f"{request.baseline_path} is a summary of memopt optimize, not a baseline", hint=_record_anew(request)
+        )
+    _refuse_reach(request, before, before.conditions)
+    return before, _settings(request, before.conditions.settings)
+
+
+def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) -> Comparison:
+    """The same as :func:`check`, of a model that is ready."""
+    _require_same_model(request, before, prepared)
+    layout = _layout(request, before)
+    now = replace(before, header=replace(file_header(prepared), model=request.source.location))
+    with prepared.session(_DATA if layout is None else "none") as session:
+        now = replace(now, conditions=replace(required(session.ask(ConditionsJob())), layout=layout))
+    _require_alike(request, before, now)
+    step = _Step(prepared, _plan(request.plan_path, prepared), layout)
+    with step.session() as (session, rank):
+        memory = step.memory(session, rank)
+    shorter = step.shorter((old.dim, old.size) for old in before.shorter)
+    return compare(before, replace(now, memory=memory, shorter=shorter), request.limits)
+
+
+def compare_files(before: str, after: str) -> Comparison:
+    """Two baselines, or summaries of ``memopt optimize``, against each other; nothing is measured.
+
+    Raises :class:`BaselineError` for a file that is missing or is neither.
+    """
+    return compare(read_measured(before), read_measured(after))
+
+
+# ---------------------------------------------------------------------------------------------- the same step again
+
+
+def _refuse_reach(request: CheckRequest, before: Baseline, conditions: Conditions) -> None:
+    """A baseline is data, which may have come with the model: it runs nothing, and reads nothing but beside itself.
+
+    What it ran, or read elsewhere, is used again where the user says so.
+    """
+    spec, described, missing = before.header.spec, _describes(request.spec), {}
+    if conditions.settings.loss and not request.loss:
+        missing["--loss"] = conditions.settings.loss
+    optimizer = parse_optimizer(conditions.settings.optimizer)
+    if isinstance(optimizer, MadeOptimizer) and not request.optimizer:
+        missing["--optimizer"] = optimizer.reference
+    if spec.script and not described:
+        missing["--input-script"] = spec.script
+    layout = conditions.layout
+    if layout is not None and request.layout is None and not is_built_in(layout.parallel):
+        mesh = ",".join(f"{name}={length}" for name, length in layout.mesh.items())
+        missing |= {"--parallel": layout.parallel, "--ranks": str(layout.ranks), "--mesh": mesh}
+    if missing:
+        raise _unsafe(request, "code", missing)
+    if spec.data_file and not described and not kept_below(spec.data_file, Path(request.baseline_path).parent):
+        raise _unsafe(request, "a file that is not in its folder", {"--input-data": spec.data_file})
+
+
+def _unsafe(request: CheckRequest, what: str, missing: dict[str, str]) -> UnsafeFileError:
+    flags = " ".join(quoted_flag(flag, value) for flag, value in missing.items())
+    return UnsafeFileError(
+        f"{request.baseline_path} names {what}, which must be given by you: "
+        f"{', '.join(value[:200] for value in missing.values())}",
+        hint=f"If it is yours, add: {flags}" if len(flags) <= _LONGEST_FLAGS else "Record one of your own.",
+    )
+
+
+_LONGEST_FLAGS = 1000
+
+
+def _describes(given: InputSpec | None) -> bool:
+    """Whether inputs were given, and not only sizes of them."""
+    return given is not None and bool(given.tensors or given.data_file or given.script)
+
+
+def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
+    return replace(
+        before,
+        device=request.device or _same_device(before.device),
+        precision=request.precision or before.precision,
+        loss=request.loss,  # code: that of the baseline was refused
+        optimizer=request.optimizer or before.optimizer,
+        seed=before.seed if request.seed is None else request.seed,
+    )
+
+
+def _layout(request: CheckRequest, before: Baseline) -> Layout | None:
+    """That of the baseline, unless another is given; one that is code was refused."""
+    return request.layout or (before.conditions.layout if before.conditions else None)
+
+
+def _same_device(device: str) -> str:
+    """A device of the same kind, if there is one."""
+    kind = device.partition(":")[0]
+    if kind == "cuda" and resolve_device("auto") == "cpu":
+        raise BaselineError(
+            f"the baseline was recorded on {device}, and PyTorch sees no CUDA device here",
+            hint="Check on a machine with a GPU, or keep a second baseline for the CPU: memopt baseline --device cpu.",
+        )
+    return kind
+
+
+def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
+    """The inputs of the baseline, unless others are given; dimensions alone resize those of the baseline."""
+    if given and _describes(given):
+        return given
+    sized = InputSpec(tensors=before.tensors, dims=before.dims, data_file=before.data_file, source="the baseline")
+    return sized if given is None else replace(sized, dims=before.dims | given.dims, optional_dims=given.optional_dims)
+
+
+def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:
+    """A model may change, and so may its class or its file; one that shares neither with the baseline's is another."""
+    location, class_name = request.source.location, prepared.facts.class_name
+    root = next((module.class_name for module in before.memory.modules if not module.path), class_name)
+    if root != class_name and Path(location).name != Path(before.header.model).name:
+        raise BaselineError(
+            f"{request.baseline_path} is not comparable: it is of another model, {root} of {before.header.model}; "
+            f"{location} holds {class_name}",
+            hint="Keep one baseline for each model, and name it with --baseline FILE: "
+            f"memopt baseline {quoted_path(location)} … -o FILE",
+        )
+
+
+def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> None:
+    unlike = differences(terms(before), terms(now))
+    nameless = next((step for step in before.shorter if step.dim not in now.header.spec.dims), None)
+    if nameless is not None and not unlike:
+        raise BaselineError(
+            f"{request.baseline_path} is not comparable: it has a step at {nameless.name}, too, and the inputs name no "
+            f"{nameless.dim}",
+            hint="Leave the inputs out, which are in the baseline, or name the dimension in their shapes.",
+        )
+    if unlike:
+        told = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
+        raise BaselineError(
+            f"{request.baseline_path} is not comparable: {told}",
+            hint=f"Check what was recorded, or record anew what is to be checked.\n{_record_anew(request)}",
+        )
+
+
+def _record_anew(request: CheckRequest) -> str:
+    output = f"-o {quoted_path(request.baseline_path)} --force"
+    location = quoted_path(request.source.location)
+    return f"Record one of the step that is checked here: memopt baseline {location} … {output}"
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+def _plan(path: str | None, prepared: Prepared) -> Plan:
+    return prepared.carried if path is None else read_plan(path)[1]
+
+
+_DATA: Final = "small batch"
+"""The original may not fit where the plan does."""
+
+
+def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
+    """The dimension of a plan by length and the largest size of each range that the inputs go beyond."""
+    if plan.by is None:
+        return []
+    longest = spec.dims.get(plan.by.dim, 0)
+    return [(plan.by.dim, part.up_to) for part in plan.ranges if part.up_to < longest]
+
+
+def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
+    """Of a plan by length, which lengths are not recorded."""
+    if plan.by is None:
+        return
+    dim, last = plan.by.dim, plan.ranges[-1].up_to
+    longest = spec.dims.get(dim)
+    if longest is None:
+        yield (
+            f"The plan has ranges of {dim}, and the inputs name no {dim}: only their own length is recorded. "
+            f"Inputs as text name it: Bx{dim}x64, with a size of {dim} of {last}."
+        )
+    elif longest < last:
+        yield f"Nothing is recorded beyond {dim}={longest}, and the plan goes up to {last}."
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The step of a model under a plan: measured, or of one rank of a layout predicted."""
+
+    prepared: Prepared
+    plan: Plan
+    layout: Layout | None
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[tuple[Session, RankPrediction | None]]:
+        """One in which the step is measured; or that of the rank which needs most, and what that needs."""
+        if self.layout is None:
+            with self.prepared.session(_DATA) as session:
+                yield session, None
+            return
+        predicted = predicted_ranks(self.prepared, self.layout, self.plan)
+        with predicted as (session, ranks):
+            yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
+
+    def shorter(self, lengths: Iterable[tuple[str, int]]) -> tuple[ShorterStep, ...]:
+        """The step at other sizes of its dimensions."""
+        found = []
+        for dim, size in lengths:
+            sized = replace(self, prepared=self.prepared.sized(dim, size))
+            self.prepared.progress.stage(f"{dim}={size}")
+            with sized.session() as (session, rank):
+                memory = sized.memory(session, rank)
+            found.append(ShorterStep(dim=dim, size=size, memory=replace(memory, plan=self.plan.at({dim: size}))))
+        return tuple(found)
+
+    def memory(self, session: Session, rank: RankPrediction | None) -> StepMemory:
+        """What it takes, in a session of its own."""
+        peaks: Measurement | StepTrace
+        if rank is None:
+            self.prepared.progress.stage("measuring a step")
+            peaks = measured = required(session.ask(MeasureJob(plan=self.plan))).measurement
+            breakdown, step_s = measured.breakdown, measured.step_s
+            self.prepared.progress.stage("recording a step")
+            trace = required(session.ask(RecordJob(plan=self.plan)), "a step of the model could not be recorded: ")
+        else:
+            self.prepared.progress.stage("recording a step")
+            answer = session.ask(TraceJob(plan=self.plan, fake=True))
+            peaks = trace = required(answer, "a step of the rank could not be recorded: ").trace
+            breakdown, step_s = rank.breakdown, 0.0
+        live = live_bytes(trace)
+        peak = instant_at(trace, live, live.index(max(live)))
+        return StepMemory(
+            plan=self.plan,
+            tensor_peak_bytes=peaks.tensor_peak_bytes,
+            allocated_peak_bytes=peaks.allocated_peak_bytes,
+            step_s=step_s,
+            breakdown=breakdown,
+            peak=PeakPlace(op=peak.name, module=peak.module, phase=peak.phase),
+            modules=_modules(trace, peak.op),
+            saved=saved_tensors(trace)[:KEPT],
+        )
+
+
+def _modules(trace: StepTrace, op: int) -> tuple[ModuleBytes, ...]:
+    """What each module itself holds when an operator has run."""
+    held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for storage in trace.storages:
+        if is_alive(storage, op):
+            held[storage.module][storage.kind] += storage.nbytes
+    known = {module.path: module for module in trace.modules}
+    return tuple(
+        ModuleBytes(
+            path=path,
+            class_name=known[path].class_name if path in known else "",
+            output_bytes=known[path].output_bytes if path in known else 0,
+            held_bytes=dict(held[path]),
+        )
+        for path in dict.fromkeys((*known, *held))
+    )

@@ -1,0 +1,241 @@
+"""``memopt recommend-batch --strategy``: memory of a step by its time steps, for each way to learn sequences."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from memopt_cli.errors import MemoptError, UsageError
+from memopt_cli.files.contents import read_plan
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, VerifyJob
+from memopt_cli.measure.online_jobs import AgreementJob, OnlineJob
+from memopt_cli.pipeline.batches.recommendation import check_inputs
+from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
+from memopt_cli.pipeline.plans.optimization import find_plan
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.records import (
+    ONLINE_RULES,
+    BatchProbe,
+    BatchRequest,
+    DimRange,
+    Failure,
+    GradientAgreement,
+    OnlineRule,
+    OptimizeRequest,
+    Plan,
+    SearchOverrides,
+    StepFailed,
+    StrategyComparison,
+    StrategyCurve,
+    StrategyName,
+    StrategyPoint,
+    Verification,
+    describe,
+)
+from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.search.batch_size.lines import fit_line
+from memopt_cli.search.batch_size.memory_limit import limits_of
+from memopt_cli.search.batch_size.runs import Limits
+
+_SEARCHED_LEVEL = 3
+"""Of the plan that is searched where none is given."""
+
+_LEAST_COMPARED = 8
+"""Time steps whose gradients are compared, if the range has them: of a single step nothing is carried over."""
+
+Probe = Callable[[int], BatchProbe | Failure]
+"""Number of time steps -> the allocated peak and the time of a sequence."""
+
+
+def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> StrategyComparison:
+    """Measure each strategy at both ends of the range, as far as they fit; between them, and beyond, estimate.
+
+    A strategy that cannot be run says why.  Raises :class:`MemoptError`.
+    """
+    started = time.monotonic()
+    plan: Plan | StepFailed | None = read_plan(request.plan_path)[1] if request.plan_path is not None else None
+    prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
+    steps = _steps(request, prepared)
+    limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)
+    job = _Job(request=request, steps=steps, prepared=prepared, limits=limits, notes=list(prepared.notes))
+    if "plan" in request.strategies and plan is None:
+        plan = job.searched_plan()
+    with Sessions(prepared, "small batch", job.notes) as session:
+        curves = tuple(curve for name in request.strategies for curve in job.curves(name, plan, session))
+    return StrategyComparison(
+        header=file_header(prepared),
+        symbol=steps.symbol,
+        batch=prepared.batch,
+        budget_bytes=limits.budget_bytes,
+        limit=limits.text,
+        curves=curves,
+        notes=tuple(job.notes),
+        spent_s=time.monotonic() - started,
+    )
+
+
+def _steps(request: BatchRequest, prepared: Prepared) -> DimRange:
+    spec = prepared.subject.spec
+    check_inputs(request.dim_range, prepared)
+    if request.dim_range is None or not spec.tensors:
+        raise UsageError(
+            "--strategy tabulates memory over time steps, and needs their range",
+            hint="Describe the inputs and the range: -i TxBx100 --dim B=8 --dim T=16:4096.",
+        )
+    return request.dim_range
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One run of :func:`compare_strategies`."""
+
+    request: BatchRequest
+    steps: DimRange
+    prepared: Prepared
+    limits: Limits
+    notes: list[str]
+
+    def searched_plan(self) -> Plan | StepFailed:
+        """The plan of the search at the smallest number of time steps, or why there is none."""
+        request = OptimizeRequest(
+            source=self.request.source,
+            spec=self.prepared.subject.spec,
+            settings=self.request.settings,
+            search=SearchOverrides(level=_SEARCHED_LEVEL),
+            recommend_batch=False,
+        )
+        try:
+            found = find_plan(request, without_own_checkpoints(self.prepared))
+        except MemoptError as error:
+            return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
+        if found.decisive is not None:
+            dropped = found.decisive
+            return StepFailed(message=f"found {dropped.found}, but {dropped.why.because}", hint=dropped.why.remedy)
+        self.notes.append(f"The plan is that of level {found.applied_level} at {self._where(self.steps.low)}.")
+        return found.plan
+
+    def curves(self, name: StrategyName, plan: Plan | StepFailed | None, session: Sessions) -> Iterator[StrategyCurve]:
+        """What the table shows of one strategy."""
+        symbol, batch = self.steps.symbol, self.prepared.batch
+        if name == "online":
+            for rule in ONLINE_RULES:
+                probe = functools.partial(_probe_online, session, rule, symbol)
+                compared = min(max(_LEAST_COMPARED, self.steps.low), self.steps.high)
+                exactness = functools.partial(_agreement, session, rule, symbol, compared)
+                yield self._curve(name, f"online {rule}", probe, exactness)
+            return
+        used = ORIGINAL if name == "bptt" else plan
+        assert used is not None
+        if isinstance(used, StepFailed):
+            yield _cannot_run(name, name, used)
+            return
+        yield self._curve(
+            name,
+            name,
+            lambda steps: session().ask(ProbeJob(plan=used, batch=batch, dims={symbol: steps})),
+            functools.partial(_verified, session, used, batch) if name == "plan" else lambda: (True, "by definition"),
+        )
+
+    def _curve(
+        self, name: StrategyName, label: str, probe: Probe, exactness: Callable[[], tuple[bool | None, str]]
+    ) -> StrategyCurve:
+        self.prepared.progress.stage(f"measuring {label}")
+        runs = self._run(probe)
+        first = next(iter(runs.values()))
+        if not isinstance(first, BatchProbe):
+            return _cannot_run(name, label, first)
+        measured = _measured(runs)
+        failed = (
+            f"; {self._where(steps)}: {describe(r)}" for steps, r in runs.items() if not isinstance(r, BatchProbe)
+        )
+        line = _line(measured)
+        exact, remark = exactness()
+        points = (_point(steps, measured.get(steps), line) for steps in self.steps.sizes())
+        return StrategyCurve(
+            strategy=name,
+            label=label,
+            points=tuple(point for point in points if point is not None),
+            slope_bytes=line[1] if line else None,
+            exact=exact,
+            remark=remark + "".join(failed),
+        )
+
+    def _run(self, probe: Probe) -> dict[int, BatchProbe | Failure]:
+        """Sequences of the two smallest sizes, and of the largest that a line through them says can be run."""
+        sizes = self.steps.sizes()
+        runs: dict[int, BatchProbe | Failure] = {}
+        for candidates in (sizes[:1], sizes[1:2], sizes[:1:-1]):
+            steps = next((s for s in candidates if not runs or self._can_run(s, _measured(runs))), None)
+            if steps is None:
+                return runs
+            self.prepared.progress.update(0, None, f"running {self._where(steps)}")
+            runs[steps] = found = probe(steps)
+            if not isinstance(found, BatchProbe):
+                return runs
+        return runs
+
+    def _can_run(self, steps: int, measured: dict[int, BatchProbe]) -> bool:
+        """Before growth is known, it is at most in proportion; to know it, the limit may be passed, not the machine."""
+        line, within = _line(measured), min(self.limits.budget_bytes, self.limits.runnable_bytes)
+        if line is None:
+            (first, run), within = *measured.items(), self.limits.runnable_bytes
+            line = 0.0, run.allocated_peak_bytes / first
+        step_s = max(run.step_s / at for at, run in measured.items()) * steps
+        return line[0] + line[1] * steps <= within and step_s <= self.limits.longest_step_s
+
+    def _where(self, steps: int) -> str:
+        return f"{self.steps.symbol}={steps}"
+
+
+def _cannot_run(name: StrategyName, label: str, failure: Failure) -> StrategyCurve:
+    hint = f". {failure.hint}" if isinstance(failure, StepFailed) and failure.hint else ""
+    remark = describe(failure) + hint
+    return StrategyCurve(strategy=name, label=label, points=(), slope_bytes=None, exact=None, remark=remark)
+
+
+def _measured(runs: dict[int, BatchProbe | Failure]) -> dict[int, BatchProbe]:
+    return {steps: run for steps, run in runs.items() if isinstance(run, BatchProbe)}
+
+
+def _line(measured: dict[int, BatchProbe]) -> tuple[float, float] | None:
+    """Intercept and slope of the peaks; ``None``: one alone does not tell."""
+    points = [(float(steps), float(run.allocated_peak_bytes)) for steps, run in measured.items()]
+    return fit_line(points) if len(points) > 1 else None
+
+
+def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None) -> StrategyPoint | None:
+    """What was measured, or else an estimate, if there is a line."""
+    if run is not None:
+        peak_bytes, step_s = run.allocated_peak_bytes, run.step_s
+        return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=True, step_s=step_s)
+    if line is None:
+        return None
+    peak_bytes = round(line[0] + line[1] * steps)
+    return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=False, step_s=None)
+
+
+def _probe_online(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
+    return session().ask(OnlineJob(rule=rule, symbol=symbol, steps=steps))
+
+
+def _agreement(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
+    found = session().ask(AgreementJob(rule=rule, symbol=symbol, steps=steps))
+    if not isinstance(found, GradientAgreement):
+        return None, f"its gradient could not be compared: {describe(found)}"
+    if found.exact:
+        return True, f"its gradient is that of bptt at {found.steps} steps, to {found.relative_error:.1g}"
+    apart = f"cosine {found.cosine:.3f} and relative error {found.relative_error:.2g}"
+    return False, f"{apart} to the gradient of bptt at {found.steps} steps"
+
+
+def _verified(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, str]:
+    found = session().ask(VerifyJob(plan=plan, batch=batch))
+    if not isinstance(found, Verification):
+        return None, f"it could not be verified: {describe(found)}"
+    how = "bit for bit" if found.exact else f"within {found.tolerance:g} in {found.precision}"
+    if found.passed:
+        return True, f"{found.compared} tensors are those of bptt {how}"
+    return False, f"{found.worst_name} differs from that of bptt"

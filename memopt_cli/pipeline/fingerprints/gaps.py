@@ -1,0 +1,238 @@
+"""How far two trainings are apart, step by step, by what each step left."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from memopt_cli.errors import StepError
+from memopt_cli.pipeline.fingerprints.steps import ROUNDING_SHARE, relative, typical
+from memopt_cli.records import NOT_FINITE, Followed, StepPrint, TensorGap, TensorPrint
+
+_Rename = Callable[[str], str]
+_Named = Mapping[str, TensorPrint]
+
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+"""What torch.compile, the wrapper of checkpoints and FSDP add to the names of what they wrap."""
+_REPLICATED = "module."
+"""The same of DataParallel, in front; a model may have a child of that name."""
+_KINDS = ("output", "input", "gradient", "buffer", "state", "the random", "parameter")
+"""Beginnings of names, in the order in which a step forms what they name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """The first step in which two trainings differ."""
+
+    step: int
+    """Its index."""
+    gaps: tuple[TensorGap, ...]
+    """In the order in which a step forms them; the largest of a kind in front."""
+
+    @property
+    def is_rounding(self) -> bool:
+        """Nothing is missing, or of another kind, or a whole number: sums in another order would leave such gaps."""
+        return all(math.isfinite(gap.apart) for gap in self.gaps)
+
+
+def first_gap(reference: Followed, other: Followed, tolerance: float = 0.0) -> Apart | None:
+    """Where ``other`` is further from the reference than that; zero: where a bit differs."""
+    for index, (one, another) in enumerate(zip(reference.steps, other.steps, strict=True)):
+        gaps = gaps_between(one.left, another.left, tolerance)
+        if gaps:
+            return Apart(step=index, gaps=gaps)
+    return None
+
+
+def largest_gap(reference: Followed, other: Followed) -> float:
+    """Of all tensors in all steps."""
+    pairs = zip(reference.steps, other.steps, strict=True)
+    return max((gap.apart for one, another in pairs for gap in gaps_between(one.left, another.left)), default=0.0)
+
+
+def is_in_double(found: Followed) -> bool:
+    """Whether all that it leaves is in float64 already: no other dtype tells more."""
+    tensors = (tensor for step in found.steps for tensor in step.left if not tensor.name.startswith("input"))
+    return all(tensor.epsilon in (0.0, _DOUBLE) for tensor in tensors)
+
+
+_DOUBLE: Final = 2.0**-52
+"""The distance of 1 to the next number of float64."""
+
+
+def is_nowhere_finite(tensor: TensorPrint) -> bool:
+    """Whether it holds NaN or infinity alone."""
+    return NOT_FINITE in tensor.kind and not tensor.norm
+
+
+def first_step_apart(reference: Followed, other: Followed) -> float:
+    """The largest distance of a first step, in which parameters are the same still, before its update.
+
+    Adam makes steps of a whole rate of gradients that are rounding alone.
+    """
+    gaps = gaps_between(reference.steps[0].left, other.steps[0].left)
+    return max((gap.apart for gap in gaps if not gap.name.startswith("parameter")), default=0.0)
+
+
+def half_of_digits(found: Followed, epsilon: float) -> float:
+    """The relative difference of floating tensors of which half of the digits agree; ``epsilon``: of autocast."""
+    digits = (tensor.epsilon for step in found.steps for tensor in step.left if tensor.epsilon)
+    return math.sqrt(max((epsilon, *digits)))
+
+
+def gaps_between(
+    reference: Iterable[TensorPrint], other: Iterable[TensorPrint], tolerance: float = 0.0
+) -> tuple[TensorGap, ...]:
+    """The tensors that differ by more than ``tolerance``."""
+    one, another = ({tensor.name: tensor for tensor in side} for side in (reference, other))
+    largest = max((typical(tensor) for name, tensor in one.items() if name.startswith("gradient")), default=0.0)
+    found = []
+    for name in one.keys() | another.keys():
+        a, b = one.get(name), another.get(name)
+        if a is not None and b is not None and a.bits == b.bits:
+            continue
+        apart = relative(a, b, ROUNDING_SHARE * (largest if name.startswith("gradient") else 1.0))
+        if apart > tolerance or not tolerance:
+            has_rounding = a is not None and a.epsilon  # whole numbers have none
+            found.append(TensorGap(name=name, apart=apart if has_rounding else math.inf, missing=_missing(a, b)))
+    return tuple(sorted(found, key=_rank))
+
+
+def _missing(ours: TensorPrint | None, theirs: TensorPrint | None) -> Literal["", "reference", "candidate"]:
+    if ours is None:
+        return "reference"
+    return "candidate" if theirs is None else ""
+
+
+def _rank(gap: TensorGap) -> tuple[int, float, str]:
+    kind = next((i for i, beginning in enumerate(_KINDS) if gap.name.startswith(beginning)), len(_KINDS))
+    return kind, -gap.apart, gap.name
+
+
+# ---------------------------------------------------------------------------------------------- the same names
+
+
+def by_the_same_names(reference: Followed, other: Followed) -> tuple[Followed, Followed]:
+    """Both without what wrappers add to names.
+
+    Raises :class:`StepError` where they do not have the same parameters, with the same values.
+    """
+    one, another = (_named(side, lambda name: _WRAPPERS.sub("", name)) for side in (reference, other))
+    if _parameters(one) != _parameters(another):
+        one, another = (_without_replicas(side, beside) for side, beside in ((one, another), (another, one)))
+    _require_same_start(one, another)
+    return one, another
+
+
+def _is_within(name: str, other: str) -> bool:
+    """``parameter norm.weight``, ``parameter net.norm.weight``: a model around it adds to the name."""
+    return other.endswith(f".{name.removeprefix('parameter ')}")
+
+
+def _require_same_start(reference: Followed, other: Followed) -> None:
+    ours, theirs = _parameters(reference), _parameters(other)
+    for have, lack, which in ((ours, theirs, "candidate"), (theirs, ours, "reference")):
+        lacking = sorted(have.keys() - lack.keys())
+        if lacking:
+            alike = any(_is_within(lacking[0], name) or _is_within(name, lacking[0]) for name in lack)
+            raise StepError(
+                f"the {which} has no {lacking[0]}",
+                hint="A model is not compared with a step of its own, or with a model around it: give two of a kind."
+                if alike
+                else "Compare two ways to train the same model.",
+            )
+    ours, theirs = ours | _at_start(reference, "buffer"), theirs | _at_start(other, "buffer")
+    different = next((name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]), None)
+    if different is not None:
+        raise StepError(
+            f"the two start from different values of {different}",
+            hint="Save both from one model, or seed at the top of the functions that make them.",
+        )
+
+
+# ---------------------------------------------------------------------------------------------- numbers and generators
+
+
+def unsteady(once: Followed, again: Followed) -> frozenset[str]:
+    """Of numbers and generators of one model, those that two runs leave otherwise, as a time of day."""
+    pairs = (
+        ({held.name: held.bits for held in side.others} for side in steps)
+        for steps in zip(once.steps, again.steps, strict=True)
+    )
+    return frozenset(
+        name for one, other in pairs for name in one.keys() | other.keys() if one.get(name) != other.get(name)
+    )
+
+
+def with_others(one: Followed, other: Followed, without: Set[str]) -> tuple[Followed, Followed]:
+    """Both with numbers and generators among what each step leaves, those that both have, and not those ``without``.
+
+    State that the candidate, ``other``, keeps besides is its own affair.
+    """
+    shared = (set(one.others) & set(other.others)) - without
+    pairs = [_step_with_others(*steps, shared, without) for steps in zip(one.steps, other.steps, strict=True)]
+    ours, theirs = zip(*pairs, strict=True)
+    return replace(one, steps=ours), replace(other, steps=theirs)
+
+
+def _step_with_others(
+    one: StepPrint, other: StepPrint, shared: Set[str], without: Set[str]
+) -> tuple[StepPrint, StepPrint]:
+    ours, theirs = ({held.name: held for held in step.others if held.name not in without} for step in (one, other))
+    known = {tensor.name for tensor in one.left}
+    left = tuple(tensor for tensor in other.left if tensor.name in known or not tensor.name.startswith("state"))
+    return replace(one, left=one.left + _others(ours, theirs, shared)), replace(
+        other, left=left + _others(theirs, ours, shared)
+    )
+
+
+def _others(held: _Named, beside: _Named, shared: Set[str]) -> tuple[TensorPrint, ...]:
+    """What has moved in one of the two at least, and all numbers of the outputs."""
+    where_it_was = {name: replace(moved, kind="unmoved", bits="") for name, moved in beside.items()}
+    moved = (tensor for name, tensor in {**where_it_was, **held}.items() if name in shared)
+    return (*moved, *(number for name, number in held.items() if name.startswith("output")))
+
+
+def _parameters(found: Followed) -> dict[str, str]:
+    return _at_start(found, "parameter")
+
+
+def _at_start(found: Followed, kind: str) -> dict[str, str]:
+    """The bits of all of a kind, by name."""
+    return {tensor.name: tensor.bits for tensor in found.start if tensor.name.startswith(kind)}
+
+
+def _without_replicas(side: Followed, beside: Followed) -> Followed:
+    known = _parameters(beside)
+    is_wrapped = all(name.partition(" ")[2].startswith(_REPLICATED) for name in _parameters(side))
+    if not is_wrapped or all(name in known for name in _parameters(side)):
+        return side
+    return _named(side, lambda name: name.replace(f" {_REPLICATED}", " ", 1).removeprefix(_REPLICATED))
+
+
+def _named(found: Followed, rename: _Rename) -> Followed:
+    return replace(
+        found,
+        start=_renamed(found.start, rename),
+        others=tuple(map(rename, found.others)),
+        evaluating=tuple(rename(f"{path}.")[:-1] for path in found.evaluating),
+        steps=tuple(_renamed_step(step, rename) for step in found.steps),
+    )
+
+
+def _renamed_step(step: StepPrint, rename: _Rename) -> StepPrint:
+    return replace(
+        step,
+        left=_renamed(step.left, rename),
+        others=_renamed(step.others, rename),
+        hooks=tuple(map(rename, step.hooks)),
+        calls=tuple(replace(call, path=rename(f"{call.path}.")[:-1]) for call in step.calls),
+        choices=tuple(replace(choice, path=rename(f"{choice.path}.")[:-1]) for choice in step.choices),
+    )
+
+
+def _renamed(tensors: Sequence[TensorPrint], rename: _Rename) -> tuple[TensorPrint, ...]:
+    return tuple(replace(tensor, name=rename(tensor.name)) for tensor in tensors)

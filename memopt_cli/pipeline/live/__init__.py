@@ -1,0 +1,1 @@
+"""Hand the pipeline a model, or a step, that is in memory."""

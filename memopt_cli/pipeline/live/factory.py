@@ -1,0 +1,50 @@
+"""What builds a model, in place of its file: handed to profiling subprocesses by name, or run here without data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memopt_cli.loading.input_spec import batch_of
+from memopt_cli.measure.jobs import DescribeJob, Subject
+from memopt_cli.measure.local import LocalSession, undisturbed
+from memopt_cli.measure.model_file import facts_of
+from memopt_cli.measure.reach import UserFunction
+from memopt_cli.pipeline.live.model import called_here
+from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
+from memopt_cli.records import LoadedModel, Plan
+from memopt_cli.records.progress import Progress
+from memopt_cli.trace import built_without_data, fake_mode
+
+
+def prepared_factory(
+    subject: Subject,
+    plan: Plan,
+    model: UserFunction,
+    functions: Sequence[UserFunction],
+    timeout_s: float,
+    progress: Progress,
+) -> Prepared:
+    """The model that ``model`` builds, whose parameters are never allocated, ready to be predicted.
+
+    ``functions``: those that the step calls, and the one that spreads the model.  What a subprocess could not import is
+    run in this one, and a note says why.  Raises :class:`MemoptError`, also for a plan that does not suit the model.
+    """
+    obstacle = next(filter(None, (function.obstacle for function in (model, *functions))), "")
+    if model.obstacle and model.function is not None:
+        with undisturbed(), built_without_data(fake_mode()):
+            loaded = LoadedModel(module=model.function(), source=subject.source, format="factory", sha256=None)
+            facts = facts_of(loaded, DescribeJob(inputs=False, plan=plan))
+        facts = replace(facts, spec=subject.spec, batch=batch_of(subject.spec))
+        prepared = Prepared(subject=subject, facts=facts, notes=(), progress=progress)
+    else:
+        opening = Opening(source=subject.source, spec=subject.spec, settings=subject.settings, timeout_s=timeout_s)
+        prepared = prepare(replace(opening, plan=plan, data=subject.data), progress=progress, ask=None)
+    if not obstacle:
+        return prepared
+    return replace(
+        prepared,
+        notes=(*prepared.notes, f"Predicted in this process, without a time limit: {obstacle}."),
+        open_session=functools.partial(LocalSession, build=model.function, functions=called_here(functions)),
+    )

@@ -1,0 +1,334 @@
+"""A model in memory in place of a file: handed to profiling subprocesses, or profiled here where that cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line
+from memopt_cli.inputs.spec_text import format_tensor, parse_tensor
+from memopt_cli.loading.input_spec import batch_of
+from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.measure.jobs import DescribeJob, Subject
+from memopt_cli.measure.local import LocalSession, undisturbed
+from memopt_cli.measure.model_file import facts_of
+from memopt_cli.measure.reach import UserFunction, main_script, unreachable
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import (
+    Differs,
+    Dropped,
+    InputSpec,
+    LoadedModel,
+    ModelSource,
+    OptimizeRequest,
+    Plan,
+    StepSettings,
+    TensorSpec,
+    Trust,
+    Verification,
+)
+from memopt_cli.runtime import reset_hidden_state
+from memopt_cli.runtime.module_state import copy_of
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.training.apply import remove_plan
+from memopt_cli.training.step import Step, place
+from memopt_cli.training.wrappers import compiled_notes, unwrapped
+from memopt_cli.verification.equality import gradients_kept
+
+Arguments = tuple[Any, ...] | Mapping[str, Any]
+"""Of a model's forward, by position or by name."""
+FORMAT = "live"
+"""As in :attr:`memopt_cli.records.LoadedModel.format`."""
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def prepared_model(
+    model: nn.Module, inputs: Arguments | InputSpec, settings: StepSettings, functions: Sequence[UserFunction] = ()
+) -> Iterator[Prepared]:
+    """A model in memory, ready to be profiled; it is not changed, nor are the inputs, which may be described alone.
+
+    Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model that a
+    subprocess could not read is profiled in this process, and a note says why; so is one with ``functions``, which the
+    settings name, that a subprocess could not import.
+    Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
+    that cannot be copied, and within a profiling subprocess.
+    """
+    with once(), also_prepared_model(unwrapped(model), inputs, settings, functions) as prepared:
+        yield replace(prepared, notes=(*prepared.notes, *left_out_note(model)))
+
+
+def left_out_note(model: nn.Module) -> list[str]:
+    """Return what is said of a wrapper around ``model``, and of parts of it that are compiled."""
+    name, within = type(model).__name__, unwrapped(model)
+    left_out = [f"The step is measured without {name}, and what that holds is not counted."]
+    return [*(left_out if within is not model else ()), *compiled_notes(within)]
+
+
+@contextlib.contextmanager
+def also_prepared_model(
+    model: nn.Module,
+    inputs: Arguments | InputSpec,
+    settings: StepSettings,
+    functions: Sequence[UserFunction] = (),
+    obstacle: str = "",
+) -> Iterator[Prepared]:
+    """The same within :func:`once`: one of several.  ``obstacle``: why no subprocess is to be given it."""
+    build = functools.partial(detached_copy, model)
+    with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+        model_file, input_file = Path(folder) / "model.pt", Path(folder) / "inputs.pt"
+        if isinstance(inputs, InputSpec):
+            spec = inputs
+        else:
+            save_inputs(inputs, input_file)
+            spec = InputSpec(data_file=str(input_file), source="dummy_input")
+        unread, code_paths = _hand_over(build(), model_file)
+        obstacle = next(filter(None, (obstacle, unread, *(function.obstacle for function in functions))), "")
+        source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=code_paths))
+        subject = Subject(source=source, spec=spec, settings=settings)
+        prepared = prepared_here(subject, FORMAT, build, obstacle, functions)
+        with gradients_kept(model) if obstacle and called_here(functions) else contextlib.nullcontext():
+            yield prepared
+
+
+def called_here(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
+    """Those that are not found by their references, by these."""
+    return {used.reference: used.function for used in functions if used.function is not None}
+
+
+def prepared_here(
+    subject: Subject,
+    format: str,
+    build: Callable[[], nn.Module],
+    obstacle: str,
+    functions: Sequence[UserFunction] = (),
+) -> Prepared:
+    """What ``build`` makes; where an ``obstacle`` keeps subprocesses from it, sessions are of this process."""
+    loaded = LoadedModel(module=build(), source=subject.source, format=format, sha256=None)
+    here = functools.partial(LocalSession, build=build, functions=called_here(functions))
+    return Prepared(
+        subject=subject,
+        facts=replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(subject.spec)),
+        notes=(f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else (),
+        open_session=here if obstacle else None,
+    )
+
+
+class _Called(Exception):
+    """The model is about to run, and its inputs are known."""
+
+
+def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) -> Arguments:
+    """What the model is called with first when ``example_forward`` runs on a copy of it, which then ends.
+
+    Raises :class:`OptionError` if it does not call the model, or with more than names or positions can tell.
+    """
+    copied = detached_copy(model)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+        raise _Called
+
+    copied.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    with undisturbed(), contextlib.suppress(_Called):
+        example_forward(copied)
+    if not calls:
+        raise OptionError(
+            "example_forward did not call the model that it was given",
+            hint="Let it run the whole model once: example_forward=lambda model: model(x).",
+        )
+    args, kwargs = calls[0]
+    return {**_by_name(model, args), **kwargs} if kwargs else args
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments of ``forward`` as keyword arguments."""
+    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        raise OptionError(
+            f"example_forward calls the model with {len(args)} positional arguments and others by name, "
+            f"and its forward names {len(names)}",
+            hint="Give all by position, or all by name.",
+        )
+    return dict(zip(names, args, strict=False))
+
+
+def detached_copy(model: nn.Module) -> nn.Module:
+    """A copy without a plan, without gradients, and without what earlier steps left on its modules.
+
+    Raises :class:`StepError` if the model cannot be copied.
+    """
+    try:
+        copied = copy_of(model)
+    except Exception as err:  # the user's classes may do anything
+        raise StepError(
+            f"the model cannot be copied, so it cannot be profiled without being changed: {first_line(err)}",
+            hint=_before_sharding(model)
+            or "Leave what cannot be copied (open files, locks, graphs) out of its attributes.",
+        ) from err
+    remove_plan(copied)
+    copied.zero_grad(set_to_none=True)
+    reset_hidden_state(copied)
+    return copied
+
+
+def _before_sharding(model: nn.Module) -> str:
+    """What to do with a model that ``fully_shard`` has changed; empty for others."""
+    sharding = sys.modules.get("torch.distributed.fsdp")  # takes seconds to import
+    if sharding is None or not any(isinstance(module, sharding.FSDPModule) for module in model.modules()):
+        return ""
+    return "Optimize the model before fully_shard: its plan stays on it."
+
+
+@contextlib.contextmanager
+def once() -> Iterator[None]:
+    """A module that optimizes its model when it is imported would do so again wherever a step of it is run.
+
+    That is in every subprocess, or in this process for the loss that it holds; without end.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    is_subprocess = spec is not None and spec.name == "memopt_cli.measure.server"
+    if is_subprocess or getattr(_thread, "prepares", False):
+        raise StepError(
+            "memopt is called by a module as it is imported",
+            hint='Call it from a function, or under if __name__ == "__main__".',
+        )
+    _thread.prepares = True
+    try:
+        yield
+    finally:
+        _thread.prepares = False
+
+
+def save_inputs(inputs: Arguments, path: Path) -> None:
+    """To a file that a subprocess reads.  Raises :class:`OptionError` for what it cannot."""
+    _require_batch(inputs)
+    detached = map_leaves(_detached, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    torch.save(detached, path)
+    try:
+        load_tensors(path.read_bytes(), str(path))
+    except MemoptError as err:
+        raise OptionError(
+            f"the inputs cannot be handed to a profiling subprocess: {err.message}",
+            hint="Give a tuple of tensors, numbers, strings and plain containers of them.",
+        ) from err
+
+
+def _require_batch(inputs: Arguments) -> None:
+    first = next(iter(tensors_of(inputs)), None)
+    if first is None or not first.dim():
+        raise OptionError(
+            f"the inputs have no batch: {'there is no tensor' if first is None else 'the first tensor is a scalar'}",
+            hint="Give the arguments of forward; dimension 0 of the first tensor is taken as the batch.",
+        )
+
+
+def described(inputs: Arguments) -> InputSpec:
+    """Inputs as they could be written on the command line: the first dimension of the first tensor is the batch.
+
+    Whole numbers are drawn from the range of those that are there.  Raises :class:`OptionError` for an argument that is
+    no tensor.
+    """
+    _require_batch(inputs)
+    named = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
+    return InputSpec(tensors=tuple(_described(name, value) for name, value in named), source="inputs")
+
+
+def _described(name: str | None, value: Any) -> TensorSpec:
+    if not isinstance(value, Tensor):
+        raise OptionError(
+            f"an input is a {type(value).__name__}, and batches of another size cannot be made of it",
+            hint='Describe the inputs by text: "Bx3x64x64", with dims={"B": 8}.',
+        )
+    values = "normal"
+    if not value.is_floating_point() and not value.is_complex():
+        low, high = (int(value.min()), int(value.max()) + 1) if value.numel() else (0, 1)
+        values = f"{low}..{high}"
+    dtype = str(value.dtype).removeprefix("torch.")
+    tensor = TensorSpec(name=name, shape=tuple(value.shape), dtype=dtype, values=values)
+    return parse_tensor(format_tensor(tensor))  # refuses what cannot be described
+
+
+def _detached(leaf: Any) -> Any:
+    # A clone: of a slice of a dataset, the file would hold the dataset.
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
+    """A step of copies of a model and its inputs, to be run in this process.  Raises as :func:`detached_copy`."""
+    copied = place(detached_copy(model), settings)
+    given = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
+    args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
+    return Step(model=copied, args=args, kwargs=kwargs, settings=settings)
+
+
+def _copied(leaf: Any, device: str) -> Any:
+    return leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf
+
+
+# ---------------------------------------------------------------------------------------------- can a child read it
+
+
+def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
+    """Save the model: why a subprocess cannot read it, empty if it can; and the running script if it defines classes.
+
+    It can where all that its file refers to can be imported elsewhere.
+    """
+    try:
+        torch.save(model, path)
+        wanted = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception as err:  # the user's classes may do anything
+        return f"the model cannot be pickled ({first_line(err)})", ()
+    for name in wanted:
+        if obstacle := unreachable(name):
+            return f"a subprocess cannot import {name} ({obstacle})", ()
+    needs_script = any(name.startswith("__main__.") for name in wanted)
+    return "", (str(main_script()),) if needs_script else ()
+
+
+# ---------------------------------------------------------------------------------------------- what is told
+
+
+def taken_off_note(carried: Plan) -> list[str]:
+    """That a plan which the model carried is gone; none where it carried none."""
+    return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
+
+
+def found_and_proven(
+    request: OptimizeRequest, prepared: Prepared, find: Callable[[OptimizeRequest, Prepared], Findings] = find
+) -> Findings:
+    """Return what ``find`` finds, :func:`~memopt_cli.pipeline.plans.optimization.find` by default.
+
+    Raises :class:`VerificationError` for a plan that does not compute the same.
+    """
+    found = find(request, prepared)
+    if found.verification is not None and not found.verification.passed:
+        raise difference_error(found.decisive or dropped_unmeasured(found.plan, found.verification))
+    return found
+
+
+def dropped_unmeasured(plan: Plan, failed: Verification) -> Dropped:
+    """Say that ``plan``, which was not measured, fails verification."""
+    return Dropped(plan=plan, peak_bytes=None, original_bytes=None, why=Differs(verification=failed))
+
+
+def difference_error(dropped: Dropped) -> VerificationError:
+    """Make the error that is raised where the plan ``dropped`` does not compute the same."""
+    return VerificationError(
+        f"the optimized model differs from the original: found {dropped.found}, but {dropped.why.because}",
+        hint=f"The model is as it was. {dropped.why.remedy}",
+    )

@@ -1,0 +1,55 @@
+"""A step in memory in place of a file: what makes it is named to profiling subprocesses, or called here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from memopt_cli.loading.factory import step_made
+from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.local import undisturbed
+from memopt_cli.measure.reach import main_script, unreachable
+from memopt_cli.pipeline.live.model import Arguments, prepared_here, save_inputs
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import STEP, InputSpec, ModelSource, StepSettings, Trust
+from memopt_cli.training.user_step import Step, StepModels
+
+
+@contextlib.contextmanager
+def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSettings) -> Iterator[Prepared]:
+    """Within :func:`once`: a step, ready to be profiled.  It is made for that, and none that there is already is taken.
+
+    A function that a subprocess could not import is called in this process, and a note says why.
+    Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`step_made` raises.
+    """
+    name = getattr(make, "__qualname__", type(make).__name__)
+    obstacle = _obstacle(make, name)
+    made = functools.partial(step_made, make, name)
+    with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+        input_file = Path(folder) / "inputs.pt"
+        save_inputs(inputs, input_file)
+        source = ModelSource(location=_location(make, name, obstacle), trust=Trust(pickle=True))
+        spec = InputSpec(data_file=str(input_file), source="inputs")
+        with undisturbed():
+            subject = Subject(source=source, spec=spec, settings=settings)
+            prepared = prepared_here(subject, STEP, lambda: StepModels(made(), made), obstacle)
+        yield prepared
+
+
+def _obstacle(make: Callable[[], Step], name: str) -> str:
+    """Why a subprocess cannot import the function, or empty."""
+    module = getattr(make, "__module__", "__main__")
+    if not all(part.isidentifier() for part in name.split(".")):
+        return f"{name} is defined within a function"
+    reason = unreachable(f"{module}.{name}")
+    return f"a subprocess cannot import {module}.{name} ({reason})" if reason else ""
+
+
+def _location(make: Callable[[], Step], name: str, obstacle: str) -> str:
+    if obstacle:
+        return name
+    module = make.__module__
+    return f"{main_script()}:{name}" if module == "__main__" else f"{module}:{name}"

@@ -1,0 +1,102 @@
+"""``memopt measure``: this process is one rank of a real group, and measures a step together with the others."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from memopt_cli.errors import MemoptError, RankLostError, UsageError
+from memopt_cli.files.contents import read_plan
+from memopt_cli.files.write import check_targets, content, write_all
+from memopt_cli.inputs.spec_text import is_factory
+from memopt_cli.measure.devices import resolve_device
+from memopt_cli.measure.jobs import ORIGINAL, GroupJob, InGroup, Subject
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prediction import predicted_ranks, without_data
+from memopt_cli.pipeline.prepare import header_of, inputs_note, opening_of, prepare
+from memopt_cli.records import (
+    GroupMeasurement,
+    MeasureRequest,
+    Plan,
+    RankLost,
+    RankPrediction,
+    RanksMeasured,
+    StepFailed,
+    to_data,
+)
+from memopt_cli.records.progress import Progress
+from memopt_cli.text.documents import json_text
+
+
+def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
+    """What a step needs on every rank, as every rank knows it; the first predicts it besides, and writes the report.
+
+    Raises :class:`MemoptError`, on all ranks where one fails before it waits for others; :class:`RankLostError` where
+    another is gone.
+    """
+    started, targets = time.monotonic(), [Path(request.output)] if request.output and request.rank == 0 else []
+    check_targets(targets, force=request.force, model=request.source.location)
+    plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
+    settings = replace(request.settings, device=_device(request))
+    measured = _in_group(replace(request, settings=settings), plan, progress)
+    notes = [inputs_note(measured.spec)]
+    predicted = _predicted(replace(request, spec=measured.spec), plan, notes, progress) if request.rank == 0 else None
+    found = GroupMeasurement(
+        header=header_of(Subject(source=request.source, spec=measured.spec, settings=settings), sha256=None),
+        layout=request.layout,
+        plan=plan,
+        plan_digest=measured.plan_digest,
+        ranks=measured.ranks,
+        tensor_peak_bytes=max(rank.tensor_peak_bytes for rank in measured.ranks),
+        allocated_peak_bytes=max(rank.allocated_peak_bytes for rank in measured.ranks),
+        step_s=max(rank.step_s for rank in measured.ranks),
+        predicted=predicted,
+        notes=tuple(notes),
+        spent_s=time.monotonic() - started,
+    )
+    write_all({path: content(json_text(to_data(found)).encode()) for path in targets}, force=request.force)
+    return found
+
+
+def _device(request: MeasureRequest) -> str:
+    """Of this rank.  Raises :class:`UsageError` for one that all ranks would share, and for one that there is not."""
+    if not is_factory(request.source.location):
+        raise UsageError(
+            f"{request.source.location} is no function, and every rank builds the model that it spreads",
+            hint="Name what builds the model: package.module:callable, or file.py:function.",
+        )
+    if ":" in request.settings.device:
+        raise UsageError(
+            f"--device {request.settings.device} is one device, and every rank has its own",
+            hint="Write --device cuda or cpu; LOCAL_RANK says which is whose.",
+        )
+    found = resolve_device(request.settings.device)
+    return resolve_device(f"cuda:{request.local_rank}") if found.startswith("cuda") else found
+
+
+def _in_group(request: MeasureRequest, plan: Plan, progress: Progress) -> RanksMeasured:
+    progress.stage(f"measuring on {request.layout.ranks} ranks")
+    subject = Subject(source=request.source, settings=request.settings, layout=request.layout, rank=request.rank)
+    with Session(subject, request.timeout_s) as session:
+        found = session.ask(GroupJob(plan=plan, spec=request.spec, timeout_s=request.timeout_s))
+    if not isinstance(found, InGroup):
+        this = f"rank {request.rank} of {request.layout.ranks}: "  # a step that failed says so itself
+        raise_failure(found, "" if isinstance(found, StepFailed) else this)
+    if isinstance(found.outcome, RankLost):
+        raise RankLostError(found.outcome.reason, hint=found.outcome.hint)
+    return found.outcome
+
+
+def _predicted(request: MeasureRequest, plan: Plan, notes: list[str], progress: Progress) -> RankPrediction | None:
+    """The first rank's step, in a process without a group; ``None``, and a note, where it cannot be predicted."""
+    settings = replace(request.settings, device="cpu")  # tensors have the same bytes there
+    opening = without_data(opening_of(request, settings), request.layout)
+    try:
+        prepared = replace(prepare(opening, progress=Progress(), ask=None), progress=progress)
+        with predicted_ranks(prepared, request.layout, plan, rank=0) as (_, found):
+            return found[0]
+    except MemoptError as err:
+        notes.append(f"Not predicted: {err.message}.")
+        return None

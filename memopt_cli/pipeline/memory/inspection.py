@@ -1,0 +1,26 @@
+"""``memopt inspect``: what is in a model file."""
+
+from __future__ import annotations
+
+from memopt_cli.errors import UsageError
+from memopt_cli.inputs.spec_text import is_factory
+from memopt_cli.measure.jobs import InspectJob, Subject
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.failures import required
+from memopt_cli.records import Inspection, ModelSource
+
+_LIMIT_S = 600.0
+
+
+def inspect(location: str) -> Inspection:
+    """What is in the file; nothing in it is run, and a confined subprocess reads it.
+
+    Raises :class:`UsageError` for ``package.module:callable``, which would have to be run, and as
+    :func:`memopt_cli.loading.description.describe`.
+    """
+    if is_factory(location):
+        raise UsageError(
+            f"{location} names code, which inspect does not run", hint="Give a saved file, or use memopt optimize."
+        )
+    with Session(Subject(source=ModelSource(location=location)), _LIMIT_S) as session:
+        return required(session.ask(InspectJob(path=location)))

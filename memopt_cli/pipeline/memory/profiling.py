@@ -1,0 +1,221 @@
+"""``memopt profile``: one step recorded, and measured if it may be run; nothing is changed or written."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from memopt_cli.errors import OptionError, StepError
+from memopt_cli.files.contents import read_plan
+from memopt_cli.inputs.spec_text import is_factory
+from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, Data, MeasureJob, Traced, TraceJob
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.memory.step_peaks import allocated_peak, is_alive, live_bytes, phase_peaks, saved_tensors
+from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
+from memopt_cli.pipeline.prediction import predicted_ranks, without_data
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.records import (
+    STEP,
+    CompiledStep,
+    DeviceProfile,
+    Failure,
+    Layout,
+    Measurement,
+    ModuleUse,
+    OutOfMemory,
+    Plan,
+    ProfileRequest,
+    StepProfile,
+    StepTrace,
+    StorageTrace,
+    ancestry,
+    break_down,
+)
+from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.search.estimation import estimate, timed
+from memopt_cli.text.units import format_bytes
+
+_TRUSTED_ERROR = 0.01
+"""A record on tensors without data that is further off, relative to the measured tensor peak, is not believed."""
+
+
+def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> StepProfile:
+    """Where the memory of one training step goes, by measurement and from a record of every operator.
+
+    Raises :class:`MemoptError`; a step that does not fit is estimated, as with ``fake``, and so is one for a card.
+    """
+    check_compiled(request.backend, is_run=request.layout is None and not request.fake and request.card is None)
+    plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
+    if request.layout is not None:
+        return _profile_ranks(request, request.layout, plan, progress=progress, ask=ask)
+    fake = request.fake or request.card is not None
+    without_parameters = fake and is_factory(request.source.location)
+    data: Data = "none" if without_parameters else "small batch" if fake else "full size"
+    settings = recorded_here(request.settings, request.card)
+    opening = replace(opening_of(request, settings), data=data)
+    prepared = prepare(opening, progress=progress, ask=ask)
+    return profile_prepared(prepared, plan, data=data, card=request.card, backend=request.backend)
+
+
+def check_compiled(backend: str | None, *, is_run: bool) -> None:
+    """Raises :class:`OptionError` for a step that is to be compiled, and not to be run."""
+    if backend is not None and not is_run:
+        raise OptionError("a compiled step is measured, and this one is not run", hint="Leave out --compile.")
+
+
+def _profile_ranks(
+    request: ProfileRequest, layout: Layout, plan: Plan, *, progress: Progress, ask: Ask | None
+) -> StepProfile:
+    """The same of one rank of many: of those that are asked for, the first that is largest."""
+    opening = without_data(opening_of(request, request.settings), layout)
+    prepared = prepare(opening, progress=progress, ask=ask)
+    notes = list(prepared.notes)
+    predicted = predicted_ranks(prepared, layout, plan, rank=request.rank, card=request.card)
+    with predicted as (session, ranks):
+        prepared.progress.stage("recording a step")
+        traced = record_step(session, plan, None, notes)
+    return replace(_profile(prepared, plan, None, traced, notes, request.card), ranks=ranks)
+
+
+def profile_prepared(
+    prepared: Prepared, plan: Plan, *, data: Data, card: DeviceProfile | None = None, backend: str | None = None
+) -> StepProfile:
+    """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured.
+
+    ``backend``: compile the step, too, which is run then: see :func:`check_compiled`.  Raises :class:`StepError` for a
+    step of the user's own, which is not compiled from outside.
+    """
+    if backend is not None and prepared.facts.format == STEP:
+        raise StepError("a step of one's own calls its models itself", hint="Compile them in its function.")
+    notes = list(prepared.notes)
+    with Sessions(prepared, data, notes) as sessions:
+        measured = _measure(sessions(), plan, prepared.progress, notes) if data == "full size" else None
+        if isinstance(measured, OutOfMemory):
+            notes.append("The step does not fit here: its peak is predicted on tensors without data.")
+            sessions.smaller()
+        prepared.progress.stage("recording a step")
+        smaller = sessions.smaller if isinstance(measured, Measurement) else None
+        traced = record_step(sessions(), plan, measured, notes, smaller=smaller)
+    if data != "full size" and plan.has_chunks:
+        notes.append("Whether modules can run in chunks is not tried here; where one cannot, it runs whole.")
+    if card is not None:
+        traced = replace(traced, trace=timed(traced.trace, card))
+    compiled = None if backend is None else _compiled(prepared, plan, backend)
+    if isinstance(compiled, OutOfMemory):
+        notes.append("The compiled step does not fit here.")
+    elif compiled is not None and compiled.broken:
+        notes.append(
+            f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {compiled.broken}."
+        )
+    found = _profile(prepared, plan, measured, traced, notes, card)
+    return replace(found, compiled=compiled if isinstance(compiled, CompiledStep) else None)
+
+
+def _compiled(prepared: Prepared, plan: Plan, backend: str) -> CompiledStep | OutOfMemory:
+    prepared.progress.stage("measuring a compiled step")
+    found = prepared.ask(CompiledJob(plan=plan, backend=backend))
+    return found if isinstance(found, OutOfMemory) else required(found, f"compiled by {backend}: ")
+
+
+def _measure(session: Session, plan: Plan, progress: Progress, notes: list[str]) -> Measurement | OutOfMemory:
+    progress.stage("measuring a step")
+    answer = session.ask(MeasureJob(plan=plan))
+    if isinstance(answer, OutOfMemory):
+        return answer
+    measured = required(answer)
+    notes.extend(measured.not_as_planned)
+    return measured.measurement
+
+
+def record_step(
+    session: Session,
+    plan: Plan,
+    measured: Measurement | Failure | None,
+    notes: list[str],
+    *,
+    smaller: Callable[[], Session] | None = None,
+    consequence: str = "it was recorded on real ones",
+) -> Traced:
+    """The recorded step; dry runs of it only if they tell the truth, which a measurement would show.
+
+    If they do not, a note says so and what follows from it.  ``smaller`` opens a session that runs a few samples alone,
+    for a plan that fits where the original, of which kernel workspace is recorded, does not.
+    """
+    job = TraceJob(plan=plan, fake=True)
+    traced = session.ask(job)
+    if smaller is not None and (isinstance(traced, OutOfMemory) or session.ended):  # a full step on data ended it
+        session = smaller()
+        traced = session.ask(job)
+    if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measured, Measurement):
+        predicted, true = traced.dry_run_bytes, measured.tensor_peak_bytes
+        if abs(predicted - true) > _TRUSTED_ERROR * true:
+            notes.append(
+                f"On tensors without data the step takes {format_bytes(predicted)} instead of the measured "
+                f"{format_bytes(true)}; {consequence}."
+            )
+            on_data = replace(job, fake=False)
+            traced = session.ask(on_data) if traced.fake else replace(traced, dry_run_bytes=None)
+    traced = required(traced, "a step of the model could not be recorded: ")
+    if traced.note:
+        notes.append(f"{traced.note}; {consequence}.")
+    notes.extend(f"{reason}." for reason in traced.unknown)
+    notes.extend(own_checkpoints_notes(traced.checkpoints))
+    return traced
+
+
+def _profile(
+    prepared: Prepared,
+    plan: Plan,
+    measured: Measurement | OutOfMemory | None,
+    traced: Traced,
+    notes: list[str],
+    card: DeviceProfile | None,
+) -> StepProfile:
+    trace = traced.trace
+    live = live_bytes(trace)
+    peak = allocated_peak(trace, live)
+    alive = [s for s in trace.storages if is_alive(s, peak.op)]
+    return StepProfile(
+        header=file_header(prepared),
+        plan=plan,
+        measurement=measured,
+        fake=traced.fake,
+        tensor_peak_bytes=trace.tensor_peak_bytes,
+        peak=peak,
+        breakdown=break_down((s.kind, s.nbytes) for s in alive),
+        workspace_bytes=peak.allocated_bytes - live[peak.op + 1],
+        modules=_modules(trace, alive),
+        saved=saved_tensors(trace),
+        phases=phase_peaks(trace, live),
+        live_bytes=live,
+        flops=sum(op.flops for op in trace.ops),
+        notes=tuple(notes),
+        trace=trace,
+        estimate=None if card is None else estimate(trace, card),
+    )
+
+
+def _modules(trace: StepTrace, alive: Iterable[StorageTrace]) -> tuple[ModuleUse, ...]:
+    held: dict[str, int] = defaultdict(int)
+    for s in alive:
+        if s.kind in ("activations", "temporaries"):
+            for path in ancestry(s.module):
+                held[path] += s.nbytes
+    seconds: dict[str, float] = defaultdict(float)
+    for op in trace.ops:
+        for path in ancestry(op.module):
+            seconds[path] += op.seconds
+    return tuple(
+        ModuleUse(
+            path=module.path,
+            class_name=module.class_name,
+            calls=module.calls,
+            held_bytes=held[module.path],
+            saved_bytes=module.saved_bytes,
+            seconds=seconds[module.path],
+        )
+        for module in trace.modules
+    )

@@ -1,0 +1,1 @@
+"""Explain an error of memory that ran out, and find what fits."""

@@ -1,0 +1,405 @@
+"""``memopt explain``: who holds what when memory runs out, and the changes with which the step fits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
+from memopt_cli.files.write import output_paths
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject, Traced, TraceJob
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.batches.recommendation import norm_notes, recommend_prepared
+from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.memory.profiling import record_step
+from memopt_cli.pipeline.memory.step_peaks import allocated_peak, first_beyond, is_alive, live_bytes
+from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
+from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes, without_own_checkpoints
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.optimization import find_plan
+from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
+from memopt_cli.records import (
+    STEP,
+    BatchAdvice,
+    BatchRequest,
+    Budget,
+    Counted,
+    ExplainRequest,
+    Explanation,
+    Holder,
+    Measurement,
+    ModelSource,
+    OptimizeRequest,
+    OutOfMemoryText,
+    Plan,
+    SearchGoal,
+    SearchOverrides,
+    SnapshotFacts,
+    StepSettings,
+    StepTrace,
+    StorageTrace,
+    Suggestion,
+    break_down,
+    describe,
+)
+from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.search.batch_size.capacity import runnable_bytes
+from memopt_cli.search.batch_size.memory_limit import limits_of
+from memopt_cli.text.documents import quoted_path, read_end
+from memopt_cli.text.units import exact_bytes, format_bytes
+
+_SHARE: Final = 0.9
+"""Of the device's free memory, where nobody says how much there is."""
+_MOST_LOG_BYTES: Final = 16 << 20
+"""From the end: what ran out last is told there."""
+_KEPT: Final = 200
+"""Holders of a kind, at most."""
+_LEVEL: Final = 4
+_SEARCH_S: Final = 30.0
+"""A plan is searched for no longer."""
+_LONGEST_STEP_S: Final = 60.0
+_ROOMY: Final = 0.8
+"""Share of the memory here that a step, by a dry run, may take to be run."""
+_LONGEST_LOOK_S: Final = 20.0
+"""A step that is run for its workspaces alone may take so long: without it the answer is nearly the same."""
+
+
+def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = None) -> Explanation:
+    """Read what there is of the error, find the instant at which memory runs out, and try what would fit.
+
+    Raises :class:`MemoptError`.
+    """
+    started = time.monotonic()
+    error = _error_of(request.log_path) if request.log_path is not None else None
+    snapshot = _snapshot_of(request) if request.snapshot_path is not None else None
+    if request.source is not None:
+        opening = Opening(
+            source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
+        )
+        prepared = prepare(opening, progress=progress, ask=ask)
+        found = _explained(request, prepared, *_limit(request, error, snapshot, prepared))
+    elif snapshot is not None:
+        found = _of_snapshot(snapshot)
+    else:
+        raise UsageError("there is no model to explain", hint="Name it, or give --snapshot FILE.")
+    asked = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
+    return replace(
+        found,
+        notes=(*found.notes, *_fragmented(error)),
+        asked_bytes=asked,
+        raised_at=error.line if error else "",
+        lines=snapshot.lines[:_KEPT] if snapshot else found.lines,
+        spent_s=time.monotonic() - started,
+    )
+
+
+def _of_snapshot(snapshot: SnapshotFacts) -> Explanation:
+    """Without a model there is nothing to try."""
+    return Explanation(
+        header=None,
+        limit_bytes=snapshot.reserved_bytes + snapshot.free_bytes,
+        limit="what the snapshot tells",
+        needed_bytes=snapshot.allocated_bytes,
+        notes=("Name the model as well, and what would fit is tried.",),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what is told
+
+
+def _error_of(path: str) -> OutOfMemoryText:
+    try:
+        text = read_end(path, _MOST_LOG_BYTES).decode(errors="replace")
+    except OSError as err:
+        raise UsageError(f"{path} cannot be read: {err.strerror}", hint="Check the path.") from err
+    found = read_oom(text)
+    if found is None:
+        raise UsageError(
+            f"{path} holds no message of memory that ran out",
+            hint='PyTorch\'s begins with "CUDA out of memory. Tried to allocate".',
+        )
+    return found
+
+
+def _fragmented(error: OutOfMemoryText | None) -> tuple[str, ...]:
+    if error is None or error.reserved_bytes < error.asked_bytes:
+        return ()
+    return (
+        f"PyTorch's allocator held {format_bytes(error.reserved_bytes)} that no tensor used, in pieces that were too "
+        "small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them.",
+    )
+
+
+def _snapshot_of(request: ExplainRequest) -> SnapshotFacts:
+    assert request.snapshot_path is not None
+    with Session(Subject(source=ModelSource(location=request.snapshot_path)), request.timeout_s) as session:
+        return required(session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute()))))
+
+
+def _limit(
+    request: ExplainRequest, error: OutOfMemoryText | None, snapshot: SnapshotFacts | None, prepared: Prepared
+) -> tuple[int, str]:
+    """Bytes, and where they come from."""
+    device = prepared.subject.settings.device
+    if request.memory is None and error is not None and error.available_bytes:
+        return error.available_bytes, "what tensors held and what was free, by the error"
+    if request.memory is None and snapshot is not None and snapshot.asked_bytes:
+        return snapshot.allocated_bytes + snapshot.free_bytes, "what tensors held and what was free, by the snapshot"
+    limits = limits_of(_SHARE if request.memory is None else request.memory, device, _LONGEST_STEP_S)
+    return limits.budget_bytes, limits.name
+
+
+# ---------------------------------------------------------------------------------------------- where it ends
+
+
+def _recorded(prepared: Prepared) -> tuple[StepTrace, list[str]]:
+    """The step, and what is to be known of the record.
+
+    Without data, a few samples aside: it may be what does not fit.  If this machine has the memory, the step itself is
+    run: kernels take other workspace for a few samples, some run other operators.
+    """
+    notes: list[str] = []
+    with prepared.session("small batch") as session:
+        traced = record_step(session, ORIGINAL, None, notes)
+    device = prepared.subject.settings.device
+    if traced.trace.allocated_peak_bytes < _ROOMY * runnable_bytes(device):
+        look_s = prepared.timeout_s if traced.unknown else min(prepared.timeout_s, _LONGEST_LOOK_S)
+        whole = replace(prepared, timeout_s=look_s).ask(TraceJob(plan=ORIGINAL, fake=True))
+        if isinstance(whole, Traced):
+            return whole.trace, [*(f"{reason}." for reason in whole.unknown), *own_checkpoints_notes(whole.checkpoints)]
+    return traced.trace, notes
+
+
+def _explained(request: ExplainRequest, prepared: Prepared, limit_bytes: int, limit: str) -> Explanation:
+    prepared.progress.stage("recording a step")
+    trace, notes = _recorded(prepared)
+    live = live_bytes(trace)
+    needed = allocated_peak(trace, live)
+    instant = first_beyond(trace, live, limit_bytes)
+    where = instant or needed
+    alive = [s for s in trace.storages if is_alive(s, where.op)]
+    made = [s for s in alive if s.kind in ("activations", "temporaries")]
+    trial = _Trial(request, prepared, limit_bytes)
+    stays = _stays(trace, request.settings.optimizer)
+    return Explanation(
+        header=file_header(prepared),
+        limit_bytes=limit_bytes,
+        limit=limit,
+        needed_bytes=needed.allocated_bytes,
+        instant=instant,
+        line=trace.ops[where.op].line if where.op >= 0 else "",  # in backward, that of its forward is not known
+        breakdown=break_down((s.kind, s.nbytes) for s in alive),
+        modules=_held_by(made, lambda s: s.module),
+        lines=_held_by(made, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
+        suggestions=trial.suggestions(stays) if instant is not None else (),
+        refused=tuple(trial.refused),
+        notes=(*prepared.notes, *notes, *trial.notes),
+    )
+
+
+def _stays(trace: StepTrace, optimizer: str) -> int:
+    """Bytes that no change takes less of: what the step finds, and the gradients that it leaves.
+
+    An optimizer in backward would need no more than one gradient at a time, and a micro-batch less of the inputs.
+    """
+    left = [s for s in trace.storages if s.died is None and (s.born < 0 or s.kind == "gradients")]
+    may_go = ("inputs",) if optimizer in ("", "none") else ("inputs", "gradients")
+    return sum(s.nbytes for s in left if s.kind not in may_go)
+
+
+def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) -> tuple[Holder, ...]:
+    held: dict[str, int] = defaultdict(int)
+    for storage in storages:
+        held[name(storage)] += storage.nbytes
+    most = sorted(held.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(Holder(name=name, nbytes=nbytes) for name, nbytes in most[:_KEPT])
+
+
+# ---------------------------------------------------------------------------------------------- what would fit
+
+
+def _told(plan: Plan) -> str:
+    in_backward, plan = plan.in_backward, plan.longest
+    count = len(plan.segments)
+    parts = (
+        f"a plan of {count} segment{'s' * (count != 1)}" * (count > 0),
+        "a plan that packs saved tensors" * (plan.packed and not count),
+        "the optimizer in backward" * in_backward,
+    )
+    return ", ".join(filter(None, parts)) or "the step as it is"
+
+
+class _Trial:
+    """Changes that are tried, each by a run at full size."""
+
+    def __init__(self, request: ExplainRequest, prepared: Prepared, limit_bytes: int) -> None:
+        self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
+        self.refused: list[str] = []
+        self.notes: list[str] = []
+
+    def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
+        """What fits, fastest first and what rounds last; two changes together where none fits alone.
+
+        ``stays_bytes``: what is there whatever is done.
+        """
+        if stays_bytes >= self._limit_bytes:
+            taken = format_bytes(stays_bytes)
+            self.refused.append(
+                f"Nothing that memopt can do: parameters, gradients, optimizer state and buffers take {taken}."
+            )
+            return ()
+        found = [
+            *self._attempted("A plan", self._plan),
+            *self._attempted("Micro-batches", lambda: self._accumulated(ORIGINAL, "")),
+            *self._attempted("Autocast to bfloat16", self._autocast),
+        ]
+        found = found or [*self._attempted("A plan and micro-batches", self._both)]
+        return tuple(sorted(found, key=lambda said: (said.change == "autocast", said.seconds)))
+
+    def _attempted(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
+        try:
+            yield from attempt()
+        except MemoptError as error:
+            self.refused.append(f"{name}: {error.message}.")
+
+    def _plan(self) -> Iterator[Suggestion]:
+        """The fastest one within the limit, with an optimizer in backward where that helps."""
+        goal = SearchGoal(budget=Budget(nbytes=self._limit_bytes))
+        found = self._search(self._prepared, goal, SearchOverrides(level=_LEVEL))
+        row = next(row for row in found.rows if row.plan == found.plan)
+        measured = row.outcome
+        assert isinstance(measured, Measurement), "it is within the budget"
+        yield Suggestion(
+            change="optimizer in backward" if found.plan.in_backward else "plan",
+            text=_told(found.plan),
+            command=self._typed("optimize", f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"),
+            plan=found.plan,
+            predicted_bytes=row.predicted_allocated_peak_bytes,
+            peak_bytes=measured.allocated_peak_bytes,
+            seconds=measured.step_s,
+        )
+
+    def _search(self, prepared: Prepared, goal: SearchGoal, search: SearchOverrides) -> Findings:
+        """Raises :class:`NothingFitsError` if the plan does not compute the same."""
+        known = prepared.notes
+        prepared = without_own_checkpoints(prepared, measures=False)
+        self.notes += [note for note in prepared.notes if note not in (*known, *self.notes)]
+        subject = prepared.subject
+        asked = OptimizeRequest(
+            source=subject.source,
+            spec=subject.spec,
+            settings=subject.settings,
+            search=search,
+            goal=goal,
+            recommend_batch=False,
+            search_limit_s=_SEARCH_S,
+        )
+        found = find_plan(asked, prepared)
+        if found.verification is not None and not found.verification.passed:
+            raise NothingFitsError(f"the plan that was found is not exact: {found.verification.difference}")
+        return found
+
+    def _both(self) -> Iterator[Suggestion]:
+        """Micro-batches under the plan of the least peak."""
+        self._require_one_batch()
+        least = SearchOverrides(level=_LEVEL, max_slowdown=math.inf)
+        plan = self._search(self._accumulating(), SearchGoal(), least).plan
+        yield from self._accumulated(plan, f"{_told(plan)} and ")
+
+    def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
+        """Fewer samples at a time, the gradients added up."""
+        self._require_one_batch()
+        prepared = self._accumulating()
+        subject = prepared.subject
+        asked = BatchRequest(
+            source=subject.source,
+            spec=subject.spec,
+            settings=subject.settings,
+            memory=self._limit_bytes,
+            global_batch=self._prepared.batch,
+            longest_step_s=_LONGEST_STEP_S,
+        )
+        found = recommend_prepared(asked, prepared, None if plan == ORIGINAL else plan, ())
+        row = found.rows[found.chosen]
+        if found.interrupted:
+            raise KeyboardInterrupt
+        runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
+        made = found.accumulation
+        run = next((run for run in runs if made is not None and run.batch == made.batch), None)
+        if run is None or made is None:
+            return
+        self.notes += norm_notes(made, self._prepared.facts)
+        steps = -(-self._prepared.batch // run.batch)
+        yield Suggestion(
+            change="micro-batches",
+            text=f"{also * row.planned}{steps} micro-batches of {run.batch}",
+            command=self._recommends(planned=row.planned),
+            plan=plan if row.planned else ORIGINAL,
+            batch=run.batch,
+            predicted_bytes=None,
+            peak_bytes=run.allocated_peak_bytes,
+            seconds=steps * run.step_s,
+        )
+
+    def _autocast(self) -> Iterator[Suggestion]:
+        """Matrices in bfloat16."""
+        settings = self._prepared.subject.settings
+        self._require_step_of_ours()
+        if settings.precision not in ("stored", "fp32"):
+            raise UsageError(f"the step is run in {settings.precision} already")
+        cast = self._with(replace(settings, precision="bf16"))
+        self._prepared.progress.stage("trying bfloat16")
+        counted = cast.ask(CountJob(plan=ORIGINAL, fake=True), "small batch")
+        if isinstance(counted, Counted) and counted.allocated_peak_bytes > self._limit_bytes:
+            raise NothingFitsError(f"needs about {format_bytes(counted.allocated_peak_bytes)}")
+        measured = cast.ask(MeasureJob(plan=ORIGINAL))
+        if not isinstance(measured, Measured):
+            raise NothingFitsError(describe(measured))
+        peak_bytes = measured.measurement.allocated_peak_bytes
+        if peak_bytes > self._limit_bytes:
+            raise NothingFitsError(f"needs {format_bytes(peak_bytes)}")
+        yield Suggestion(
+            change="autocast",
+            text="forward and loss under autocast to bfloat16, which rounds",
+            command=f'with torch.autocast("{settings.device.partition(":")[0]}", dtype=torch.bfloat16): …',
+            predicted_bytes=counted.allocated_peak_bytes if isinstance(counted, Counted) else None,
+            peak_bytes=peak_bytes,
+            seconds=measured.measurement.step_s,
+        )
+
+    def _with(self, settings: StepSettings) -> Prepared:
+        """The same model in another step."""
+        return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
+
+    def _accumulating(self) -> Prepared:
+        """Where one pass of several is the step."""
+        return self._with(replace(self._prepared.subject.settings, micro_batches=2))
+
+    def _require_one_batch(self) -> None:
+        self._require_step_of_ours()
+        if self._prepared.subject.settings.micro_batches > 1:
+            raise UsageError("the step accumulates already")
+
+    def _require_step_of_ours(self) -> None:
+        """Raises :class:`UsageError` for one that takes its samples, and chooses its precision, by itself."""
+        if self._prepared.facts.format == STEP:
+            raise UsageError("a step of one's own is changed in its own code")
+
+    def _recommends(self, *, planned: bool) -> str:
+        """The command that finds the micro-batches; under a plan, after the one that writes it."""
+        flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
+        if not planned:
+            return self._typed("recommend-batch", flags)
+        plan = output_paths(self._prepared.subject.source.location, None, plan_only=True).plan
+        found = self._typed("optimize", f"--level {_LEVEL} --max-slowdown none --plan-only --accumulate 2")
+        return f"{found} && {self._typed('recommend-batch', f'{flags} --plan {quoted_path(str(plan))}')}"
+
+    def _typed(self, command: str, flags: str) -> str:
+        """A command of memopt's on the same step."""
+        location = quoted_path(self._prepared.subject.source.location)
+        return " ".join((f"memopt {command} {location}", *self._request.flags, flags))

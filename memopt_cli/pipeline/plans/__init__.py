@@ -1,0 +1,1 @@
+"""Find a plan, prove it, write it, and apply one that was written."""

@@ -1,0 +1,88 @@
+"""``memopt apply``: a plan made elsewhere, onto this model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memopt_cli.errors import VerificationError
+from memopt_cli.files.contents import read_plan, read_prediction
+from memopt_cli.files.write import check_targets, output_paths, write_all
+from memopt_cli.measure.jobs import DescribeJob
+from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.own_checkpoints import suspended_notes
+from memopt_cli.pipeline.plans.confirmation import as_predicted, confirmed, unlike
+from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD
+from memopt_cli.pipeline.prepare import (
+    Prepared,
+    inputs_of_file,
+    open_model,
+    opening_of,
+    prepare,
+    reader_notes,
+    saved_model,
+)
+from memopt_cli.pipeline.verification import verified
+from memopt_cli.records import ApplyRequest, ApplyResult, FileHeader, Plan, Verification
+from memopt_cli.records.progress import Ask, Progress
+
+
+def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) -> ApplyResult:
+    """Put a plan made elsewhere onto a model and write the optimized model, after what was asked to be tried with it.
+
+    Raises :class:`MemoptError`, a :class:`VerificationError` if the two differ.
+    """
+    header, plan = read_plan(request.plan_path)
+    if plan.in_backward:
+        progress.note(IN_BACKWARD)
+    target = output_paths(request.source.location, request.output).model
+    check_targets([target], force=request.force)
+    if request.verify or request.confirm:
+        prepared, tried = _tried(request, header, plan, progress, ask)
+        source, facts = prepared.subject.source, prepared.facts
+    else:
+        source, facts = open_model(request.source, DescribeJob(inputs=False), request.timeout_s, ask=ask)
+        for note in facts.notes:
+            progress.note(note)
+        tried = ApplyResult(files=())
+    files = write_all({target: saved_model(source, plan, request.timeout_s)}, force=request.force)
+    for note in (*suspended_notes(facts.checkpoint_switches, plan), *reader_notes(facts.format, target)):
+        progress.note(note)
+    return replace(tried, files=files)
+
+
+def _tried(
+    request: ApplyRequest, header: FileHeader, plan: Plan, progress: Progress, ask: Ask | None
+) -> tuple[Prepared, ApplyResult]:
+    """With the inputs of the step that the plan was made for, unless others are given."""
+    predicted = read_prediction(request.plan_path) if request.confirm else None
+    if request.spec is None:
+        request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
+    settings = as_predicted(request.settings, predicted)
+    opening = replace(opening_of(request, settings), plan=plan.of_model)
+    prepared = prepare(opening, progress=progress, ask=ask)
+    confirmation = None
+    if request.confirm:
+        differs = unlike(prepared.subject, predicted, header)
+        confirmation = confirmed(prepared, plan, predicted, differs)
+    *shorter, verification = _verified_all(prepared, plan.of_model) if request.verify else [None]
+    verified = tuple(found for found in shorter if found is not None)
+    tried = ApplyResult(files=(), verification=verification, shorter=verified, confirmation=confirmation)
+    return prepared, tried
+
+
+def _verified_all(prepared: Prepared, plan: Plan) -> list[Verification]:
+    """As the inputs are described; a plan by length at the largest of each range, if their dimension is named there."""
+    if plan.by is None or plan.by.dim not in prepared.subject.spec.dims:
+        return [_verified(prepared, plan)]
+    sizes = [prepared.sized(plan.by.dim, part.up_to) for part in plan.ranges]
+    return [_verified(sized, plan) for sized in sizes]
+
+
+def _verified(prepared: Prepared, plan: Plan) -> Verification:
+    found = required(verified(prepared, plan), "verification could not be run: ")
+    if not found.passed:
+        raise VerificationError(
+            f"with the plan {found.difference}, at {found.sizes}",
+            hint="Nothing was written; make a plan for this model and these inputs with memopt optimize.",
+        )
+    return found

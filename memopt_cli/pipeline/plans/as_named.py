@@ -1,0 +1,81 @@
+"""A segment on every module that the caller named, whatever it saves: level 1 as SpikingJelly's calls mean it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.memory.profiling import record_step
+from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.plans.proof import Prover
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.records import Dropped, LevelRow, Measurement, ModuleTrace, NotRun, OptimizeRequest, OutOfMemory
+from memopt_cli.search.plan.policy import select, skipped_step
+from memopt_cli.search.plan.targets import asked_for, left_out, refused, segments_plan
+from memopt_cli.text.units import format_bytes
+
+
+def find_as_named(request: OptimizeRequest, prepared: Prepared) -> Findings:
+    """Make a segment of each module that ``request`` names, as far as its limits allow; measure and verify that.
+
+    Those whose segment differs from the original are left out, by name.  Raises :class:`MemoptError`.
+    """
+    prepared = without_own_checkpoints(prepared)
+    prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))
+    found = Findings.begun(request, prepared)
+    options = found.resolved.options
+    measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
+    modules, original = _observed(measurements, found)
+    found.selection = replace(select(asked_for(modules, options) or (), options), refused=refused(modules, options))
+    found.notes += left_out(found.selection.refused)
+    found.rows, found.applied_level = [original], 1
+    plan = segments_plan(found.selection, options)
+    if plan.is_empty:
+        found.skipped.append(skipped_step(1, segments=0, tried=0, options=options))
+        return found
+    prepared.progress.stage("level 1: measuring its plan")
+    started = time.monotonic()
+    outcome = measurements.measure(plan)
+    row = LevelRow(level=1, plan=plan, outcome=outcome, dry_runs=0, search_s=time.monotonic() - started)
+    found.rows.append(row)
+    if not isinstance(outcome, Measurement):
+        found.drop(Dropped(plan=plan, peak_bytes=None, original_bytes=None, why=NotRun(failure=outcome)))
+    row, found.verification = Prover(measurements=measurements, found=found, takes_chosen=True).prove(row)
+    found.plan, found.applied_level = row.plan, row.level
+    found.notes += _worth(row, original)
+    return found
+
+
+def _observed(measurements: PlanMeasurements, found: Findings) -> tuple[tuple[ModuleTrace, ...], LevelRow]:
+    """Return the modules as a recorded step saw them, and the row of the original."""
+    prepared, started = measurements.prepared, time.monotonic()
+    prepared.progress.stage("level 0: measuring the original")
+    with Sessions(prepared, "full size", found.notes) as sessions:
+        outcome = measurements.measure_in(sessions(), ORIGINAL)
+        if not isinstance(outcome, Measurement | OutOfMemory):
+            raise_failure(outcome)
+        if isinstance(outcome, OutOfMemory):  # the next full step might be killed as well
+            sessions.smaller()
+        smaller = sessions.smaller if isinstance(outcome, Measurement) else None
+        traced = record_step(sessions(), ORIGINAL, outcome, found.notes, smaller=smaller)
+    row = LevelRow(level=0, plan=ORIGINAL, outcome=outcome, dry_runs=0, search_s=time.monotonic() - started)
+    return traced.trace.modules, row
+
+
+def _worth(row: LevelRow, original: LevelRow) -> list[str]:
+    """Say it where the segments do not lower the peak, which a search would have left out."""
+    before, after = original.outcome, row.outcome
+    if not isinstance(before, Measurement) or not isinstance(after, Measurement) or row.plan.is_empty:
+        return []
+    if after.allocated_peak_bytes < before.allocated_peak_bytes:
+        return []
+    peaks = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
+    return [
+        f"The segments that were asked for do not lower the peak ({peaks}), for a step "
+        f"{after.slowdown(before):.2f} times as long: level 2 and above choose among them."
+    ]

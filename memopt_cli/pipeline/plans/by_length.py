@@ -1,0 +1,369 @@
+"""``memopt optimize --dim S=64:2048 --budget …``: a plan for each of a few ranges of lengths.
+
+The longest comes first, for it must fit.  Then the largest length at which the original fits, and where lengths lie
+between the two, bounds there: each range has the fastest plan that meets the budget at its largest length, found,
+measured and verified as by :func:`~memopt_cli.pipeline.plans.optimization.find_plan`.  For a device that is not here,
+nothing is measured, and estimates say what fits.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
+from memopt_cli.inputs.batch_axis import BATCH
+from memopt_cli.inputs.spec_text import format_tensor
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Measured, MeasureJob
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.search_probes import SearchProbes
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.records import (
+    STEP,
+    Budget,
+    Counted,
+    DimRange,
+    InputDimension,
+    InputSpec,
+    LevelRow,
+    Measurement,
+    OptimizeRequest,
+    OutOfMemory,
+    Plan,
+    PlanRange,
+    RangeRow,
+    SearchGoal,
+    StepFailed,
+    Verification,
+)
+from memopt_cli.search.batch_size.length_strategies import read_histogram
+from memopt_cli.search.plan.bounds import Work, inner_bounds
+from memopt_cli.search.plan.policy import resolve
+from memopt_cli.text.units import format_bytes
+
+_EVEN = 64
+"""Lengths of a range of which it is not said how often each comes."""
+_RUNS = 3
+"""Lengths at which the original is run to see whether it fits, at most."""
+
+
+def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
+    """How often each length occurs; where that is not said, lengths that lie evenly in the range.
+
+    Raises :class:`UsageError` for a file that holds none, and for a length outside of the range.
+    """
+    if request.lengths is None:
+        low, high = varied.low, varied.high
+        unit = low if high % low == 0 else 1  # who goes from 64 to 2048 may run at multiples of 64 alone
+        step = unit * max(1, -(-(high - low) // (unit * _EVEN)))
+        return dict.fromkeys((*range(low, high, step), high), 1.0)
+    named, counts = "lengths", request.lengths
+    if isinstance(counts, str):
+        named, counts = counts, read_histogram(counts)
+    outside = next((length for length in counts if not varied.low <= length <= varied.high), None)
+    if outside is not None:
+        raise UsageError(
+            f"{named} has the length {outside}, outside of the range {varied.symbol}={varied.low}:{varied.high}",
+            hint=f"Widen the range to {min(*counts, varied.low)}:{max(*counts, varied.high)}, or leave the length out.",
+        )
+    return {length: float(count) for length, count in counts.items()}
+
+
+def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
+    """Which argument of forward has the dimension, the first if several do.
+
+    Raises :class:`UsageError` where that is not known, or it is the batch.
+    """
+    position = 0
+    for tensor in spec.tensors:
+        if symbol in tensor.shape:
+            argument = position if tensor.name is None else tensor.name
+            return InputDimension(dim=symbol, argument=argument, axis=tensor.shape.index(symbol))
+        position += tensor.name is None
+    shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
+    raise UsageError(
+        f"which dimension of which input {symbol} is must be known, and no shape names it ({shapes})",
+        hint=f"Write it into a shape, as in Bx{symbol}@int64=0..32000.",
+    )
+
+
+FindPlan = Callable[[OptimizeRequest, Prepared], Findings]
+
+
+def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepared, *, find_plan: FindPlan) -> Findings:
+    """The plan has ranges; all else is of the longest, which is that of the model's inputs.
+
+    ``find_plan`` finds a plan for inputs of one length.  Raises :class:`MemoptError` as that does.
+    """
+    if prepared.facts.format == STEP:
+        raise UsageError(
+            "a plan by length looks at an input of a model's forward, and a step of one's own has none",
+            hint="Give the dimension one size.",
+        )
+    if varied.symbol == BATCH:
+        raise UsageError(
+            f"a plan by length is for another dimension than the batch, {BATCH}", hint="Give the batch one size."
+        )
+    by = dimension_of(prepared.subject.spec, varied.symbol)
+    counts = lengths_of(request, varied)
+    search = _ByLength(request, prepared, varied, counts, find_plan, Work.of(counts))
+    search.check_sizes(by)
+    found = search.find_longest()
+    if not _passes(found):
+        return found
+    assert found.budget_bytes is not None, "it was asked for"
+    parts = search.all_ranges(_part(varied.high, found), found.budget_bytes)
+    ranges = (PlanRange(up_to=part.up_to, segments=part.plan.segments, packed=part.plan.packed) for part in parts)
+    plan = Plan(by=by, ranges=tuple(ranges))
+    if all(part.plan.is_empty for part in parts):
+        plan = Plan()
+        found.notes.append(f"The original fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
+    elif len(parts) == 1 and not search.interrupted:
+        found.notes.append(f"One plan does at every {varied.symbol}: none that is faster at shorter inputs was found.")
+    rows = list(search.rows(parts)) if plan.ranges else []
+    found.notes.extend(search.estimate(parts))
+    if request.lengths is None and plan.ranges:
+        found.notes.append("All lengths are taken to be as frequent; --lengths says how frequent each is.")
+    return replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A range that ends at a length, and what was found there."""
+
+    up_to: int
+    original: LevelRow
+    applied: LevelRow
+    """The original's where that fits."""
+    verification: Verification | None = None
+    """``None`` where it is the original."""
+
+    @property
+    def plan(self) -> Plan:
+        """What is done in the range."""
+        return self.applied.plan
+
+    @property
+    def slowdowns(self) -> tuple[float, float]:
+        """Step time over that of the original, as measured and as predicted; the one where the other is not known."""
+        if self.plan.is_empty:
+            return 1.0, 1.0
+        before, after, predicted = self.original.outcome, self.applied.outcome, self.applied.predicted_slowdown
+        if isinstance(before, Measurement) and isinstance(after, Measurement):
+            measured = after.slowdown(before)
+            return measured, predicted or measured
+        return predicted or 1.0, predicted or 1.0
+
+    def may_be_faster(self, longer: _Part) -> bool:
+        """Whether either account says so: measured times vary, and predicted ones rest on them."""
+        return any(mine < its for mine, its in zip(self.slowdowns, longer.slowdowns, strict=True))
+
+
+def _part(up_to: int, found: Findings) -> _Part:
+    applied = next(row for row in found.rows[::-1] if row.level == found.applied_level)
+    return _Part(up_to=up_to, original=found.rows[0], applied=applied, verification=found.verification)
+
+
+def _passes(found: Findings) -> bool:
+    """Whether its plan computes what the original does."""
+    return found.verification is not None and found.verification.passed
+
+
+@dataclass(slots=True)
+class _ByLength:
+    """One search: the parts of it that share what was asked for."""
+
+    request: OptimizeRequest
+    prepared: Prepared
+    varied: DimRange
+    counts: Mapping[int, float]
+    find_plan: FindPlan
+    work: Work
+    interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def _sessions(self) -> Sessions:
+        """For dry runs, as on the device that the plan is for."""
+        there = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
+        data: Data = "full size" if self.request.card is None else "small batch"
+        return Sessions(there, data, notes=[])
+
+    def at(self, length: int) -> Prepared:
+        """The model with inputs of a length."""
+        return self.prepared.sized(self.varied.symbol, length)
+
+    def check_sizes(self, by: InputDimension) -> None:
+        """Raises :class:`MemoptError` for a model that cannot look at its input, or does not run at both lengths."""
+        symbol, looking = self.varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self.varied.high),))
+        lengths = dict.fromkeys((self.varied.low, self.varied.high))
+        with self._sessions() as sessions:
+            for length in lengths:
+                job = CountJob(plan=looking, fake=True, dims={symbol: length})
+                found = sessions().ask(job)
+                is_here = self.request.card is None
+                if is_here and isinstance(found, StepFailed):  # it may not run on tensors without data alone
+                    found = sessions().ask(replace(job, fake=False))
+                if not isinstance(found, Counted | OutOfMemory):
+                    raise_failure(found, f"the model does not run at {symbol}={length}: ")
+
+    def find(self, length: int) -> Findings:
+        """The fastest plan that meets the budget at a length, proven."""
+        self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
+        found = self.find_plan(self.request, self.at(length))
+        self.interrupted |= found.interrupted
+        if found.budget_bytes is not None:  # a share is one of the original's peak at the longest
+            goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
+            self.request = replace(self.request, goal=goal)
+        return found
+
+    def find_longest(self) -> Findings:
+        """That of the whole range.  Raises :class:`NothingFitsError` that names its length."""
+        longest = f"{self.varied.symbol}={self.varied.high}"
+        try:
+            return self.find(self.varied.high)
+        except NothingFitsError as err:
+            hint = f"Let the range end below {longest}. {err.hint}"
+            raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
+
+    def all_ranges(self, longest: _Part, budget_bytes: int) -> list[_Part]:
+        """From the shortest on.  Ctrl-C ends the search for more of them."""
+        plain: list[_Part] = []
+        parts = [longest]
+        try:
+            if self.interrupted or max(longest.slowdowns) <= 1:
+                return parts
+            plain.extend(self._plain(longest, budget_bytes))
+            bound = plain[0].up_to if plain else 0
+            inner = inner_bounds(self.work, plain=bound, longest=longest.up_to, slowdown=max(longest.slowdowns))
+            for length in reversed(inner):
+                parts[:0] = self._faster_than(parts[0], length)
+                if self.interrupted:
+                    break
+        except KeyboardInterrupt as err:
+            if isinstance(err, Terminated) or not self.request.interruptible:
+                raise
+            self.interrupted = True
+            self.prepared.progress.note("The search is interrupted: the ranges that it has found are kept.")
+        return [*plain, *parts]
+
+    def _faster_than(self, longer: _Part, length: int) -> Iterator[_Part]:
+        """A plan for inputs up to a length, if that is faster than the one for longer ones."""
+        try:
+            found = self.find(length)
+        except MemoptError as err:
+            self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
+            return
+        part = _part(length, found)
+        if not _passes(found):
+            difference = found.verification.difference if found.verification else "it is not verified"
+            self.notes.append(f"No range ends at {self.varied.symbol}={length}: with its plan {difference}.")
+        elif part.plan != longer.plan and part.may_be_faster(longer):
+            yield part
+
+    # ------------------------------------------------------------------------------------------ without a plan
+
+    def _plain(self, longest: _Part, budget_bytes: int) -> Iterator[_Part]:
+        """The largest length at which the original was run within the budget, if there is one.
+
+        Dry runs say where to try; their peaks are without the workspaces of kernels, which are taken to grow alike.  On
+        a device that is not here they are estimates, and decide.
+        """
+        self.prepared.progress.stage("the original within the budget")
+        candidates = [length for length in self.work.lengths if length < longest.up_to]
+        share, is_fake = _allocated_share(longest.original), longest.original.predicted_tensor_peak_bytes is not None
+        with self._sessions() as sessions:
+            probes = SearchProbes(sessions, limit_s=None)
+
+            def peak(length: int) -> float:
+                """Of tensors, on a device that is not here what its allocator hands out; infinite where it fails."""
+                found = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
+                if not isinstance(found, Counted):
+                    return math.inf
+                return found.tensor_peak_bytes if self.request.card is None else found.allocated_peak_bytes
+
+            if self.request.card is not None:
+                fitting = _largest(candidates, peak, budget_bytes)
+                if fitting is not None:
+                    yield self._fits(longest.original, fitting, None, int(peak(fitting)))
+                return
+            for _ in range(_RUNS):
+                fitting = _largest(candidates, peak, budget_bytes / share)
+                if fitting is None:
+                    return
+                measured = self._measured(fitting)
+                if measured is not None and measured.allocated_peak_bytes <= budget_bytes:
+                    yield self._fits(longest.original, fitting, measured, measured.allocated_peak_bytes)
+                    return
+                candidates = [length for length in candidates if length < fitting]
+                share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peak(fitting))
+
+    def _fits(self, original: LevelRow, length: int, measured: Measurement | None, peak_bytes: int) -> _Part:
+        """The range up to a length at which the original takes so much: by a run, or as estimated."""
+        takes = "it is estimated to take" if measured is None else "it takes"
+        self.prepared.progress.note(
+            f"Up to {self.varied.symbol}={length} the original fits: {takes} {format_bytes(peak_bytes)} there."
+        )
+        row = replace(
+            original,
+            outcome=measured,
+            predicted_allocated_peak_bytes=peak_bytes if measured is None else None,
+            predicted_slowdown=None,
+        )
+        return _Part(up_to=length, original=row, applied=row)
+
+    def _measured(self, length: int) -> Measurement | None:
+        self.prepared.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
+        job = MeasureJob(plan=ORIGINAL, warm_up=resolve(self.request.search).options.warmup_in_profile_workers)
+        found = self.at(length).ask(job)
+        return found.measurement if isinstance(found, Measured) else None
+
+    # ------------------------------------------------------------------------------------------ what is told
+
+    def estimate(self, parts: Sequence[_Part]) -> Iterator[str]:
+        """How much shorter an epoch is than with the plan of the longest alone, if it is."""
+        longest = self.work.epoch({parts[-1].up_to: parts[-1].slowdowns[0]})
+        share = self.work.epoch({part.up_to: part.slowdowns[0] for part in parts}) / longest
+        if share < 1:
+            yield (
+                f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the "
+                "longest alone (an estimate: a step of the original is taken to be as long as its input)."
+            )
+
+    def rows(self, parts: Sequence[_Part]) -> Iterator[RangeRow]:
+        """A line for each range."""
+        low, steps = self.varied.low, sum(self.counts.values())
+        for part in parts:
+            inside = sum(count for length, count in self.counts.items() if low <= length <= part.up_to)
+            outcome = part.applied.outcome
+            assert isinstance(outcome, Measurement | None), "it was proven"
+            assert outcome is not None or self.request.card is not None, "it was measured"
+            yield RangeRow(
+                low=low,
+                up_to=part.up_to,
+                share=inside / steps,
+                plan=part.plan,
+                original=part.original.outcome,
+                outcome=outcome,
+                predicted_allocated_peak_bytes=part.applied.predicted_allocated_peak_bytes,
+                predicted_slowdown=part.applied.predicted_slowdown,
+                verification=part.verification,
+            )
+            low = part.up_to + 1
+
+
+def _allocated_share(original: LevelRow) -> float:
+    """The allocated peak over the tensor peak."""
+    if isinstance(original.outcome, Measurement):
+        return original.outcome.allocated_peak_bytes / original.outcome.tensor_peak_bytes
+    tensors, allocated = original.predicted_tensor_peak_bytes, original.predicted_allocated_peak_bytes
+    return allocated / tensors if tensors and allocated else 1.0
+
+
+def _largest(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
+    """The largest of ascending lengths whose peak, which grows with them, is no larger; ``None`` if none is."""
+    fitting = bisect.bisect_right(lengths, most_bytes, key=peak_of)
+    return lengths[fitting - 1] if fitting else None

@@ -1,0 +1,195 @@
+"""``--level``: the plan of every level up to the one asked for; what is applied is measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.plans.started_search import StartedSearch
+from memopt_cli.pipeline.plans.worth import judged, unworthy
+from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
+from memopt_cli.records.progress import Span
+from memopt_cli.search.plan.policy import skipped_step
+
+_MISSED = 1.05
+"""A measured peak so many times the predicted one puts the other predictions in doubt."""
+_MEASUREMENTS = 3
+"""Plans that are measured until one is as fast as it was to be."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Climb:
+    """Asks the planner level by level; believes the measurement of the last."""
+
+    search: StartedSearch
+    measurements: PlanMeasurements
+    measure_all: bool
+    applied: LevelRow | None = None
+    """The highest level's that is worth its time as measured, once there are rows."""
+    _asked: float = math.inf
+    """The slowdown that a plan may be predicted to have, by what was measured."""
+
+    def rows(self) -> list[LevelRow]:
+        """Return a row for every level, without the original's; the last is measured, or another that could be run.
+
+        Where its measured peak saves too little, or misses what was predicted, the level below is measured, too.
+        """
+        rows = [self.search.original, *self._predicted()]
+        for at in range(len(rows) - 1, 0, -1):
+            rows[at] = self._applicable(rows[at])
+            if isinstance(rows[at].outcome, Measurement) and self._judged(rows[at]) is None:
+                self.applied = self._lowest(rows, at)
+                break
+        else:
+            rows = self._none_applied(rows)
+        believed = [row if row.outcome is not None else self._believed(row) for row in rows[1:]]
+        if not self.measure_all:
+            return believed
+        return [row if row.outcome is not None else self.measured(row) for row in believed]
+
+    def _lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
+        """Return the row of index ``highest``, with the plan of a level below where that was measured to peak lower.
+
+        ``rows`` change accordingly: no level stands above a lower one that needs less memory.
+        """
+        at = highest
+        while _misses(rows[at]):
+            below = next((n for n in range(at - 1, 0, -1) if rows[n].plan not in (ORIGINAL, rows[at].plan)), None)
+            if below is None:
+                break
+            rows[below] = self._fast_enough(rows[below])
+            if self._judged(rows[below]) is not None or _peak(rows[below]) > _peak(rows[at]):
+                break
+            for n in range(below + 1, highest + 1):
+                row = replace(rows[below], repeats=rows[below].level, level=rows[n].level)
+                rows[n] = replace(row, dry_runs=rows[n].dry_runs, search_s=rows[n].search_s)
+            at = below
+        return rows[highest]
+
+    def _believed(self, row: LevelRow) -> LevelRow:
+        """The row, or that of a faster plan where measurements have shown that its own is too slow.
+
+        So no level ends above the one below it, and where the highest has no plan, none has.
+        """
+        if self.applied is not None and self.applied.plan.is_empty and not row.plan.is_empty:
+            return self._unchanged(row)
+        if (row.predicted_slowdown or 1.0) <= self._asked:
+            return row
+        found = self.search.planner.dry_runs.smallest(row.level, self._asked)
+        return replace(self.search.row(row.level, found, row.dry_runs, time.monotonic()), search_s=row.search_s)
+
+    def _none_applied(self, rows: list[LevelRow]) -> list[LevelRow]:
+        """Return the rows where each plan that runs saves too little: the model stays as it is."""
+        unchanged = [self._unchanged(row) if isinstance(row.outcome, Measurement) else row for row in rows[1:]]
+        self.applied = next((row for row in reversed(unchanged) if isinstance(row.outcome, Measurement)), None)
+        return [rows[0], *unchanged]
+
+    def _applicable(self, row: LevelRow) -> LevelRow:
+        """Measure ``row`` if its plan promises to be worth its time, and return it, or the row of another plan."""
+        dropped = self._unworthy(row)
+        if dropped is None:
+            return self._fast_enough(row)
+        self.search.found.drop(dropped)
+        self._asked = 1.0
+        return self._unchanged(row)
+
+    def _unchanged(self, row: LevelRow) -> LevelRow:
+        return replace(
+            self.search.original, outcome=self._original, level=row.level, dry_runs=row.dry_runs, search_s=row.search_s
+        )
+
+    def measured(self, row: LevelRow) -> LevelRow:
+        """The row with the measurement of its plan."""
+        self.measurements.prepared.progress.stage(f"level {row.level}: measuring its plan", self._expected(row))
+        return replace(row, outcome=self.measurements.measure(row.plan))
+
+    def _predicted(self) -> Iterator[LevelRow]:
+        planner, options, below = self.search.planner, self.search.options, ORIGINAL
+        for level in range(1, options.level + 1):
+            self._search_begins(f"level {level} of {options.level}: searching")
+            started, tried = time.monotonic(), len(planner.dry_runs)
+            found = (planner.best if level == options.level else planner.least)(level, self._limit)
+            row = self.search.row(level, found, len(planner.dry_runs) - tried, started)
+            if row.plan == below:
+                row = replace(row, repeats=level - 1)
+                skipped = skipped_step(level, segments=len(below.segments), tried=row.dry_runs, options=options)
+                self.search.found.skipped.append(skipped)
+            below = row.plan
+            yield row
+
+    def _search_begins(self, what: str) -> None:
+        """Where its time is over, what was counted answers at once: there is nothing to show."""
+        left = self.search.probes.left()
+        if left is None or left.seconds > 0:
+            self.measurements.prepared.progress.stage(what, left)
+
+    @property
+    def _original(self) -> Measurement | Failure:
+        """As it was timed last."""
+        return self.measurements.measure(ORIGINAL)
+
+    @property
+    def _limit(self) -> float:
+        """Where the original does not fit there is no step to compare with, and any that runs is welcome."""
+        if not isinstance(self._original, Measurement):
+            return math.inf
+        return self.search.options.max_slowdown or math.inf
+
+    def _unworthy(self, row: LevelRow) -> Dropped | None:
+        """Say why the plan of ``row`` is not even measured; ``None``: it promises enough, or nothing else runs."""
+        known = self.search.planner.dry_runs.known(row.plan)
+        if known is None or not isinstance(self._original, Measurement):
+            return None
+        original_bytes = self.search.first.allocated_peak_bytes
+        return unworthy(row.plan, known.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
+
+    def _judged(self, row: LevelRow) -> Dropped | None:
+        return judged(row, self._original, self._limit)
+
+    def _fast_enough(self, row: LevelRow) -> LevelRow:
+        """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
+        planner = self.search.planner
+        for _ in range(_MEASUREMENTS):
+            row = self.measurements.confirm(self.measured(row), self._limit)
+            dropped = self._judged(row)
+            if dropped is not None:
+                self.search.found.drop(dropped)
+            if dropped is None or not isinstance(dropped.why, TooSlow):
+                return row
+            predicted = row.predicted_slowdown or self._limit
+            asked = 1 + (predicted - 1) * (self._limit - 1) / (dropped.why.slowdown - 1)
+            started, tried = time.monotonic(), len(planner.dry_runs)
+            self.search.probes.prolong()
+            self._search_begins(f"level {row.level}: searching for a faster plan")
+            found = planner.best(row.level, asked)
+            if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
+                asked = math.nextafter(predicted, 0)
+                found = planner.best(row.level, asked)
+            self._asked = asked
+            if found.slowdown >= predicted:
+                break
+            tried = row.dry_runs + len(planner.dry_runs) - tried
+            faster = self.search.row(row.level, found, tried, started)
+            row = replace(faster, search_s=row.search_s + faster.search_s)
+        self._asked = 1.0
+        return self._unchanged(row)
+
+    def _expected(self, row: LevelRow) -> Span | None:
+        """What measuring takes; ``None`` where it cannot be said, or nothing is measured."""
+        original = self._original
+        if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:
+            return None
+        return Span(original.spent_s * row.predicted_slowdown)
+
+
+def _misses(row: LevelRow) -> bool:
+    """Tell whether the measured peak is further above the predicted one than predictions are usually wrong."""
+    return row.predicted_allocated_peak_bytes is not None and _peak(row) > _MISSED * row.predicted_allocated_peak_bytes
+
+
+def _peak(row: LevelRow) -> float:
+    return row.outcome.allocated_peak_bytes if isinstance(row.outcome, Measurement) else math.inf

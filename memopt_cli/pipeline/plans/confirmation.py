@@ -1,0 +1,93 @@
+"""``memopt apply --confirm``: a step under a plan, measured, beside what the plan's file predicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memopt_cli.errors import UsageError
+from memopt_cli.measure.jobs import MeasureJob, Subject
+from memopt_cli.pipeline.batches.batch_probes import memory_left_out
+from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import Confirmation, FileHeader, Plan, PredictedStep, StepSettings
+from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
+
+_SAID = {
+    "precision": "--precision",
+    "loss": "--loss",
+    "optimizer": "--optimizer",
+    "micro_batches": "--accumulate",
+    "clip_norm": "--clip-norm",
+    "seed": "--seed",
+}
+"""Settings of a step, but for its device -> the flag."""
+
+
+def as_predicted(asked: StepSettings, predicted: PredictedStep | None) -> StepSettings:
+    """The settings of the step that was predicted, where the command line says no others.
+
+    Raises :class:`UsageError` for a function among them: a plan names no code.
+    """
+    if predicted is None:
+        return asked
+    plain, settings = StepSettings(), asked
+    for name, flag in _SAID.items():
+        if getattr(asked, name) != getattr(plain, name):
+            continue
+        value = getattr(predicted.settings, name)
+        if (name == "loss" and value) or (name == "optimizer" and isinstance(parse_optimizer(value), MadeOptimizer)):
+            raise UsageError(
+                f"the plan predicts a step with {flag} {value}, which is code and must be named here",
+                hint=f"Add {flag}, with your function.",
+            )
+        settings = replace(settings, **{name: value})
+    return settings
+
+
+def unlike(subject: Subject, predicted: PredictedStep | None, header: FileHeader) -> tuple[str, ...]:
+    """What of a step is not as the plan's file says that it was when its prediction was made."""
+    if predicted is None:
+        return ()
+    differs = [
+        flag.removeprefix("--")
+        for name, flag in _SAID.items()
+        if getattr(subject.settings, name) != getattr(predicted.settings, name)
+    ]
+    spec = header.spec
+    same = (subject.spec.tensors, dict(subject.spec.dims)) == (spec.tensors, dict(spec.dims))
+    return tuple(differs if same else [*differs, "inputs"])
+
+
+def confirmed(
+    prepared: Prepared, plan: Plan, predicted: PredictedStep | None, differs: tuple[str, ...]
+) -> Confirmation:
+    """Run the step here.  Raises :class:`MemoptError` where it does not run."""
+    prepared.progress.stage("measuring a step with the plan")
+    answer = prepared.ask(MeasureJob(plan=plan))
+    answered = required(answer, "the step could not be run with the plan: ")
+    measured = answered.measurement
+    device = prepared.subject.settings.device
+    confirmation = Confirmation(
+        device=device,
+        measurement=measured,
+        predicted=None,
+        notes=(*answered.not_as_planned, *memory_left_out(prepared)),
+        unlike=differs,
+    )
+    if predicted is None:
+        return confirmation
+    estimate = predicted.estimate
+    reserved = off(estimate.reserved_peak_bytes, measured.reserved_peak_bytes)
+    return replace(
+        confirmation,
+        predicted=estimate,
+        confirms=device != "cpu" and not differs,
+        allocated_off=off(estimate.allocated_peak_bytes, measured.allocated_peak_bytes),
+        reserved_off=None if device == "cpu" else reserved,
+        step_off=off(estimate.step_s, measured.step_s),
+    )
+
+
+def off(predicted: float, measured: float) -> float:
+    """Predicted less measured, over measured."""
+    return (predicted - measured) / measured

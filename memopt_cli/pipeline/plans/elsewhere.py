@@ -1,0 +1,193 @@
+"""``memopt optimize`` for a step that is not run here: on a device elsewhere (``--for``), or of one rank (``--ranks``).
+
+Plans are counted on tensors without data; nothing runs at full size.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+from memopt_cli.errors import MemoryBudgetError, NothingFitsError, OptionError
+from memopt_cli.measure.jobs import ORIGINAL, Data, TraceJob
+from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.goal import budget_bytes, nothing_fits, require_fast
+from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
+from memopt_cli.pipeline.plans.worth import unworthy
+from memopt_cli.pipeline.prediction import predict, without_data
+from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of, recorded_here
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.verification import verified_small
+from memopt_cli.records import (
+    Counted,
+    Differs,
+    Dropped,
+    LevelRow,
+    OptimizeRequest,
+    PlanEstimates,
+    PlannedRanks,
+    RankPrediction,
+    predicted,
+)
+from memopt_cli.search.batch_size.capacity import runnable_bytes
+from memopt_cli.search.estimation import estimate
+from memopt_cli.search.plan.targets import left_out, selected
+from memopt_cli.text.units import format_bytes
+
+_UNVERIFIED = "The plan was compared with nothing (--unverified): memopt apply --verify does so where the model fits."
+_GRADIENTS = 2
+"""Of so many steps the gradients are held at least where two are compared."""
+
+
+def check_request(request: OptimizeRequest) -> None:
+    """Raises :class:`OptionError` for what wants measurements, which there are none of elsewhere."""
+    wanted = {
+        "--frontier": request.goal.frontier or request.goal.pick is not None,
+        "--measure-levels": request.measure_levels,
+        "--html (or --snapshot)": request.layout is not None and request.record_steps,
+        "--dim with a range": request.layout is not None and request.dim_range is not None,
+    }
+    flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
+    if request.unverified and not is_elsewhere(request):
+        raise OptionError(
+            "--unverified is for a step that is not run here, and this one is measured",
+            hint="Omit it, or give --ranks or --for.",
+        )
+    if request.unverified and request.dim_range is not None:
+        raise OptionError(
+            "--unverified is for one step, and of a plan by length every range is verified", hint="Give --dim one size."
+        )
+    if is_elsewhere(request) and flag is not None:
+        where = (
+            f"--for {request.card.name} is for a device that is not here" if request.card else "--ranks predicts them"
+        )
+        raise OptionError(
+            f"{flag} wants steps that are run, and {where}",
+            hint=f"Omit {flag}; --budget and --max-slowdown choose a plan by estimates.",
+        )
+
+
+def is_elsewhere(request: OptimizeRequest) -> bool:
+    """Whether the step is not run here."""
+    return request.card is not None or request.layout is not None
+
+
+def opening_elsewhere(request: OptimizeRequest) -> Opening:
+    """Of a step that is not run here.  Raises :class:`UsageError` as :func:`recorded_here` and :func:`without_data`."""
+    settings = recorded_here(request.settings, request.card)
+    opening = replace(opening_of(request, settings), data="small batch")
+    return opening if request.layout is None else without_data(opening, request.layout)
+
+
+def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
+    """Search by dry runs, for a card in its blocks and by times of its roofline, and verify at a small size.
+
+    Of many ranks it is the first that is planned for; the model is verified whole.  Raises :class:`MemoptError`, a
+    :class:`NothingFitsError` where no plan is within the budget, and before the search a :class:`MemoryBudgetError`
+    where this machine cannot hold what is to be verified, or written.
+    """
+    _check_held(request, prepared)
+    card, layout = request.card, request.layout
+    searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
+    found = Findings.begun(request, prepared)
+    options, notes, rows = found.resolved.options, found.notes, found.rows
+    data: Data = "small batch" if layout is None else "none"
+    where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
+    with Sessions(searched, data, notes) as sessions:
+        prepared.progress.stage(f"recording a step for {where}")
+        original = LevelRow(level=0, plan=ORIGINAL, outcome=None, predicted_slowdown=1.0, dry_runs=0, search_s=0.0)
+        search = start_search(request, found, sessions, original)
+        traced, first = search.traced, search.first
+        rows.append(search.original)
+        if request.goal.budget is not None:
+            found.budget_bytes = budget_bytes(request.goal.budget, first.allocated_peak_bytes)
+        if options.level:
+            prepared.progress.stage(f"searching for {where}", search.probes.left())
+            rows.append(_searched(request, search))
+        plan = rows[-1].plan
+        planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
+        planned = required(planned, "a step with the plan could not be recorded: ")
+        of_first = None if layout is None else predict(sessions(), layout, 0, plan)
+    found.plan, found.applied_level = plan, rows[-1].level
+    if of_first is not None:
+        found.parallel = _of_ranks(of_first, searched, first, found.budget_bytes)
+    if card is not None:
+        found.estimates = PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
+    if options.level:
+        found.selection = selected(traced.trace.modules, plan, options, by_goal=found.by_goal)
+        notes += left_out(found.selection.refused)
+    if request.unverified:
+        notes.append(_UNVERIFIED)
+    else:
+        verification = required(verified_small(prepared, plan), "verification could not be run: ")
+        found.verification = verification
+        if not verification.passed:
+            found.drop(
+                Dropped(
+                    plan=plan,
+                    peak_bytes=rows[-1].predicted_allocated_peak_bytes,
+                    original_bytes=first.allocated_peak_bytes,
+                    why=Differs(verification=verification),
+                )
+            )
+    return found
+
+
+def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
+    """What is done with the whole model when the search has ended: it is verified, and written."""
+    facts = prepared.facts
+    if not request.unverified:
+        needed_bytes = facts.held_bytes + _GRADIENTS * facts.trainable_bytes
+        what = f"no plan could be verified here: the model and the gradients of {_GRADIENTS} steps take"
+    elif not request.plan_only:
+        needed_bytes = facts.held_bytes
+        what = "the model could not be written here: it takes"
+    else:
+        return
+    free_bytes = runnable_bytes(prepared.subject.settings.device)
+    if needed_bytes > free_bytes:
+        raise MemoryBudgetError(
+            f"{what} {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free",
+            hint="Take a machine that holds that, or add --unverified --plan-only: a plan is written without proof.",
+        )
+
+
+def _of_ranks(
+    of_first: RankPrediction, searched: Prepared, original: Counted, within_bytes: int | None
+) -> PlannedRanks:
+    """What the first rank needs with and without the plan, and what the last needs with it.
+
+    Raises :class:`NothingFitsError` where the last needs more than the budget.
+    """
+    layout, plan = of_first.layout, of_first.plan
+    last, planned = layout.ranks - 1, [of_first]
+    if last:
+        of_last = replace(searched, subject=replace(searched.subject, rank=last))
+        with of_last.session("none") as other:
+            planned.append(predict(other, layout, last, plan))
+    most = max(rank.tensor_peak_bytes for rank in planned)
+    if within_bytes is not None and most > within_bytes:
+        raise NothingFitsError(
+            f"the plan that fits on rank 0 takes {format_bytes(most)} on rank {last}", hint="Raise --budget."
+        )
+    return PlannedRanks(original=predicted(original, layout, 0, ORIGINAL), planned=tuple(planned))
+
+
+def _searched(request: OptimizeRequest, search: StartedSearch) -> LevelRow:
+    """The plan within the budget, or the best of the level that is worth its time."""
+    started, planner, found, options = time.monotonic(), search.planner, search.found, search.options
+    original = planner.dry_runs.smallest(0)
+    if found.budget_bytes is not None:
+        best = planner.within(options.level, found.budget_bytes)
+        if best is None:
+            raise nothing_fits(found.budget_bytes, planner.least(options.level).peak_bytes, ", as estimated")
+        require_fast(best, request.search.get("max_slowdown") or math.inf, "is estimated to make")
+    else:
+        best = planner.best(options.level, options.max_slowdown or math.inf)
+        dropped = unworthy(best.plan, best.peak_bytes, original.peak_bytes, best.slowdown)
+        if dropped is not None:
+            found.drop(dropped)
+            best = original
+    return search.row(options.level, best, len(planner.dry_runs), started)

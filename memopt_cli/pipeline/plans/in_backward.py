@@ -1,0 +1,116 @@
+"""Whether the optimizer runs in backward: tried on the plan that was found, where the step is one that allows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.plans.worth import judged
+from memopt_cli.records import (
+    Counted,
+    Dropped,
+    Failure,
+    LevelRow,
+    Measurement,
+    NotRun,
+    Plan,
+    Reason,
+    StepSettings,
+    TooSlow,
+)
+from memopt_cli.search.plan.interface import NotTried
+from memopt_cli.search.plan.levels import level_of
+from memopt_cli.search.plan.questions import Priced
+from memopt_cli.text.optimizer_text import NoOptimizer, parse_optimizer
+
+_LEAST_SAVING = 0.02
+"""Of the peak: less is not worth what the training script may not do then."""
+
+IN_BACKWARD = (
+    "The optimizer runs in backward if the training script gives it: "
+    "memopt_cli.apply_plan(model, PLAN, optimizer=optimizer), where of a saved model PLAN is "
+    "memopt_cli.Plan(in_backward=True). The script must then not accumulate, clip or scale gradients, nor read .grad."
+)
+
+
+def may_run_in_backward(settings: StepSettings) -> bool:
+    """Whether the step has an optimizer that uses each gradient as backward makes it."""
+    named = not isinstance(parse_optimizer(settings.optimizer), NoOptimizer)
+    return named and settings.micro_batches == 1 and settings.clip_norm is None and settings.precision != "fp16"
+
+
+@dataclass(slots=True, kw_only=True)
+class InBackwardPlans:
+    """Plans that a search has found, with the optimizer in backward, which costs no time by the sums."""
+
+    count: Callable[[Plan], Counted | Failure | NotTried]
+    measurements: PlanMeasurements
+    fault: Callable[[Plan], Reason | None]
+    """What the verification of a plan finds; ``None`` if it passes."""
+    most_slowdown: float
+    drop: Callable[[Dropped], object]
+    """Told of a plan that is not applied."""
+    is_allowed: bool
+    """By the step, and by all that was seen so far."""
+
+    def of(self, found: Priced) -> Priced | None:
+        """The plan with it, where gradients stand at the peak and that lowers it; ``None`` elsewhere."""
+        if not self.is_allowed or _held_by_gradients(found.counted) < _LEAST_SAVING * found.peak_bytes:
+            return None
+        plan = replace(found.plan, in_backward=True)
+        counted = self.count(plan)
+        if isinstance(counted, Counted):
+            lower = replace(found, plan=plan, counted=counted, level=level_of(plan))
+            return lower if lower.peak_bytes <= (1 - _LEAST_SAVING) * found.peak_bytes else None
+        if not isinstance(counted, NotTried):
+            self.refuse(plan, NotRun(failure=counted))
+        return None
+
+    def least_of(self, found: Priced) -> int:
+        """An allocated peak in bytes that it may have with it, or a little less."""
+        return found.peak_bytes - (_held_by_gradients(found.counted) if self.is_allowed else 0)
+
+    def of_level(self, row: LevelRow, found: Priced) -> LevelRow | None:
+        """A level's row of the plan with it, measured and proven; ``None`` where that promises nothing, or fails."""
+        lower = self.of(found)
+        if lower is None:
+            return None
+        tried = self._tried(row, found, lower)
+        if isinstance(tried, LevelRow):
+            return tried
+        self.refuse(lower.plan, tried)
+        return None
+
+    def _tried(self, row: LevelRow, found: Priced, lower: Priced) -> LevelRow | Reason:
+        before, outcome = self.measurements.measure(found.plan), self.measurements.measure(lower.plan)
+        if not isinstance(outcome, Measurement):
+            return NotRun(failure=outcome)
+        tried = replace(row, plan=lower.plan, outcome=outcome, dry_runs=row.dry_runs + 1, repeats=None)
+        saves_nothing = judged(tried, before, math.inf)
+        if saves_nothing is not None:
+            return saves_nothing.why
+        return self.proven(tried.predicted(lower.counted) if row.predicted_allocated_peak_bytes is not None else tried)
+
+    def proven(self, row: LevelRow) -> LevelRow | Reason:
+        """A row that was measured, as it is confirmed; or what speaks against it."""
+        timed = self.measurements.confirm(row, self.most_slowdown)
+        dropped = judged(timed, self.measurements.measure(ORIGINAL), self.most_slowdown)
+        if dropped is not None and isinstance(dropped.why, TooSlow):
+            return dropped.why
+        return self.fault(row.plan) or timed
+
+    def refuse(self, plan: Plan, why: Reason) -> None:
+        """From now on there are none: ``plan`` is not applied."""
+        self.is_allowed = False
+        peaks = [self.measurements.known(each) for each in (plan, ORIGINAL)]
+        peak_bytes, original_bytes = (found.allocated_peak_bytes if found is not None else None for found in peaks)
+        self.drop(Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=why))
+
+
+def _held_by_gradients(counted: Counted) -> int:
+    """What goes at most: gradients at the peak, and what the optimizer makes of all of them at once."""
+    at_peak = counted.breakdown
+    return at_peak.gradients_bytes + at_peak.temporaries_bytes if at_peak.gradients_bytes else 0

@@ -1,0 +1,303 @@
+"""``memopt optimize``: load, measure, search, verify; what was found is kept, and the rest follows."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
+from memopt_cli.files.write import check_targets, output_paths
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.batches.batch_advice import begin_advice
+from memopt_cli.pipeline.batches.batch_probes import check_varied
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
+from memopt_cli.pipeline.plans.by_length import find_by_length
+from memopt_cli.pipeline.plans.climb import Climb
+from memopt_cli.pipeline.plans.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
+from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans, may_run_in_backward
+from memopt_cli.pipeline.plans.kept import Kept
+from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.plans.proof import Prover, applied_row
+from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
+from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.records import (
+    STEP,
+    Dropped,
+    LevelRow,
+    Measurement,
+    NotRun,
+    OptimizeRequest,
+    OptimizeResult,
+    OutOfMemory,
+    ParetoPoint,
+    Plan,
+    SearchGoal,
+    SearchOverrides,
+)
+from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.search.plan.policy import resolve
+from memopt_cli.search.plan.targets import left_out, selected
+
+
+def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
+    """Search for the plan of the level asked for, measure it, prove it, and write the four files.
+
+    Raises :class:`MemoptError` as long as there is no plan; what fails later is in the result.  A plan that fails
+    verification is reported and not written.
+    """
+    started = time.monotonic()
+    check_goal(request.goal, request.search)
+    check_request(request)
+    paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
+    if not request.dry_run and request.goal.applies:
+        check_targets(paths.all(), force=request.force)
+    try:
+        opening = opening_elsewhere(request) if is_elsewhere(request) else opening_of(request, request.settings)
+        prepared = prepare(opening, progress=progress, ask=ask)
+        found = find(request, prepared)
+    except KeyboardInterrupt as err:
+        why = f": {err}" if str(err) else ""
+        raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
+    if prepared.facts.format == STEP:
+        paths = replace(paths, plan_only=True)
+    kept = Kept(request=request, prepared=prepared, found=found, paths=paths, started=started)
+    return kept.result()
+
+
+def check_goal(goal: SearchGoal, search: SearchOverrides) -> None:
+    """Raises :class:`OptionError` for one that the level cannot reach, and as :func:`resolve`."""
+    if resolve(search).options.level == 0 and goal != SearchGoal():
+        raise OptionError(
+            "a budget, the frontier and a pick of it are searched for, which level 0 does not", hint="Raise --level."
+        )
+
+
+def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
+    """As :func:`find_plan`, and where a dimension has a range a plan by length.
+
+    A model that checkpoints by itself is searched without that, where it can be turned off.
+    """
+    prepared = without_own_checkpoints(prepared, measures=not is_elsewhere(request))
+    if request.dim_range is None:
+        return find_plan(request, prepared)
+    return find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
+
+
+def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
+    """Search, measure and verify; writes nothing.
+
+    A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
+    """
+    options = resolve(request.search).options
+    chooses = not options.targets and options.modules is None
+    prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
+    if is_elsewhere(request):
+        return find_elsewhere(request, prepared)
+    measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
+    found = Findings.begun(request, prepared)
+    job = _Job(request, measurements, found, Prover(measurements=measurements, found=found))
+    found.rows = job.search()
+    best = found.rows[0]
+    if request.goal.applies:
+        best, found.verification = job.prover.prove(job.applied)
+    found.plan, found.applied_level = best.plan, best.level
+    found.notes += [IN_BACKWARD] * best.plan.in_backward
+    return found
+
+
+@dataclass(slots=True)
+class _Job:
+    """One run of :func:`optimize`: what the stages need of each other."""
+
+    request: OptimizeRequest
+    measurements: PlanMeasurements
+    found: Findings
+    """What is known so far."""
+    prover: Prover
+    applied: LevelRow | None = None
+    """Of the levels, that whose plan is to be applied."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """The original."""
+        return self.measurements.prepared
+
+    def search(self) -> list[LevelRow]:
+        """Measure the original, then search and measure what was found."""
+        self.prepared.progress.stage("level 0: measuring the original")
+        started = time.monotonic()
+        search: StartedSearch | None = None
+        try:
+            with Sessions(self.prepared, "full size", self.found.notes) as sessions:
+                outcome = self.measurements.measure_in(sessions(), ORIGINAL)
+                if not isinstance(outcome, Measurement | OutOfMemory):
+                    raise_failure(outcome)
+                if isinstance(outcome, OutOfMemory):  # the next full step might be killed as well
+                    sessions.smaller()
+                spent_s = time.monotonic() - started
+                original = LevelRow(level=0, plan=ORIGINAL, outcome=outcome, dry_runs=0, search_s=spent_s)
+                if self.found.resolved.options.level == 0:
+                    return [original]
+                search = start_search(self.request, self.found, sessions, original)
+                rows = [search.original, *self._seek(search)]
+                if search.traced.has_dry_runs:
+                    self._foresee(rows, sessions)
+        except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
+            is_second = self.found.interrupted
+            if search is None or is_second or not self.request.interruptible or isinstance(err, Terminated):
+                raise
+            rows = [search.original, *self._seek_again(search)]
+        rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
+        self.found.notes += search.obstacles(self.prepared.facts.sync_norms)
+        if search.probes.over:
+            self.found.notes.append(f"{search.probes.over}: a longer one may find a better plan")
+        return rows
+
+    def _foresee(self, rows: list[LevelRow], sessions: Sessions) -> None:
+        """Begin the advice on the batch, where it is wanted; Ctrl-C ends that alone.
+
+        A step is recorded here, which takes another session as long as a few dry runs.
+        """
+        request, prepared = self.request, self.prepared
+        row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
+        is_wanted = request.recommend_batch and request.goal.applies and request.dim_range is None
+        if not is_wanted or not isinstance(row.outcome, Measurement):
+            return
+        try:
+            check_varied(prepared)
+            prepared.progress.stage("estimating the batch that fits")
+            begun = begin_advice(request, prepared, row.plan, row.outcome, sessions)
+            begun.search.foresee()
+            self.found.advice = begun
+        except UsageError:  # the advice says so
+            return
+        except KeyboardInterrupt as err:
+            if not request.interruptible or isinstance(err, Terminated):
+                raise
+            prepared.progress.note("Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop.")
+            self.found.interrupted = True
+
+    def _seek(self, search: StartedSearch) -> list[LevelRow]:
+        if not self.found.by_goal:
+            return self._climb(search)
+        try:
+            return self._meet_goal(search)
+        except (NothingFitsError, UsageError) as err:
+            longer = "A longer search may find a better plan." if search.probes.over else ""
+            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer]
+            message = "; ".join(filter(None, [err.message, search.probes.over]))
+            raise type(err)(message, hint="\n".join(filter(None, hints))) from err
+
+    def _seek_again(self, search: StartedSearch) -> list[LevelRow]:
+        """The same search as far as it came, without anything more being tried.
+
+        Raises :class:`KeyboardInterrupt` if it had found nothing.
+        """
+        if not search.probes.improved(search.first):
+            raise KeyboardInterrupt
+        self.prepared.progress.note(
+            "The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop."
+        )
+        search.probes.end("the search was interrupted")
+        self.found.interrupted = True
+        self.found.skipped.clear()
+        self.found.dropped.clear()
+        del self.found.notes[search.notes :]
+        try:
+            rows = self._seek(search)
+        except NothingFitsError as err:
+            raise KeyboardInterrupt(err.message) from err
+        if not self.found.by_goal and applied_row([search.original, *rows], self.applied).plan.is_empty:
+            raise KeyboardInterrupt
+        return rows
+
+    def _meet_goal(self, search: StartedSearch) -> list[LevelRow]:
+        """The fastest plan within a budget, or the plans between least time and least memory."""
+        goal, most_slowdown, started = self.request.goal, self.request.search.get("max_slowdown"), time.monotonic()
+        planned = GoalSearch(
+            search=search,
+            measurements=self.measurements,
+            in_backward=self._plans_in_backward(search, most_slowdown or math.inf),
+            most_slowdown=most_slowdown,
+        )
+        rows: list[LevelRow] = []
+        self.prepared.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
+        found = planned.worth_showing() if goal.frontier else []
+        if goal.pick is not None:
+            check_pick(goal.pick, len(found))
+        if goal.budget is not None:
+            measured = search.original.outcome
+            whole = measured if isinstance(measured, Measurement) else search.first
+            self.found.budget_bytes = budget_bytes(goal.budget, whole.allocated_peak_bytes)
+            rows.append(planned.within(self.found.budget_bytes))
+        if goal.frontier:
+            self.found.frontier = planned.frontier(found)
+        if goal.pick is not None:
+            check_pick(goal.pick, len(self.found.frontier))
+            rows.append(planned.row_of(self.found.frontier[goal.pick - 1], started))
+        rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
+        self.found.frontier = [self._as_timed(point, *rows[-1:]) for point in self.found.frontier]
+        self._choose(search, rows[-1].plan if rows else Plan())
+        return rows
+
+    def _climb(self, search: StartedSearch) -> list[LevelRow]:
+        """A row for every level."""
+        climb = Climb(
+            search=search,
+            measurements=self.measurements,
+            measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
+        )
+        rows = climb.rows()
+        self.applied = self._in_backward(search, rows, climb.applied)
+        self._choose(search, applied_row([search.original, *rows], self.applied).plan)
+        return rows
+
+    def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
+        """The row to apply, with the optimizer in backward where that lowers its peak; in ``rows`` as well."""
+        if applied is None:
+            return applied
+        row = replace(applied, plan=applied_row([search.original, *rows], applied).plan)
+        known, most_slowdown = search.planner.dry_runs.known(row.plan), search.options.max_slowdown or math.inf
+        assert known is not None, "the planner has found it"
+        found = self._plans_in_backward(search, most_slowdown).of_level(row, known)
+        if found is None:  # beside the original as it is timed now
+            timed = replace(applied, outcome=self.measurements.measure(applied.plan))
+            found = self.measurements.confirm(timed, most_slowdown)
+        rows[rows.index(applied)] = found
+        return found
+
+    def _plans_in_backward(self, search: StartedSearch, most_slowdown: float) -> InBackwardPlans:
+        return InBackwardPlans(
+            count=search.counted_late,
+            measurements=self.measurements,
+            fault=self.prover.fault,
+            most_slowdown=most_slowdown,
+            drop=self.found.drop,
+            is_allowed=may_run_in_backward(self.prepared.subject.settings)
+            and self.request.dim_range is None,  # the optimizer is the same at all lengths
+        )
+
+    def _as_timed(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
+        """The original and the plan that is applied, as they were timed together in the end."""
+        original, timed = self.measurements.measure(ORIGINAL), applied.plan if applied else ORIGINAL
+        if not isinstance(original, Measurement) or point.plan not in (ORIGINAL, timed):
+            return point
+        outcome = self.measurements.measure(point.plan)
+        return replace(point, outcome=outcome, original_step_s=original.step_s)
+
+    def _choose(self, search: StartedSearch, plan: Plan) -> None:
+        """Say which of the candidates are segments, and why modules that were asked for are none."""
+        modules, by_goal = search.traced.trace.modules, self.found.by_goal
+        self.found.selection = selected(modules, plan, search.options, by_goal=by_goal)
+        self.found.notes += left_out(self.found.selection.refused)
+        failures = search.planner.dry_runs.failures
+        for failed, failure in [*failures.items()][:1]:  # which came first of all
+            dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))
+            self.found.dropped.insert(0, dropped)
+        refused = [dropped.plan for dropped in self.found.dropped]
+        self.found.faster, self.found.smaller = search.planner.neighbours(plan, refused)

@@ -1,0 +1,168 @@
+"""The row whose plan is applied, and its proof: where a plan differs from the original, less of it is applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from memopt_cli.errors import MeasurementError
+from memopt_cli.measure.jobs import ORIGINAL, VerifyJob
+from memopt_cli.pipeline.failures import raise_failure, required
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.narrowing import agreeing
+from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.plans.worth import judged
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.verification import fault_in, verified, verified_by_fingerprints
+from memopt_cli.records import (
+    Differs,
+    Dropped,
+    Failure,
+    LeftOut,
+    LevelRow,
+    Measurement,
+    NotRun,
+    Plan,
+    Reason,
+    StepFailed,
+    Verification,
+    describe,
+)
+
+
+def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
+    """Return the row whose plan is applied: ``chosen``, else the original's, which is the first of ``rows``.
+
+    Raises :class:`MeasurementError` if no level could be run.
+    """
+    applied = next((row for row in (chosen, rows[0]) if row and isinstance(row.outcome, Measurement)), None)
+    if applied is None:
+        failure = rows[-1].outcome
+        assert failure is not None
+        assert not isinstance(failure, Measurement)
+        raise MeasurementError(
+            f"no plan up to level {rows[-1].level} could be run: {describe(failure)}",
+            hint="Try a smaller batch (--dim B=1 where the shape says B), or a machine with more memory.",
+        )
+    return applied
+
+
+@dataclass(slots=True, kw_only=True)
+class Prover:
+    """Verifies one of the rows, and puts another in its place where that fails."""
+
+    measurements: PlanMeasurements
+    found: Findings
+    """Its rows change where a plan does, and the neighbours of that are not known; it is told what is not applied."""
+    takes_chosen: bool = False
+    """The chosen row is applied whatever it saves and takes: the caller has named its segments."""
+    known: dict[Plan, Verification | Failure] = field(default_factory=dict)
+    """What was verified before."""
+
+    def prove(self, chosen: LevelRow | None) -> tuple[LevelRow, Verification]:
+        """The row to apply, verified: where one was asked for, no other.  ``chosen``: of the levels.
+
+        Where the model cannot run in float64, in which chunks are verified, that is the best row without chunks.
+        """
+        rows, is_asked_for = self.found.rows, self.found.by_goal
+        best = rows[-1] if is_asked_for else applied_row(rows, chosen)
+        if not isinstance(best.outcome, Measurement):
+            assert best.outcome is not None
+            raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
+        found = self._verify(best.plan)
+        if isinstance(found, StepFailed) and best.plan.has_chunks and not is_asked_for:
+            self._drop(best, NotRun(failure=found, in_verification=True))
+            best = self._without_chunks()
+            found = self._verify(best.plan)
+        found = required(found, "verification could not be run: ")
+        if found.passed:
+            return best, found
+        return self._failed(best, found) if is_asked_for else self._narrowed(best, found)
+
+    def fault(self, plan: Plan) -> Reason | None:
+        """Verify ``plan``, which is known from then on, and return what is wrong with it; ``None`` if nothing is."""
+        found = self.known[plan] = self._verify(plan)
+        return fault_in(found)
+
+    def _without_chunks(self) -> LevelRow:
+        """The best row whose plan runs nothing in chunks."""
+        rows = self.found.rows
+        at = max(at for at, row in enumerate(rows) if not row.plan.has_chunks)
+        rows[at] = replace(rows[at], outcome=self.measurements.measure(rows[at].plan))
+        self.found.faster = self.found.smaller = None
+        return self._worth_its_time(at)
+
+    def _narrowed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
+        """The row without the segments that differ, in place of it, verified; the failure where that does not help."""
+        self.measurements.prepared.progress.stage("finding what differs")
+        plan, left_out = self._agreeing(best.plan, failed)
+        self._drop(best, Differs(verification=failed, left_out=left_out))
+        self.found.faster = self.found.smaller = None
+        rows = self.found.rows
+        row = rows[0]
+        if plan.segments or plan.packed:
+            at = rows.index(best)
+            rows[at] = replace(
+                best,
+                plan=plan,
+                outcome=self.measurements.measure(plan),
+                predicted_tensor_peak_bytes=None,
+                predicted_allocated_peak_bytes=None,
+                predicted_slowdown=None,
+                repeats=None,
+            )
+            row = self._worth_its_time(at)
+        found = self._verify(row.plan)
+        if not isinstance(found, Verification) or not found.passed:
+            return best, failed
+        return row, found
+
+    def _failed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
+        """Return the row that was asked for, which no other replaces, and note why it is not applied."""
+        self._drop(best, Differs(verification=failed))
+        return best, failed
+
+    def _worth_its_time(self, at: int) -> LevelRow:
+        """Time the row of index ``at`` as any other, and return it, or the original's where it is not worth it."""
+        rows, most = self.found.rows, self.found.resolved.options.max_slowdown or math.inf
+        if self.takes_chosen:
+            return applied_row(rows, rows[at])
+        rows[at] = self.measurements.confirm(rows[at], most)
+        original = self.measurements.measure(ORIGINAL)
+        rows[0] = replace(rows[0], outcome=original)  # which may have been timed again
+        dropped = judged(rows[at], original, most)
+        if dropped is not None:
+            self.found.drop(dropped)
+        return applied_row(rows, rows[at] if dropped is None else None)
+
+    def _drop(self, row: LevelRow, why: Reason) -> None:
+        peaks = [outcome.allocated_peak_bytes for outcome in (row.outcome,) if isinstance(outcome, Measurement)]
+        original = self.measurements.known(ORIGINAL)
+        self.found.drop(
+            Dropped(
+                plan=row.plan,
+                peak_bytes=next(iter(peaks), row.predicted_allocated_peak_bytes),
+                original_bytes=None if original is None else original.allocated_peak_bytes,
+                why=why,
+            )
+        )
+
+    def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
+        """What of a plan does as the original does, at the sizes at which it failed; see :func:`agreeing`."""
+        with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
+
+            def verify(plan: Plan) -> Verification | None:
+                found = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
+                return found if isinstance(found, Verification) else None
+
+            return agreeing(plan, verify)
+
+    def _verify(self, plan: Plan) -> Verification | Failure:
+        if plan in self.known:
+            return self.known[plan]
+        prepared = self.measurements.prepared
+        steps = self.measurements.steps_of(plan)
+        if steps is not None:
+            return verified_by_fingerprints(prepared, plan, steps)
+        return verified(prepared, plan, fits=isinstance(self.measurements.measure(ORIGINAL), Measurement))

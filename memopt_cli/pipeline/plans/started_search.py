@@ -1,0 +1,114 @@
+"""How a search for plans begins: a step is recorded and counted, and it is settled how long the search may take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
+from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.memory.profiling import record_step
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.records import Counted, Failure, LevelRow, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
+from memopt_cli.search.plan.interface import NotTried
+from memopt_cli.search.plan.planner import Planner
+from memopt_cli.search.plan.questions import Priced
+from memopt_cli.text.units import format_bytes
+
+_SEARCH_S, _SEARCH_STEPS = 10, 10
+"""A search for levels ends after so many seconds and so many steps, if it is not said how long it may take."""
+_AT_ANY_PRICE = 3
+"""So many times as long it may take where a step may be as long as it takes: chunks, however many, are tried then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedSearch:
+    """What a search starts from, and what it may ask."""
+
+    traced: Traced
+    first: Counted
+    """The original."""
+    original: LevelRow
+    """The same, as it was measured first."""
+    probes: SearchProbes
+    planner: Planner
+    found: Findings
+    """What is known so far."""
+    notes: int
+    """How many there were when it began."""
+
+    @property
+    def options(self) -> SearchOptions:
+        """What it may do."""
+        return self.found.resolved.options
+
+    def row(self, level: int, found: Priced, tried: int, started: float) -> LevelRow:
+        """What the planner found, not measured yet; its peak is a prediction where dry runs are possible."""
+        row = LevelRow(
+            level=level,
+            plan=found.plan,
+            outcome=None,
+            predicted_slowdown=found.slowdown,
+            dry_runs=tried,
+            search_s=time.monotonic() - started,
+        )
+        return row.predicted(found.counted) if self.traced.has_dry_runs else row
+
+    def counted_late(self, plan: Plan) -> Counted | Failure | NotTried:
+        """What a plan takes, even if the time of the search is over."""
+        return self.probes.ask_late(CountJob(plan=plan, fake=self.traced.has_dry_runs))
+
+    def obstacles(self, sync_norms: Sequence[str]) -> Iterator[str]:
+        """What kept the search from plans of a lower peak: norms, by their paths, that need all processes."""
+        for path, reason in self.probes.refusals.items():
+            if any(not path or f"{norm}.".startswith(f"{path}.") for norm in sync_norms):
+                yield f"'{path or '(root)'}' does not run in chunks: {reason}."
+
+
+def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, original: LevelRow) -> StartedSearch:
+    """Record and count a step of the original, which was measured, unless it is not run here.
+
+    Raises :class:`MemoptError` where that does not run.
+    """
+    started, options, outcome = time.monotonic(), found.resolved.options, original.outcome
+    traced = record_step(
+        sessions(),
+        ORIGINAL,
+        outcome,
+        found.notes,
+        smaller=sessions.smaller if isinstance(outcome, Measurement) else None,
+        consequence="every plan is run to be counted",
+    )
+    fake = traced.has_dry_runs
+    answer = sessions().ask(CountJob(plan=ORIGINAL, fake=fake))
+    counted = required(answer, "a step of the model could not be counted: ")
+    if isinstance(outcome, Failure):
+        found.notes.append(
+            f"The original does not fit here; its peak of "
+            f"{format_bytes(counted.allocated_peak_bytes)} is predicted on tensors without data."
+        )
+    probes = SearchProbes(sessions, limit_s=_limit_s(request, found, outcome))
+    progress, allow_inexact = sessions.prepared.progress, options.allow_inexact
+    asked = planner_probes(probes, counted, progress, fake=fake, allow_inexact=allow_inexact)
+    original = replace(original, search_s=original.search_s + time.monotonic() - started)
+    return StartedSearch(
+        traced=traced,
+        first=counted,
+        original=original.predicted(counted) if fake else original,
+        probes=probes,
+        planner=Planner(traced.trace, counted, asked, options),
+        found=found,
+        notes=len(found.notes),
+    )
+
+
+def _limit_s(request: OptimizeRequest, found: Findings, original: Measurement | Failure | None) -> float | None:
+    """Who asks for a budget or the frontier waits for it."""
+    said = request.search_limit_s is not None or request.goal != SearchGoal()
+    if said or not isinstance(original, Measurement):
+        return request.search_limit_s
+    times = 1 if found.resolved.options.max_slowdown is not None else _AT_ANY_PRICE
+    return times * (_SEARCH_S + _SEARCH_STEPS * min(original.step_times_s))

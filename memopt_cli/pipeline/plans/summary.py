@@ -1,0 +1,182 @@
+"""From what a search did to the summary that is shown and written."""
+
+from __future__ import annotations
+
+from memopt_cli.pipeline.plans.findings import Findings, measured_at
+from memopt_cli.records import (
+    BatchAdvice,
+    LevelRow,
+    Measurement,
+    MemOptSummary,
+    Plan,
+    to_data,
+)
+from memopt_cli.search.plan.interface import is_within
+from memopt_cli.search.plan.policy import STEP_NAMES, Selection, recommend
+from memopt_cli.search.plan.ways import spent_by
+from memopt_cli.text.units import format_bytes, format_seconds, format_some
+
+_SLOW = 2.0
+"""A step that takes so many times as long asks for a compromise."""
+
+
+def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = None) -> MemOptSummary:
+    """The summary of one optimization, as it is shown and written; its counters are those of the plan.
+
+    ``spent_s``: wall time of all of it.  ``advice``: the batch that fits, if it was looked for.
+    """
+    rows, options, selection = found.rows, found.resolved.options, found.selection
+    plan = found.plan.longest
+    chunked = [s for s in plan.segments if s.chunks > 1]
+    packed = [s for s in plan.segments if s.compressor != "null"]
+    manual = [s for s in packed if s.path in found.asked_codecs]
+    outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor)
+    splits += _replaced_by_parts(plan, selection)
+    measured = found.measured
+    return MemOptSummary(
+        profile=options.profile,
+        checkpoint_budget=options.checkpoint_budget,
+        prefer=options.prefer,
+        device=found.device,
+        requested_level=found.resolved.requested_level,
+        applied_level=found.applied_level,
+        compress_x=options.compress_x,
+        allow_expensive_profiling=options.allow_expensive_profiling,
+        applied_steps=_steps_of(plan, splits),
+        skipped_steps=sorted((*found.skipped, *_not_applied(found))),
+        notes=[*found.notes, *_codecs_left_out(found)],
+        gc_wrap_count=outer,
+        manual_compressor_count=len(manual),
+        bit_compressor_count=sum(s.compressor == "bit" and s not in manual for s in plan.segments),
+        null_compressor_count=len(plan.segments) - len(packed),
+        spatial_split_count=splits,
+        temporal_split_count=len(chunked),
+        unwrap_count=sum(bool(s.keep) for s in plan.segments),
+        gc_container_count=len(plan.segments),
+        tcgc_container_count=len(chunked),
+        options=to_data(options),
+        gc_candidate_count=selection.candidates if selection else 0,
+        gc_selected_count=len(selection.selected) if selection else 0,
+        gc_selection_policy=selection.policy if selection else "no_candidates",
+        gc_selected_modules=[m.path for m in selection.selected] if selection else [],
+        gc_selection_explanation=selection.explanation if selection else "Level 0 makes no segments.",
+        recommendation=recommend(options, selection, measured=_measured_sentence(found), generic=_generic(found)),
+        peak_memory_mb=measured.allocated_peak_bytes / 2**20 if measured else None,
+        total_gc_count=len(plan.segments),
+        total_sliding_count=len(chunked),
+        compressed_layers=len(packed),
+        skipped_errors=sum(not isinstance(row.outcome, Measurement | None) for row in rows),
+        levels=rows,
+        plan=found.plan,
+        verification=found.verification,
+        advice=advice,
+        model_format=found.model_format,
+        spent_s=spent_s,
+        budget_bytes=found.budget_bytes,
+        frontier=found.frontier,
+        interrupted=found.interrupted,
+        faster=found.faster,
+        smaller=found.smaller,
+        estimates=found.estimates,
+        parallel=found.parallel,
+        ranges=found.ranges,
+        dropped=found.dropped,
+    )
+
+
+def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
+    """How many modules that level 1 would make a segment have theirs within instead."""
+    paths = {s.path for s in plan.segments if not s.through_loss}
+    selected = [m.path for m in selection.considered] if selection is not None else []
+    return sum(path not in paths and any(is_within(inner, path) for inner in paths) for path in selected)
+
+
+def _codecs_left_out(found: Findings) -> list[str]:
+    """Say which modules do not use the codec that they ask for: segments, what would have been one, and others.
+
+    Of the others only where the caller has named the modules that may be segments.
+    """
+    segments, selected = found.plan.longest.segments, found.selection.considered if found.selection is not None else ()
+    codecs = {m.path: m.compressor for m in selected} | {s.path: s.compressor for s in segments}
+    options = found.resolved.options
+    if not options.compress_x or found.selection is None:
+        return []
+    plain = [path for path, codec in codecs.items() if codec == "null" and path in found.asked_codecs]
+    misfits = {m.path: m.codec_misfit for m in selected}
+    by_reason: dict[str, list[str]] = {}
+    for path in plain:
+        by_reason.setdefault(misfits.get(path) or "", []).append(path)
+    others = [path for path in found.asked_codecs if path not in codecs] if options.modules is not None else []
+    no_segments = [f"x_compressor is not used by {_named(others)}, which is no segment."] if others else []
+    return [*(_codec_left_out(paths, misfit) for misfit, paths in by_reason.items()), *no_segments]
+
+
+def _codec_left_out(paths: list[str], misfit: str) -> str:
+    if misfit:
+        return (
+            f"x_compressor is not used by {_named(paths)}: {misfit}. decompress(packed), or decompress(packed, shape), "
+            "must return the tensor that compress(x) was given, in its dtype and shape."
+        )
+    return (
+        f"x_compressor is not used by {_named(paths)}: it does not make all their inputs in this step smaller "
+        "without loss, so a segment stores them as they are."
+    )
+
+
+def _named(paths: list[str]) -> str:
+    return format_some([f"'{path or '(root)'}'" for path in paths])
+
+
+def _steps_of(plan: Plan, splits: int) -> list[str]:
+    """The levels whose means a plan uses."""
+    used = {
+        1: not plan.is_empty,
+        2: splits > 0,
+        3: plan.has_chunks,
+        4: any(s.keep for s in plan.segments),
+    }
+    return [STEP_NAMES[level] for level, is_used in used.items() if is_used]
+
+
+def _not_applied(found: Findings) -> list[str]:
+    """The levels that found a plan which the measurement did not bear out."""
+    above = (row for row in found.rows if row.level > found.applied_level)
+    worse = (row for row in above if row.repeats is None and row.outcome is not None)
+    return [f"level{row.level}:no_improving_candidate" for row in worse]
+
+
+def _generic(found: Findings) -> str:
+    rows = found.rows
+    if found.by_goal or not found.is_run:
+        return ""
+    if not rows:
+        return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
+    if len(rows) == 1:
+        return "Nothing was searched; level 1 and above may save memory."
+    if found.plan.is_empty and found.dropped:
+        return _what_stays(rows)
+    if found.plan.is_empty and all(row.plan.is_empty for row in rows):
+        limit = found.resolved.options.max_slowdown
+        quick = f" and takes at most {limit:g} times as long" if limit else ""
+        return f"No plan that was found lowers the measured peak of this step{quick}. {_what_stays(rows)}".rstrip()
+    before, after = measured_at(rows, 0), found.measured
+    if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
+        return "Other plans, from the fastest to the smallest: --frontier; the fastest within a limit: --budget."
+    return ""
+
+
+def _what_stays(rows: list[LevelRow]) -> str:
+    original = measured_at(rows, 0)
+    if original is None:
+        return ""
+    share = original.resident_bytes / original.allocated_peak_bytes
+    return f"What no plan makes smaller (parameters, gradients, buffers, inputs and the like) is {share:.0%} of it."
+
+
+def _measured_sentence(found: Findings) -> str:
+    """``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a number or a plan."""
+    before, after = measured_at(found.rows, 0), found.measured
+    if before is None or after is None or found.plan.is_empty:
+        return ""
+    peaks = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
+    return f"Measured: {peaks}, step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}."

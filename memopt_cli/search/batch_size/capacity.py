@@ -1,0 +1,110 @@
+"""How much memory a device has, and how much of it is free."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memopt_cli.errors import MeasurementError
+from memopt_cli.text.units import format_bytes
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_MEMINFO = Path("/proc/meminfo")
+_SPARED = 0.9
+"""Share of what the machine has available that a run may take: the interpreter needs some, and so do others."""
+_NAMED_HOLDERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The memory a process may use, and what sets the limit."""
+
+    device_bytes: int
+    limited_by: str
+
+
+def device_capacity(device: str) -> Capacity:
+    """CUDA: the device's memory.  CPU: the least of the machine's memory, the cgroup's limit and the process's."""
+    if device.startswith("cuda"):
+        import torch  # which a run on the CPU does without, here
+
+        return Capacity(torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(device))
+    limits = [Capacity(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory")]
+    for path in _CGROUP_LIMITS:
+        text = Path(path).read_text().strip() if Path(path).is_file() else "max"
+        if text.isdigit():
+            limits.append(Capacity(int(text), "the control group's memory limit"))
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(Capacity(address_space, "the process's address space limit"))
+    return min(limits, key=lambda limit: limit.device_bytes)
+
+
+def free_capacity(device: str) -> Capacity:
+    """What a share of the device, such as 90 %, is a share of.
+
+    CUDA: what NVML says is free, with the processes that hold the rest.  CPU: as :func:`device_capacity`, for the
+    system gives way to what is needed.  Raises :class:`MeasurementError` where NVML does not answer.
+    """
+    if not device.startswith("cuda"):
+        return device_capacity(device)
+    import torch
+
+    total = device_capacity(device)
+    free, holders = _ask_nvml(str(torch.cuda.get_device_properties(device).uuid))
+    others = f"; held by others: {', '.join(holders)}" if holders else ""
+    text = f"{format_bytes(free)} free of the {format_bytes(total.device_bytes)} of {total.limited_by}{others}"
+    return Capacity(free, text)
+
+
+def runnable_bytes(device: str) -> int:
+    """What a run may take here and now without others being ended for it.
+
+    Where NVML does not tell what a CUDA device has free, all of it: running out of it ends nobody else.
+    """
+    if device.startswith("cuda"):
+        try:
+            return free_capacity(device).device_bytes
+        except MeasurementError:
+            return device_capacity(device).device_bytes
+    available = device_capacity(device).device_bytes
+    if _MEMINFO.is_file():
+        kibibytes = _MEMINFO.read_text().partition("MemAvailable:")[2].split()[:1]
+        available = min(available, *(int(number) * 1024 for number in kibibytes))
+    return int(available * _SPARED)
+
+
+def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
+    """Free bytes of a device, and who else holds how much of it, most first."""
+    try:
+        import pynvml
+    except ImportError as err:
+        raise MeasurementError(
+            "a share of a CUDA device's memory cannot be found without NVML",
+            hint="pip install nvidia-ml-py, or give bytes: --memory 24GiB.",
+        ) from err
+    try:
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+            free = int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+            return free, list(_holders(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as err:
+        raise MeasurementError(
+            f"NVML does not say what the device has free: {err}", hint="Give bytes: --memory 24GiB."
+        ) from err
+
+
+def _holders(processes: list[Any]) -> Iterator[str]:
+    others = [p for p in processes if p.pid != os.getpid()]
+    for process in sorted(others, key=lambda p: -(p.usedGpuMemory or 0))[:_NAMED_HOLDERS]:
+        held = f" with {format_bytes(process.usedGpuMemory)}" if process.usedGpuMemory else ""
+        yield f"process {process.pid}{held}"
+    if len(others) > _NAMED_HOLDERS:
+        yield f"{len(others) - _NAMED_HOLDERS} more"

@@ -1,0 +1,145 @@
+"""The ``batch_shaping:`` section of a YAML file, read strictly: an unknown key or a value out of range is an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from memopt_cli.errors import UsageError, shortened
+from memopt_cli.records import FileHeader, from_data
+from memopt_cli.text.documents import read_mapping
+
+Layout = Literal["contiguous", "channels_last", "packed_sequence"]
+
+
+def _require_share(name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise UsageError(f"{name} is {value!r}; it must be a share above 0 and at most 1")
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise UsageError(f"{name} is {value!r}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveSizing:
+    """How :class:`~memopt_cli.batching.sizer.AdaptiveBatchSizer` chooses the batch size."""
+
+    enabled: bool = True
+    """``False``: the batch size stays as it is."""
+    target_memory_usage: float = 0.8
+    """Share of the device's capacity that a step's peak should reach, in (0, 1]."""
+    min_batch_size: int = 1
+    max_batch_size: int = 128
+    adaptation_interval: int = 10
+    """Calls between two changes; danger is answered at once."""
+    performance_window: int = 50
+    """Observations kept for the memory model, and the time constant of the loss average, in calls."""
+
+    def __post_init__(self) -> None:
+        _require_share("target_memory_usage", self.target_memory_usage)
+        _require_positive("min_batch_size", self.min_batch_size)
+        _require_positive("adaptation_interval", self.adaptation_interval)
+        _require_positive("performance_window", self.performance_window)
+        if self.max_batch_size < self.min_batch_size:
+            raise UsageError(f"max_batch_size {self.max_batch_size} is below min_batch_size {self.min_batch_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizationHints:
+    """Memory layout of a tensor that goes into an operation."""
+
+    attention: Layout = "contiguous"
+    convolution: Layout = "channels_last"
+    recurrent: Layout = "packed_sequence"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAwareShaping:
+    """How :class:`~memopt_cli.batching.shaper.MemoryAwareShaper` reshapes and lays out tensors."""
+
+    memory_threshold: float = 0.9
+    """Share of the device's capacity that no copy may exceed, in (0, 1]."""
+    preserve_gradients: bool = True
+    """Reshaped tensors stay in the autograd graph."""
+    optimization_hints: OptimizationHints = OptimizationHints()
+
+    def __post_init__(self) -> None:
+        _require_share("memory_threshold", self.memory_threshold)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertThresholds:
+    """When :class:`~memopt_cli.batching.monitor.PerformanceMonitor` raises an alert."""
+
+    memory_usage: float = 0.95
+    """Share of the device's capacity, in (0, 1]."""
+    throughput_drop: float = 0.2
+    """Share of the older throughput that was lost, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        _require_share("memory_usage", self.memory_usage)
+        _require_share("throughput_drop", self.throughput_drop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerformanceMonitoring:
+    """What :class:`~memopt_cli.batching.monitor.PerformanceMonitor` keeps."""
+
+    enabled: bool = True
+    """``False``: nothing is recorded."""
+    metrics_window: int = 100
+    """Batches kept."""
+    alert_thresholds: AlertThresholds = AlertThresholds()
+
+    def __post_init__(self) -> None:
+        _require_positive("metrics_window", self.metrics_window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What :class:`~memopt_cli.batching.validator.BatchShapeValidator` checks."""
+
+    strict_mode: bool = False
+    """An invalid shape raises instead of being reported."""
+    hardware_checks: bool = True
+    """Shapes are held against the hardware's limits."""
+    performance_validation: bool = True
+    """Sizes that run slowly are noted (they stay valid)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShaping:
+    """The whole ``batch_shaping:`` section; what is left out has its default."""
+
+    adaptive_sizing: AdaptiveSizing = field(default_factory=AdaptiveSizing)
+    memory_aware_shaping: MemoryAwareShaping = field(default_factory=MemoryAwareShaping)
+    performance_monitoring: PerformanceMonitoring = field(default_factory=PerformanceMonitoring)
+    validation: Validation = field(default_factory=Validation)
+
+
+_BESIDE = {"recommended", *(f.name for f in fields(FileHeader))}
+"""What ``memopt`` writes next to ``batch_shaping:`` in ``*.batch.yaml``."""
+
+
+def read_batch_shaping(path: str | Path) -> BatchShaping:
+    """The ``batch_shaping:`` section of a YAML file, e.g. of the ``*.batch.yaml`` that memopt writes.
+
+    Raises :class:`UsageError` for a file that cannot be read, lacks the section, or holds an unknown key or a value
+    of the wrong type or range.
+    """
+    hint = "Write batch_shaping: and options below it."
+    data = read_mapping(Path(path), hint)
+    for key in data:
+        if key != "batch_shaping" and key not in _BESIDE:
+            raise UsageError(f"{path}: unknown key {shortened(key)}", hint="Options belong below batch_shaping:.")
+    if "batch_shaping" not in data:
+        raise UsageError(f"{path} has no batch_shaping: section", hint=hint)
+    return parse_batch_shaping(data["batch_shaping"])
+
+
+def parse_batch_shaping(data: Any) -> BatchShaping:
+    """Plain values -> the configuration; raises as :func:`read_batch_shaping` does."""
+    return from_data(BatchShaping, data, where="batch_shaping")

@@ -1,0 +1,122 @@
+"""Ways to batch sequences of the user's lengths, by the memory and time of three runs.
+
+All fit: the batch does so with the longest of the sequences, and the token budget is of as many positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memopt_cli.errors import UsageError
+from memopt_cli.records import BatchProbe, DimRange, InputSpec, LengthBatching
+from memopt_cli.search.batch_size.length_strategies import (
+    TOKEN_BUDGET,
+    BatchExtent,
+    StrategyReport,
+    compare_length_strategies,
+)
+from memopt_cli.search.batch_size.lines import fit_line
+
+RUNS = 2
+"""Beside that of the batch that is recommended."""
+_SYMBOLS = ("S", "T")
+
+
+def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | None) -> dict[str, int]:
+    """The symbol of a sequence's length, and the size of the longest, at least 2.
+
+    Raises :class:`UsageError` if the inputs have no such symbol, or it has a range.
+    """
+    symbol = next((symbol for symbol in _SYMBOLS if symbol in spec.dims), None)
+    if symbol is None:
+        raise UsageError(
+            "--lengths needs a dimension S or T in the inputs, to know which of their sizes is the length",
+            hint="Name it, for example -i BxS@int64=0..32000 --dim B=8 --dim S=128.",
+        )
+    if dim_range is not None and dim_range.symbol == symbol:
+        raise UsageError(
+            f"--lengths and a range of --dim {symbol} cannot be given together: the lengths are the sizes of {symbol}",
+            hint="Leave the range out, or the lengths.",
+        )
+    return {symbol: max(2, *lengths)}
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """``constant + linear * positions + quadratic * positions * steps``: attention makes the last term."""
+
+    constant: float
+    linear: float
+    quadratic: float
+
+    def __call__(self, extent: BatchExtent) -> float:
+        """The value for a batch."""
+        return self.constant + extent.positions * (self.linear + self.quadratic * extent.steps)
+
+
+def fit(points: Sequence[tuple[BatchExtent, float]]) -> Fit:
+    """Least squares; without the last term where it would be negative."""
+    import torch  # not before a model was run
+
+    rows = [[1.0, extent.positions, extent.positions * extent.steps] for extent, _ in points]
+    values = torch.tensor([[value] for _, value in points], dtype=torch.float64)
+    design = torch.tensor(rows, dtype=torch.float64)
+    scale = design.abs().amax(0)
+    constant, linear, quadratic = (torch.linalg.pinv(design / scale) @ values).flatten().div(scale).tolist()
+    if quadratic >= 0:
+        return Fit(constant, linear, quadratic)
+    return Fit(*fit_line([(extent.positions, value) for extent, value in points]), 0.0)
+
+
+def compare_lengths(
+    lengths: Sequence[int],
+    *,
+    batch: int,
+    runnable: int,
+    budget_bytes: int,
+    seed: int,
+    probe: Callable[[int, int], BatchProbe],
+) -> tuple[LengthBatching, ...]:
+    """The four ways to make batches, of ``batch`` sequences or of as many positions.
+
+    ``batch`` of the longest fit into ``budget_bytes``.  ``probe(batch, steps)`` measures ``runnable`` sequences, and
+    as many positions in shorter ones.
+    """
+    longest = max(2, *lengths)
+    sizes = ((runnable, longest), (runnable, longest // 2), (2 * runnable, longest // 2))
+    runs = [(BatchExtent(sequences=n, steps=steps, positions=n * steps), probe(n, steps)) for n, steps in sizes]
+    memory = fit([(extent, run.allocated_peak_bytes) for extent, run in runs])
+    step_s = fit([(extent, run.step_s) for extent, run in runs])
+    fastest_s = min(run.step_s / extent.positions for extent, run in runs)
+
+    def compare(max_tokens: int) -> tuple[StrategyReport, ...]:
+        return compare_length_strategies(
+            lengths,
+            batch_size=batch,
+            max_tokens=max_tokens,
+            memory=lambda extent: round(memory(extent)),
+            # Far below what was run the line may end under zero.
+            step_s=lambda extent: max(fastest_s * extent.positions, step_s(extent)),
+            seed=seed,
+        )
+
+    max_tokens = batch * longest
+    while _tokens_peak(reports := compare(max_tokens)) > budget_bytes and max_tokens > longest:
+        max_tokens = max(longest, max_tokens * 9 // 10)
+    return tuple(
+        LengthBatching(
+            name=report.strategy,
+            batch=None if report.strategy == TOKEN_BUDGET else batch,
+            max_tokens=max_tokens if report.strategy == TOKEN_BUDGET else None,
+            batches=report.batches,
+            waste=report.waste,
+            peak_bytes=report.peak_bytes or 0,
+            epoch_s=report.epoch_s or 0.0,
+        )
+        for report in reports
+    )
+
+
+def _tokens_peak(reports: Sequence[StrategyReport]) -> int:
+    return next(report.peak_bytes or 0 for report in reports if report.strategy == TOKEN_BUDGET)

@@ -1,0 +1,69 @@
+"""What bounds the steps that a search for a batch runs, and those that it recommends."""
+
+from __future__ import annotations
+
+import math
+
+from memopt_cli.errors import UsageError
+from memopt_cli.records import DeviceProfile
+from memopt_cli.search.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
+from memopt_cli.search.batch_size.runs import TARGET_SHARE, Limits
+from memopt_cli.text.units import exact_bytes, format_bytes
+
+
+def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_of: int = 1) -> Limits:
+    """``memory`` in bytes, or as a float the share of what the device has free."""
+    whole = device_capacity(device)
+    if isinstance(memory, float):
+        free = free_capacity(device)
+        budget, name = int(free.device_bytes * memory), f"{100 * memory:g} % of {free.limited_by}"
+    else:
+        budget, name = memory, f"--memory {exact_bytes(memory)}"
+    return Limits(
+        budget_bytes=budget,
+        device_bytes=whole.device_bytes,
+        runnable_bytes=runnable_bytes(device),
+        name=name,
+        longest_step_s=longest_step_s,
+        multiple_of=multiple_of,
+    )
+
+
+def limits_of_device(device: str, longest_step_s: float, *, aim: float) -> Limits:
+    """Where no memory is asked for: the usual share of all that the device has, free or not."""
+    capacity = device_capacity(device)
+    budget = int(capacity.device_bytes * TARGET_SHARE)
+    return Limits(
+        budget_bytes=budget,
+        device_bytes=capacity.device_bytes,
+        runnable_bytes=budget,
+        name=f"{100 * TARGET_SHARE:g} % of {capacity.limited_by}",
+        longest_step_s=longest_step_s,
+        aim=aim,
+    )
+
+
+def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_of: int) -> Limits:
+    """Of a device that is not here, where no step runs: ``memory`` in bytes, or as a float the share of a card's.
+
+    Raises :class:`UsageError` for more than a card has.
+    """
+    if isinstance(memory, float):
+        assert card is not None, "checked before"
+        budget, name = int(card.memory_bytes * memory), f"{100 * memory:g} % of the memory of {card.name}"
+    else:
+        budget, name = memory, f"--memory {exact_bytes(memory)}"
+    if card is not None and budget > card.memory_bytes:
+        raise UsageError(
+            f"{card.name} has {format_bytes(card.memory_bytes)} for a process, less than {exact_bytes(budget)}",
+            hint="Give less --memory, or a larger card.",
+        )
+    return Limits(
+        budget_bytes=budget,
+        device_bytes=budget if card is None else card.memory_bytes,
+        runnable_bytes=0,
+        name=name,
+        longest_step_s=math.inf,
+        multiple_of=multiple_of,
+        probes=0,
+    )

@@ -1,0 +1,113 @@
+"""How many copies of a model train fastest as one: each number is run once, at one batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from memopt_cli.records import BatchProbe, Failure, NoBatchFits, OutOfMemory, ReplicaAdvice, StepFailed, describe
+from memopt_cli.search.batch_size.lines import fit_line
+from memopt_cli.search.batch_size.runs import Limits
+from memopt_cli.text.units import format_bytes, format_copies
+
+CHOOSING = 4
+"""Choosing a route takes about so many times the memory of a step, for a moment."""
+_PATIENCE = 2
+"""Numbers in a row that train no faster than a smaller one before the search ends."""
+_WORTH_A_RUN = 1.25
+"""The most copies that fit are run if they are so many times as many as the last that were."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplicaSearch:
+    """The search of one answer.
+
+    The peak is taken to be ``a + c * copies``, fitted to the last two runs: at one batch size each copy adds its
+    parameters, gradients and activations.
+    """
+
+    probe: Callable[[int], BatchProbe | Failure]
+    """Number of copies -> the peak and the time of their step, measured."""
+    limits: Limits
+    batch: int
+    """Of each copy."""
+    outcomes: dict[int, BatchProbe | Failure] = field(default_factory=dict)
+    """What became of each number that was run."""
+
+    def fastest(self, sizes: Sequence[int]) -> ReplicaAdvice | NoBatchFits | Failure:
+        """Run ``sizes``, ascending, as far as they fit and train faster.
+
+        No batch fits where not even the fewest do; a failure is that of the last run, and no copies can be batched.
+        """
+        stop = ""
+        for size in sizes:
+            stop = self._beyond(size)
+            if stop:
+                self._run_most()
+            if stop := stop or self._run(size):
+                break
+        last = [*self.outcomes.values()][-1]
+        if isinstance(last, StepFailed) or not (self.runs or isinstance(last, OutOfMemory)):
+            assert not isinstance(last, BatchProbe)
+            return last
+        if not self.fitting:
+            return NoBatchFits(batch=self.batch, budget_bytes=self.limits.budget_bytes, reason=stop)
+        return self.advice(stop or f"--replicas {sizes[-1]}")
+
+    @property
+    def runs(self) -> list[BatchProbe]:
+        """Those that gave a number, in the order of the runs."""
+        return [run for run in self.outcomes.values() if isinstance(run, BatchProbe)]
+
+    @property
+    def fitting(self) -> list[BatchProbe]:
+        """The runs within the budget."""
+        return [run for run in self.runs if run.allocated_peak_bytes <= self.limits.budget_bytes]
+
+    def advice(self, limited_by: str) -> ReplicaAdvice:
+        """The fastest of the runs so far, of which one fits."""
+        return ReplicaAdvice(
+            fastest=max(self.fitting, key=lambda run: run.samples_per_s).replicas,
+            probes=tuple(sorted(self.runs, key=lambda run: run.replicas)),
+            limited_by=limited_by,
+        )
+
+    def _beyond(self, size: int) -> str:
+        """Why so many copies are not to be run; empty if they may be."""
+        if not self.runs:
+            return ""
+        last, peak_bytes = self.runs[-1], self._peak_bytes(size)
+        if peak_bytes > self.limits.budget_bytes and len(self.runs) > 1:
+            return self.limits.name
+        if peak_bytes * CHOOSING > self.limits.runnable_bytes:
+            free = format_bytes(self.limits.runnable_bytes)
+            return f"this machine, where {free} are free and choosing a route takes {CHOOSING} times a step's memory"
+        if last.step_s * size / last.replicas > self.limits.longest_step_s:
+            return f"the time of a step ({self.limits.longest_step_s:g} s)"
+        return ""
+
+    def _run(self, size: int) -> str:
+        """Run so many copies; why no more are to be run, empty if they may be."""
+        found = self.outcomes[size] = self.probe(size)
+        if not isinstance(found, BatchProbe):
+            return f"a run of {format_copies(size)}: {describe(found)}"
+        if found.allocated_peak_bytes > self.limits.budget_bytes:
+            return self.limits.name
+        rates = [run.samples_per_s for run in self.runs]
+        return "more copies train no faster" if len(rates) - rates.index(max(rates)) > _PATIENCE else ""
+
+    def _run_most(self) -> None:
+        """Run the most copies that fit by the fit, if they are many more than those that were run."""
+        if len(self.runs) < 2:
+            return
+        intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])
+        most = int((min(self.limits.budget_bytes, self.limits.runnable_bytes / CHOOSING) - intercept) // slope)
+        if most >= _WORTH_A_RUN * self.runs[-1].replicas and not self._beyond(most):
+            self._run(most)
+
+    def _peak_bytes(self, size: int) -> float:
+        """By the fit; in proportion after a single run."""
+        if len(self.runs) == 1:
+            return self.runs[0].allocated_peak_bytes * size / self.runs[0].replicas
+        intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])
+        return intercept + slope * size

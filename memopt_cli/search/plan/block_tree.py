@@ -1,0 +1,262 @@
+"""A recorded step as a tree of blocks, with what each keeps for backward and what it needs beside that.
+
+Where a storage is kept for backward by several operators, the first that takes it as an input pays for it: a block pays
+for its input and not for its output, so what is paid adds up over blocks that follow each other::
+
+    x ──► linear ──► h ──► relu ──► y ──► linear ──► z
+
+    keeps    x              y            y            relu keeps what it gave, linear what it was given
+    pays     x              –            y            12 bytes each: 24 in all, not 36
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace
+from memopt_cli.search.plan.cost_model import CostModel, Rerun, packed_inputs, packing_s
+from memopt_cli.search.plan.keeping import Costly, costly_calls
+from memopt_cli.search.plan.operator_bytes import OperatorBytes
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One call of a module, or (without a module) operators that a module runs between the calls of its children."""
+
+    path: str
+    kept_bytes: int
+    """What is kept for backward that it pays for."""
+    peak_bytes: int
+    """Most bytes at any instant of its forward or backward, nothing that is kept for backward counted."""
+    again_bytes: int = 0
+    """As ``peak_bytes``, its forward running again beside what its backward finds: gradients, above all."""
+    packed_bytes: int = 0
+    """As ``kept_bytes``, with packing."""
+    forward_bytes: int = 0
+    """As ``peak_bytes``, with what is inside held as forward alone would: a segment's first run."""
+    packed_peak_bytes: int = 0
+    """As ``peak_bytes``, with packing: what is packed for backward is held whole by forward as well, as long as it
+    would hold it by itself."""
+    resident_bytes: int = 0
+    """Of ``peak_bytes``, what stays whatever is done here: parameters, their gradients so far, inputs."""
+    rerun: Rerun = field(default_factory=Rerun)
+    """What running its forward again takes."""
+    costly: tuple[Costly, ...] = ()
+    """Its costly calls and those of what is below, in their order."""
+    input_bytes: int = 0
+    """Of what a segment would hold as it is and nobody else holds."""
+    packed_input_bytes: int = 0
+    """The same in :attr:`compressor`."""
+    compressor: CompressorName = "null"
+    packing_s: float = 0.0
+    """What packing its input takes, unpacking included."""
+    input_shape: tuple[int, ...] = ()
+    """Of the first of its inputs."""
+    given_bytes: int = 0
+    """Of its inputs, whoever holds them."""
+    output_bytes: int = 0
+    state_bytes: int = 0
+    """What one chunk of it leaves to the next in attributes."""
+    refusal: str = ""
+    """Why it cannot be a segment; empty if it can."""
+    children: tuple[Block, ...] = ()
+    """In the order of execution; empty for operators that are not looked into."""
+    is_round: bool = False
+    """Calls that no module makes: its backward is over when what follows begins, and nothing of it is kept then."""
+    signature: int = 0
+    """Equal for blocks that do the same on tensors of the same sizes."""
+
+    def __iter__(self) -> Iterator[Block]:
+        """This block and those below it."""
+        yield self
+        for child in self.children:
+            yield from child
+
+
+def block_tree(model: CostModel) -> Block:
+    """The tree of a recorded step."""
+    return _Builder(model).build()
+
+
+@dataclass(slots=True)
+class _Node:
+    """A call of a module; or a round: calls in turn, in no module, and their backward, as a step of one's own has."""
+
+    call: ModuleCall
+    """Of a round as those around see it: over when what follows begins."""
+    children: list[_Node] = field(default_factory=list)
+    around: ModuleCall | None = None
+    """Of a round: from its first operator to that at which the first backward begins, and all of backward."""
+
+
+def _nest(calls: Sequence[ModuleCall]) -> _Node:
+    """The calls as a tree, each within the one that made it."""
+    root = _Node(calls[0])
+    around = [root]
+    for call in calls[1:]:
+        while around[-1].call.end <= call.start and len(around) > 1:
+            around.pop()
+        node = _Node(call)
+        around[-1].children.append(node)
+        around.append(node)
+    return root
+
+
+def _rounds(nodes: Sequence[_Node], ops: int) -> _Node:
+    """The calls that no other made, those whose backward is over before the next call together in a round within."""
+    turn: list[_Node] = []
+    for node in nodes:
+        first = len(turn)
+        while first and not turn[first - 1].around and turn[first - 1].call.backward_end <= node.call.start:
+            first -= 1
+        if len(turn) > first:
+            turn[first:] = [_round(turn[first:], node.call.start)]
+        turn.append(node)
+    return _round(turn, ops)
+
+
+def _round(parts: list[_Node], stop: int) -> _Node:
+    """``stop``: the operator at which what follows begins."""
+    backward = [c for c in (part.call for part in parts) if c.backward]
+    start, end = parts[0].call.start, parts[-1].call.end
+    first = min((c.backward_start for c in backward), default=stop)
+    around = ModuleCall(
+        path="",
+        start=start,
+        end=max(end, first),
+        backward_start=max(end, first),
+        backward_end=max((c.backward_end for c in backward), default=max(end, first)),
+        inputs=(),
+        outputs=(),
+    )
+    over = max(around.end, around.backward_end)
+    return _Node(replace(around, end=over, backward_start=over, backward_end=over), parts, around)
+
+
+def _backward_edges(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range]:
+    """Backward of the operators between calls: between the backwards of those calls, last first."""
+    upper = [call.backward_end]
+    for child in calls:
+        upper.append(min(upper[-1], child.backward_start) if child.backward else upper[-1])
+    lower = [call.backward_start]
+    for child in reversed(calls):
+        lower.append(max(lower[-1], child.backward_end))
+    lower.reverse()
+    return [range(low, max(low, high)) for low, high in zip(lower, upper, strict=True)]
+
+
+class _Builder:
+    def __init__(self, model: CostModel) -> None:
+        self._model = model
+        self._trace = model.trace
+        self._costly = costly_calls(model.trace, model.seconds)
+        self._bytes = OperatorBytes(model.trace)
+
+    def build(self) -> Block:
+        if not self._trace.calls[0].path:
+            return self._block(_nest(self._trace.calls))
+        # A step of one's own runs its models in no module.
+        whole = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
+        nodes = _nest([whole, *self._trace.calls]).children
+        return self._block(_rounds(nodes, len(self._trace.ops)))
+
+    def _round(self, around: ModuleCall, parts: Sequence[_Node]) -> Block:
+        block = self._span("", around.forward, around.backward, around.end)
+        block.children = tuple(self._children(around, parts))
+        block.refusal = "the step runs its models one by one"
+        block.is_round = True
+        block.signature = hash(("round", block.signature, tuple(child.signature for child in block.children)))
+        return block
+
+    def _block(self, node: _Node) -> Block:
+        if node.around is not None:
+            return self._round(node.around, node.children)
+        call = node.call
+        children = tuple(self._children(call, node.children))
+        module = self._model.modules[call.path]
+        inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
+        paid = [self._trace.storages[s] for s in inputs if self._bytes.payer.get(s, call.start) >= call.start]
+        rerun = self._model.rerun(call)
+        own = self._span(call.path, call.forward, call.backward, rerun.stop)
+        own.forward_bytes = self._bytes.forward_alone(call)
+        own.rerun = rerun
+        own.input_bytes = sum(storage.nbytes for storage in paid)
+        own.packing_s = packing_s(self._trace, sum(storage.packing_bytes for storage in paid), len(inputs))
+        own.packed_input_bytes, own.compressor = self._packed(module, call)
+        own.input_shape = tuple(module.input_shape)
+        own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
+        own.output_bytes = sum(self._trace.storages[s].nbytes for s in {*call.outputs})
+        own.state_bytes = module.state_bytes
+        own.refusal = module.refusal if call.backward else "nothing in it is differentiated"
+        own.children = children
+        own.signature = hash(
+            (
+                own.signature if not children else None,
+                tuple(child.signature for child in children),
+                own.kept_bytes,
+                own.packed_input_bytes,
+                own.input_bytes,
+                own.input_shape,
+                own.output_bytes,
+                own.refusal,
+                module.class_name,
+            )
+        )
+        return own
+
+    def _children(self, call: ModuleCall, parts: Sequence[_Node]) -> Iterator[Block]:
+        """The calls right below, and the operators between them."""
+        if not parts:
+            return
+        calls = [part.call for part in parts]
+        edges = [call.start, *(edge for c in calls for edge in (c.start, c.end)), call.end]
+        backward = _backward_edges(call, calls)
+        gaps = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
+        for index, gap in enumerate(gaps):
+            span = self._span("", gap, backward[index], gap.stop)
+            if span.kept_bytes or gap:
+                yield span
+            if index < len(parts):
+                yield self._block(parts[index])
+
+    def _span(self, path: str, forward: range, backward: range, stop: int) -> Block:
+        """``stop``: the operator before which running it again ends."""
+        known, ops = self._bytes, [*forward, *backward]
+        first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
+        passed, passed_whole = known.passed(forward, backward)
+        base = {i: known.base[i] + passed[i] for i in ops}
+        kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (known.paid, known.paid_packed))
+        outside = max(passed.values(), default=0), max((known.whole[i] for i in ops), default=0)
+        highest = max((base[i] for i in forward if i < stop), default=0)
+        found, before = (known.entry[r.start] if r.start < len(known.entry) else 0 for r in (backward, forward))
+        fallback = known.base[forward.start] if forward.start < len(known.base) else 0
+        return Block(
+            path=path,
+            kept_bytes=kept,
+            packed_bytes=packed,
+            peak_bytes=max(base.values(), default=fallback),
+            packed_peak_bytes=max((known.base[i] + passed_whole[i] + known.whole[i] for i in ops), default=fallback),
+            again_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
+            resident_bytes=max((known.resident[i] for i in backward), default=0),
+            costly=tuple(self._costly[first:last]),
+            refusal="no module runs these operators alone",
+            signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),
+        )
+
+    def _packed(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
+        """What the inputs take in the codec of this module, step inputs included: those are stored once more."""
+        codecs: tuple[CompressorName, ...] = (module.compressor, "parts")
+        for codec in codecs:
+            packed = packed_inputs(self._trace, module, call, codec) if codec != "null" else {}
+            if packed:
+                return sum(packed.values()), codec
+        return 0, "null"
+
+
+def repeated(root: Block) -> set[str]:
+    """Paths of modules that are called more than once a step."""
+    calls = Counter(block.path for block in root if block.path)
+    return {path for path, count in calls.items() if count > 1}

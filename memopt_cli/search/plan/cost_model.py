@@ -1,0 +1,434 @@
+"""What a plan will cost, from one recorded step of the original: a replay of its operators, without running any.
+
+The replay moves the life of every storage as the plan does.  Within a segment forward frees what only autograd would
+have kept; right before the segment's backward its operators run once more, and what autograd keeps then lives as long
+as it did.  Segments nest: inside a recomputation, an inner segment is in its own forward again.  A segment in chunks
+runs them one after another, so one chunk's share of what is inside it is alive at a time.
+
+All of it is arithmetic on :class:`~memopt_cli.records.StepTrace`; a plan takes milliseconds.  A dry run is the
+authority (:func:`memopt_cli.trace.count`); this is for finding what is worth one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from memopt_cli.records import (
+    ChunkRule,
+    CompressorName,
+    ModuleCall,
+    ModuleTrace,
+    OpTrace,
+    Plan,
+    Prediction,
+    SegmentPlan,
+    StepTrace,
+    StorageTrace,
+    ancestry,
+)
+from memopt_cli.search.plan.keeping import kept_calls
+from memopt_cli.search.plan.replay import Original, Replay, ReplayedSegment
+
+_PACKING_BYTES_PER_S = 1e9
+"""Where it was not measured: of the order of two copies of the tensor."""
+OP_S = 1.5e-6
+"""Time that an operator takes however small its tensors are: what chunks add, in forward, recomputation and backward.
+Fitted, as are the five that follow, to layers of a few numbers in 1 to 4 chunks (``benchmarks/overhead.py``)."""
+PRODUCT_S = 40e-6
+"""What it is more of a convolution or a product of matrices."""
+SEGMENT_S = 1.5e-3
+"""What a run of a segment takes beside its operators, forward and recomputation together: state, hooks, generators."""
+MODULE_S = 50e-6
+"""What each module in it adds: its state is noted, and put back."""
+SEGMENT_OP_S = 14e-6
+"""What it adds to every operator in it: hooks on what autograd saves."""
+_PACKING_S = 150e-6
+"""What packing a small tensor takes and unpacking it again."""
+KEEP_OP_S = 20e-6
+"""What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
+NORM_S = 0.9e-3
+"""What each norm adds to a chunk where batch statistics are gathered: it is a dozen small operators then,
+in forward, in recomputation and in backward, whether it is measured or normalizes."""
+_NORM_SHARE = 0.4
+"""What these take for many numbers, of what the norm's own kernel takes: measured 0.48, normalized 0.33."""
+_FLOPS_PER_S = 5e10
+"""Where no operator was timed: only ratios of the times count then."""
+_LEAST_S = 15e-6
+"""There, of an operator."""
+
+
+def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
+    """Seconds that it takes to pack so many tensors of so many bytes together, checks included, and to unpack them."""
+    return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S) + tensors * _PACKING_S
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Those over the chunks of a segment that each gather the statistics of one more of its batch norms, together."""
+
+    norms: int = 0
+    """A pass ends at each."""
+    ops: int = 0
+    """Operators of forward that they run, each counted once for every pass that runs it."""
+    seconds: float = 0.0
+    """What these add in forward and in recomputation together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """What running the forward of one call again takes, and what it is made of: each takes time, however small."""
+
+    stop: int = 0
+    """The operator before which it ends: autograd has then what it saved."""
+    seconds: float = 0.0
+    ops: int = 0
+    """Of the whole forward."""
+    products: int = 0
+    """Of these, convolutions and products of matrices."""
+    modules: int = 0
+    """In it, itself among them."""
+    passes: Passes = Passes()
+    """Those that precede it if it gathers batch statistics."""
+    scale: float = 1.0
+    """See :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
+
+    def overhead_s(self, segment: SegmentPlan) -> float:
+        """What the call takes as a segment beside that and packing its inputs, in seconds."""
+        passes = self.passes if segment.gathers else Passes()
+        runs = segment.chunks * (1 + passes.norms)
+        times = segment.chunks * (1 + passes.ops / max(1, self.ops))  # that an operator runs, in all of them together
+        per_op_s = SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)
+        watched_s = runs * (SEGMENT_S + self.modules * MODULE_S) + times * self.ops * per_op_s
+        chunked_s = 3 * (times - 1) * (self.ops * OP_S + self.products * PRODUCT_S)
+        met = passes.norms * (passes.norms + 3) // 2  # one norm in the first pass, two in the second ... all at last
+        norms_s = segment.chunks * met * NORM_S
+        states_s = self.seconds * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
+        return self.scale * (watched_s + chunked_s + norms_s) + passes.seconds + states_s
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNorm:
+    """A norm by the statistics of a batch, as operators of a step."""
+
+    op: int
+    source: int
+    """What makes the tensor that it normalizes."""
+    nbytes: int = 0
+    """Of that tensor."""
+
+
+def batch_norms(trace: StepTrace) -> list[BatchNorm]:
+    """Those of forward, in their order.  One that normalizes by given statistics makes nothing but its output."""
+
+    def finds(op: OpTrace) -> bool:
+        made = sum(trace.storages[index].nbytes > 0 for index in op.makes)
+        return op.phase == "forward" and "batch_norm" in op.name and made > 1
+
+    def given(op: OpTrace) -> StorageTrace:
+        return max((trace.storages[index] for index in op.reads), key=lambda storage: storage.nbytes)
+
+    found = [(index, given(op)) for index, op in enumerate(trace.ops) if finds(op)]
+    return [BatchNorm(index, storage.born, storage.nbytes) for index, storage in found]
+
+
+def trained_input_bytes(trace: StepTrace, call: ModuleCall) -> int:
+    """Of what a call is given and needs gradients: as large a tensor before a norm links the passes that meet there."""
+    return sum(trace.storages[index].nbytes for index in call.inputs if trace.storages[index].kind == "activations")
+
+
+def statistics_passes(
+    elapsed: Sequence[float], norms: Sequence[BatchNorm], start: int, stop: int, given_bytes: int
+) -> Passes:
+    """Over these operators; ``norms`` are those of the step, ``elapsed`` the seconds before every operator.
+
+    ``given_bytes``: :func:`trained_input_bytes`.
+    """
+    within = norms[_first_from(norms, start) : _first_from(norms, stop)]
+    seconds = saved_s = 0.0
+    for norm in within:
+        norm_s = elapsed[norm.op + 1] - elapsed[norm.op]
+        handed_on_s = elapsed[norm.source + 1] - elapsed[norm.source] if norm.source >= start else 0.0
+        until_s = elapsed[norm.op] - elapsed[start] - saved_s
+        if norm.nbytes <= given_bytes:
+            seconds += 2 * until_s - handed_on_s
+        else:  # the next pass goes back over it, too
+            seconds += 4 * until_s
+        seconds += _NORM_SHARE * norm_s
+        saved_s += (1 - _NORM_SHARE) * norm_s
+    ops = sum(norm.op + 1 - start for norm in within)
+    return Passes(norms=len(within), ops=ops, seconds=seconds - 2 * saved_s)  # in the last pass too
+
+
+def _first_from(norms: Sequence[BatchNorm], op: int) -> int:
+    return bisect.bisect_left(norms, op, key=lambda norm: norm.op)
+
+
+_MOST_CHUNKS = 256
+"""Of a segment: more of them save next to nothing beside the weights, and a dry run of 2048 takes more than a minute
+(four blocks of two layers, 64 features, batch 2048)."""
+
+
+def chunk_counts(length: int, factor: int) -> Iterator[int]:
+    """Numbers of chunks worth a try, each about ``factor`` times the one before, up to ``length`` of them.
+
+    Of those whose longest chunk is equally long the least; ``factor`` 1: all of these.
+    """
+    chunks = 1
+    while chunks < length:
+        shorter = math.ceil(length / chunks) - 1
+        chunks = math.ceil(length / min(shorter, math.ceil(length / (chunks * factor))))
+        if chunks > _MOST_CHUNKS:
+            return
+        yield chunks
+
+
+def longest_share(chunks: int, length: int) -> float:
+    """Of the whole; ``length``: of the axis, 0 if it is not known."""
+    return math.ceil(length / chunks) / length if length else 1 / chunks
+
+
+def cut_by(rule: ChunkRule, segment: SegmentPlan, chunks: int, input_shape: Sequence[int]) -> SegmentPlan:
+    """The segment in so many chunks of what is so large, its inputs raw where chunks of them cannot be packed."""
+    cut = rule.applied(segment, chunks)
+    return replace(cut, compressor="null") if is_raw_in_chunks(cut, input_shape) else cut
+
+
+def is_raw_in_chunks(segment: SegmentPlan, input_shape: Sequence[int]) -> bool:
+    """Whether no codec packs its chunks: they are of no whole parts, and have gaps behind an axis that is not cut."""
+    return segment.chunks > 1 and (segment.compressor == "parts" or math.prod(input_shape[: segment.axis]) > 1)
+
+
+class CostModel:
+    """Prices plans of one recorded step."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.trace = trace
+        self.modules = {module.path: module for module in trace.modules}
+        self._calls: dict[str, list[ModuleCall]] = defaultdict(list)
+        for call in trace.calls:
+            self._calls[call.path].append(call)
+        timed = any(op.seconds for op in trace.ops)
+        self.packable_bytes = sum(s.nbytes for s in trace.storages if s.saved_by and s.compressor != "null")
+        """Of what autograd saves, the bytes that packing makes less of."""
+        self.peak_bytes = trace.allocated_peak_bytes
+        """Of the original."""
+        self.seconds = _timed_alike(trace) if timed else [max(_LEAST_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        """Of every operator, measured or estimated from its flops."""
+        self.step_s = sum(self.seconds)
+        """Time of the original step in seconds."""
+        self.elapsed = [0.0, *accumulate(self.seconds)]
+        """Seconds before every operator, and of all."""
+        self.norms = batch_norms(trace)
+        self._products = [0, *accumulate(op.flops > 0 for op in trace.ops)]
+        """Before every operator, and of all."""
+        self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
+        self._original = Original(trace)
+        self._ends = ends_of_recomputation(trace)
+        left = [s for s in trace.storages if s.kind == "activations" and s.died is None]
+        self._left_born = [s.born for s in left]
+        """Births, in their order, of what is there when the step has ended."""
+        self._left_bytes = [0, *accumulate(s.nbytes for s in left)]
+        self._predicted: dict[Plan, Prediction] = {}
+        self._reruns: dict[tuple[str, int, int], Rerun] = {}
+
+    def predict(self, plan: Plan) -> Prediction:
+        """The step under ``plan``: allocated peak, when it happens, and time; every plan once."""
+        if plan not in self._predicted:
+            self._predicted[plan] = self._replay(plan)
+        return self._predicted[plan]
+
+    def _replay(self, plan: Plan) -> Prediction:
+        replay = Replay(self._original, self._blocks(plan), plan.packed)
+        peak_bytes, op = replay.peak()
+        return Prediction(
+            allocated_peak_bytes=peak_bytes,
+            module=op.module,
+            step_s=self.step_s
+            + sum(map(self._added_s, replay.blocks))
+            + packing_s(self.trace, sum(replay.packed_away), len(replay.packed_away)),
+        )
+
+    def _added_s(self, block: ReplayedSegment) -> float:
+        rerun = self.rerun(block.call)
+        saved_s = sum(self.seconds[op] for op in block.kept)
+        packed_bytes = sum(self.trace.storages[s].packing_bytes for s in block.packed)
+        packing = packing_s(self.trace, packed_bytes, len(block.packed))
+        return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + packing
+
+    def rerun(self, call: ModuleCall) -> Rerun:
+        """Of a call, worked out once."""
+        key = call.path, call.start, call.end
+        if key not in self._reruns:
+            last = bisect.bisect_left(self._ends, (call.end, 0)) - 1
+            stop = max(call.start, self._ends[last][1]) if last >= 0 else call.start
+            given_bytes = trained_input_bytes(self.trace, call)
+            self._reruns[key] = Rerun(
+                stop=stop,
+                seconds=self.elapsed[stop] - self.elapsed[call.start],
+                ops=call.end - call.start,
+                products=self._products[call.end] - self._products[call.start],
+                modules=self._modules_in[call.path],
+                passes=statistics_passes(self.elapsed, self.norms, call.start, stop, given_bytes),
+                scale=self.trace.segment_overhead,
+            )
+        return self._reruns[key]
+
+    def _blocks(self, plan: Plan) -> list[ReplayedSegment]:
+        """Outer ones first, in the order of their forward."""
+        # A head that runs through its loss did so when the step was recorded: see Planner.
+        segments = [segment for segment in plan.segments if not segment.through_loss]
+        wanted = [(call, segment) for segment in segments for call in self._segment_calls(segment)]
+        wanted.sort(key=lambda pair: (pair[0].start, -pair[0].end))
+        blocks: list[ReplayedSegment] = []
+        around: list[ReplayedSegment] = []
+        for call, segment in wanted:
+            while around and around[-1].call.end <= call.start:
+                around.pop()
+            if not call.backward:
+                continue  # nothing in it is differentiated: it runs as a plain module
+            block = ReplayedSegment(call, segment, around[-1] if around else None)
+            block.stop = self.rerun(call).stop
+            block.state_bytes = self.modules[call.path].state_bytes
+            if segment.gathers:
+                first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
+                given = trained_input_bytes(self.trace, call)
+                block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.nbytes <= given)
+            block.keeps_graph = self._left_by(call) > block.state_bytes > 0
+            block.first_saver = _first_saver(self._ends, call)
+            block.length = self._length(segment)
+            share = longest_share(segment.chunks, block.length)
+            block.longest_adds_in_place = segment.chunks > 2 and share * segment.chunks > 1 + 1e-9
+            block.shares = (block.parent.shares if block.parent else 1.0) / share
+            blocks.append(block)
+            around.append(block)
+        within: dict[ReplayedSegment | None, list[ModuleCall]] = defaultdict(list)
+        for block in blocks:
+            within[block.parent].append(block.call)
+        stored: set[int] = set()
+        for block in blocks:
+            if block.parent is None:
+                block.packed = self._packed(
+                    block, stored | self._saved_before(block, blocks) if plan.packed else stored
+                )
+                stored.update(block.call.inputs if block.segment.chunks == 1 else ())
+            if block.segment.keep:
+                block.kept = self._kept(block, within[block])
+        return blocks
+
+    def _saved_before(self, block: ReplayedSegment, blocks: Sequence[ReplayedSegment]) -> set[int]:
+        """Parts of the block's inputs that autograd has saved outside of segments until then."""
+        segments = [other.call.forward for other in blocks]
+
+        def is_saved(index: int) -> bool:
+            savers = [op for op in self._original.savers[index] if op < block.call.start]
+            return any(not any(op in segment for segment in segments) for op in savers)
+
+        return set(filter(is_saved, (part for index in block.call.inputs for part in self._parts_of(index))))
+
+    def _left_by(self, call: ModuleCall) -> int:
+        """Bytes born in the call that are there when the step has ended."""
+        first, last = (bisect.bisect_left(self._left_born, edge) for edge in (call.start, call.end))
+        return self._left_bytes[last] - self._left_bytes[first]
+
+    def _kept(self, block: ReplayedSegment, within: Sequence[ModuleCall]) -> frozenset[int]:
+        others = {op for call in within for op in call.forward}
+        own = [op for op in range(block.call.start, block.stop) if op not in others]  # later ones are not kept
+        return frozenset(kept_calls(self.trace, own, block.segment.keep))
+
+    def _length(self, segment: SegmentPlan) -> int:
+        shape = self.modules[segment.path].input_shape
+        return shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
+
+    def _segment_calls(self, segment: SegmentPlan) -> Iterator[ModuleCall]:
+        for call in self._calls[segment.path]:
+            if segment.spatial_split:
+                yield from self._parts(call)
+            else:
+                yield call
+
+    def _parts(self, whole: ModuleCall) -> Iterator[ModuleCall]:
+        """The calls right below one."""
+        end = whole.start
+        calls = self.trace.calls
+        for index in range(bisect.bisect_left(calls, whole.start, key=lambda call: call.start), len(calls)):
+            call = calls[index]
+            if call.start >= whole.end:
+                break
+            if call is not whole and call.end <= whole.end and call.start >= end:
+                end = call.end
+                yield call
+
+    def _packed(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
+        """``stored``: what a concatenation need not be stored for again."""
+        codec = block.segment.compressor
+        module = self.modules[block.call.path]
+        if codec == "null" or is_raw_in_chunks(block.segment, module.input_shape):
+            return {}
+        packed = packed_inputs(self.trace, module, block.call, codec)
+        if codec != "parts":
+            return packed
+        storages = self.trace.storages
+        held = {index: sum(storages[part].nbytes for part in self._parts_of(index) & stored) for index in packed}
+        return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in held.items() if nbytes}
+
+    def _parts_of(self, storage: int) -> Set[int]:
+        """What a storage was made of."""
+        born = self.trace.storages[storage].born
+        return set(self.trace.ops[born].reads) if born >= 0 else set()
+
+
+def _timed_alike(trace: StepTrace) -> list[float]:
+    """Return the seconds of every operator: of those that do the same on as many bytes the median.
+
+    Each was timed once, the first of them often with cold caches, or while the machine did something else.
+    """
+
+    def kind(op: OpTrace) -> tuple[object, ...]:
+        tensors = (tuple(trace.storages[index].nbytes for index in held) for held in (op.reads, op.makes))
+        return (op.name, op.phase, op.flops, *tensors)
+
+    kinds = [kind(op) for op in trace.ops]
+    alike: dict[tuple[object, ...], list[OpTrace]] = defaultdict(list)
+    for op, key in zip(trace.ops, kinds, strict=True):
+        alike[key].append(op)
+    medians = {key: statistics.median(op.seconds for op in ops) for key, ops in alike.items()}
+    return [medians[key] for key in kinds]
+
+
+def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec: CompressorName) -> dict[int, int]:
+    """Those inputs of a call that a codec stores in less -> bytes.
+
+    Of a storage that autograd saves it is known whether bits or bytes hold it.  Of others, and of codecs that look at
+    more, only the share is known that the module's inputs take in its codec: every input is taken to have that.
+    """
+    inputs = {index: trace.storages[index] for index in call.inputs}
+    packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == codec}
+    if not packed and module.compressor == codec:
+        share = module.packed_input_bytes / max(1, module.input_bytes)
+        packed = {index: int(s.nbytes * share) for index, s in inputs.items()}
+    return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}
+
+
+def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
+    """Every operator of forward that autograd saves something for, and where running up to it again ends; in order.
+
+    What an operator is given autograd saves before it runs, what it makes afterwards.
+    """
+    ends: dict[int, int] = {}
+    for index, storage in enumerate(trace.storages):
+        for op in storage.saved_by:
+            if trace.ops[op].phase == "forward":
+                is_made = storage.born >= op or index in trace.ops[op].mutates
+                ends[op] = max(ends.get(op, 0), op + is_made)
+    return sorted(ends.items())
+
+
+def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
+    first = bisect.bisect_left(ends, (call.start, 0))
+    return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None

@@ -1,0 +1,53 @@
+"""What a level says: the means that a plan may use, and those that one does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memopt_cli.records import ModuleTrace, Plan, SearchOptions
+from memopt_cli.search.plan.interface import is_within
+from memopt_cli.search.plan.segment_ways import Allowed
+from memopt_cli.search.plan.targets import asked_for
+from memopt_cli.search.plan.ways import Limits, spent_by
+
+NESTED, CHUNKS, KEPT = 2, 3, 4
+"""The levels from which segments may lie in others, run in chunks and through losses, and keep outputs."""
+
+
+def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: Limits) -> Allowed:
+    """The means of a level, of the modules that were asked for; from level 2 on what lies in them counts as asked for.
+
+    Raises :class:`PlanError` for a target that matches nothing that can be a segment.
+    """
+    asked = asked_for(modules, options)
+    chosen = None if asked is None else {module.path for module in asked}
+
+    def is_target(path: str) -> bool:
+        if chosen is None or path in chosen:
+            return True
+        is_part = options.parts is None or path in options.parts
+        return level >= NESTED and is_part and any(is_within(path, other) for other in chosen)
+
+    return Allowed(
+        targets=is_target,
+        chunkable=lambda path: options.chunkable is None or path in options.chunkable,
+        nested=level >= NESTED,
+        compress=options.compress_x,
+        chunk_factor=options.temporal_split_factor,
+        keep=level >= KEPT,
+        may_cut=level >= CHUNKS and limits.cuts != 0,
+        limits=limits if level >= CHUNKS else replace(limits, cuts=None),
+    )
+
+
+def level_of(plan: Plan) -> int:
+    """The least level that allows all that a plan does."""
+    if plan.is_empty:
+        return 0
+    if any(segment.keep for segment in plan.segments):
+        return KEPT
+    if any(segment.chunks > 1 or segment.through_loss for segment in plan.segments):
+        return CHUNKS
+    _, splits, _ = spent_by(plan.segments, 2)
+    return NESTED if splits else 1

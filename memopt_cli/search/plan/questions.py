@@ -1,0 +1,230 @@
+"""What a search asks of the model: dry runs of plans, and which modules may run in chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from memopt_cli.records import MOST_NORMS, ChunkRule, Counted, Failure, ModuleTrace, Plan, SearchOptions, SegmentPlan
+from memopt_cli.search.plan.block_tree import Block
+from memopt_cli.search.plan.interface import NotTried, Probes, is_within
+from memopt_cli.search.plan.levels import level_of
+from memopt_cli.search.plan.proposals import Proposals
+
+_MOST_CLASSES = 12
+"""Of which a module is asked for chunks, which takes a real step of it: no more are looked for beyond."""
+
+
+class TimeIsUp(Exception):
+    """Raised where the search goes on no longer, within sums too; the best of what was counted is its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A plan that was counted by a dry run, with the step time that the cost model gives it."""
+
+    plan: Plan
+    counted: Counted
+    level: int
+    """The least that allows all that the plan does."""
+    slowdown: float
+    """Step time over that of the original."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Allocated peak in bytes."""
+        return self.counted.allocated_peak_bytes
+
+
+class DryRuns:
+    """Plans that were counted: what is found for one level or budget may be the answer for another."""
+
+    def __init__(self, probes: Probes, original: Counted) -> None:
+        self._probes = probes
+        first = Priced(plan=Plan(), counted=original, level=0, slowdown=1.0)
+        self._found: dict[Plan, Priced | None] = {first.plan: first}
+        self.failures: dict[Plan, Failure] = {}
+        """Plans that could not be counted, and why."""
+
+    def __len__(self) -> int:
+        return len(self._found) - 1
+
+    def count(self, plan: Plan, proposals: Proposals) -> Priced | None:
+        """A plan with its peak; ``None`` if it cannot run.  Raises :class:`TimeIsUp`."""
+        if plan not in self._found:
+            counted = self._probes.count(plan)
+            if isinstance(counted, NotTried):
+                raise TimeIsUp
+            if isinstance(counted, Counted):
+                slowdown = proposals.slowdown(plan)
+                self._found[plan] = Priced(plan=plan, counted=counted, level=level_of(plan), slowdown=slowdown)
+            else:
+                self._found[plan], self.failures[plan] = None, counted
+        return self._found[plan]
+
+    def known(self, plan: Plan) -> Priced | None:
+        """A plan as it was counted, if it was."""
+        return self._found.get(plan)
+
+    def up_to(self, level: int) -> list[Priced]:
+        """All that a level allows, the original among them."""
+        return [found for found in self._found.values() if found is not None and found.level <= level]
+
+    def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
+        """Of those that are no slower, the fastest of the least peak."""
+        usable = [found for found in self.up_to(level) if found.slowdown <= most_slowdown or found.plan.is_empty]
+        return min(usable, key=lambda found: (found.peak_bytes, found.slowdown))
+
+    def fastest(self, level: int, budget_bytes: int) -> Priced | None:
+        """Within the budget."""
+        fitting = [found for found in self.up_to(level) if found.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda found: (found.slowdown, found.peak_bytes), default=None)
+
+
+class ChunkQuestions:
+    """Which modules may run in chunks: few are asked, at the peak; their answer is taken for all of their class.
+
+    A plan that relies on another of the class has that one asked as well.
+    """
+
+    def __init__(self, probes: Probes, proposals: Proposals, options: SearchOptions) -> None:
+        """``options`` limit how many modules are asked, or else as many are as pay."""
+        per_round, rounds = options.max_candidates_per_round, options.max_split_rounds
+        self._allow_inexact = options.allow_inexact
+        self._probes = probes
+        self._proposals = proposals
+        self._most = math.inf if per_round is None else per_round * (1 if rounds is None else rounds)
+        self._learned = 0
+        """Questions that were not asked for certainty alone."""
+        self._asked: set[str] = set()
+        self._certain = {head.path for head in proposals.heads}
+        """Modules whose own answer is known."""
+        self.questions = 0
+        self.known: Mapping[str, tuple[ChunkRule, int]] = {}
+        """Modules that may run in chunks: how, and the length of the axis."""
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether more modules may be asked."""
+        return self.questions < self._most and self._learned < _MOST_CLASSES
+
+    def learn(self, plan: Plan) -> bool:
+        """Ask of a module that stands at the plan's peak; ``False`` if none is left to ask that can."""
+        at_peak = self._around(self._proposals.predict(plan).module, plan)
+        return any(self.may_ask and self._learn(block.path) for block in at_peak)
+
+    def confirm(self, plan: Plan) -> bool:
+        """Ask for the modules that the plan runs in chunks on trust, or because others of their class can.
+
+        ``False``: of one it was learned that it cannot, or by another rule, which the next plan then follows.
+        """
+        modules = self._proposals.modules
+        for path in sorted((s.path for s in _cut(plan)), key=lambda path: -modules[path].saved_bytes):
+            if path not in self._asked and not (self.may_ask and self._learn(path)):
+                return False
+        return self.follows(plan) and all(self._is_certain(segment) for segment in _cut(plan))
+
+    def follows(self, plan: Plan) -> bool:
+        """Whether the plan is one that could be made by the answers so far."""
+        rules = ((segment, self.known.get(segment.path)) for segment in _cut(plan))
+        return all(known and known[0].applied(segment, segment.chunks) == segment for segment, known in rules)
+
+    def _is_certain(self, segment: SegmentPlan) -> bool:
+        if segment.path in self._certain:
+            return True
+        self._certain.add(segment.path)
+        rule = self._ask(segment.path) if self.questions < self._most else None
+        if rule == self.known[segment.path][0]:
+            return True
+        others = {path: found for path, found in self.known.items() if path != segment.path}
+        if rule is not None:
+            others[segment.path] = rule, self._proposals.modules[segment.path].input_shape[rule.axis]
+        self._allow(others)
+        return False
+
+    def hopeful(self) -> dict[str, tuple[ChunkRule, int]]:
+        """What may run in chunks if every module that was not asked can, along the longer of its first two axes.
+
+        With a batch norm in it by exact statistics, which cost more, and with several not at all: but for inexact ones.
+        """
+        hopeful = dict(self.known)
+        for path, module in self._proposals.modules.items():
+            lengths, norms = module.input_shape[:2], self._proposals.norms[path]
+            length = max(lengths, default=0)
+            if path not in self._asked and length > 1 and self.is_cuttable(path):
+                axis = lengths.index(length)
+                rule = ChunkRule(
+                    axis=axis, seq_inputs=1, seq_outputs=1, batch_statistics=norms > 0 and not self._allow_inexact
+                )
+                hopeful.setdefault(path, (rule, length))
+        return hopeful
+
+    def is_cuttable(self, path: str) -> bool:
+        """Whether chunks of a module may be in a plan, and would save something."""
+        proposals = self._proposals
+        may_be = proposals.allowed.targets(path) and not any(nested(path, head.path) for head in proposals.heads)
+        return may_be and self._may_save(proposals.modules[path])
+
+    def _may_save(self, module: ModuleTrace) -> bool:
+        few_norms = self._allow_inexact or self._proposals.norms[module.path] <= MOST_NORMS
+        return few_norms and self._proposals.allowed.chunkable(module.path) and saves_by_chunks(module)
+
+    def _allow(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
+        self.known = chunks
+        self._proposals.allow_chunks(chunks)
+
+    def _learn(self, path: str) -> bool:
+        """Ask whether a module can run in chunks: its answer, refused or not, is taken for all of its class."""
+        modules, alike = self._proposals.modules, self._like(path)
+        self._asked.update(alike)
+        self._learned += 1
+        rule = self._ask(path)
+        if rule is not None:
+            lengths = {path: modules[path].input_shape[rule.axis :] for path in alike}
+            found = {path: (rule, shape[0]) for path, shape in lengths.items() if shape}
+            self._certain.add(path)
+            self._allow({**self.known, **found})
+        return rule is not None
+
+    def _ask(self, path: str) -> ChunkRule | None:
+        self._probes.report(f"asking whether {path or '(root)'} can run in chunks")
+        self.questions += 1
+        rule = self._probes.chunking(path)
+        return rule if isinstance(rule, ChunkRule) else None
+
+    def _like(self, path: str) -> list[str]:
+        """The module and those of its class: where one stands at the peak, the next is not far below."""
+        modules = self._proposals.modules
+        kind = modules[path].class_name
+        alike = (m for m in modules.values() if m.class_name == kind and m.path and not m.refusal)
+        return [path, *(m.path for m in alike if m.path != path and self._may_save(m))]
+
+    def _around(self, path: str, plan: Plan) -> Iterator[Block]:
+        """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
+
+        Then what it lies in, from within, which in chunks holds nothing between its parts.  The model itself comes
+        last, as a trial of it takes longest.
+        """
+        segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
+        usable = {b.path: b for b in self._proposals.root if not b.refusal and self.is_cuttable(b.path)}
+        inside = [b for b in usable.values() if any(is_within(b.path, s) for s in segments)]
+        largest = sorted(inside, key=lambda b: (not b.path, -b.kept_bytes))
+        outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: -len(b.path))
+        around = dict.fromkeys([*largest, *outwards])
+        yield from [block for block in around if block.path not in self._asked]
+
+
+def saves_by_chunks(module: ModuleTrace) -> bool:
+    """Whether a module holds more than its output, which stays whole."""
+    return module.saved_bytes > module.output_bytes
+
+
+def nested(path: str, other: str) -> bool:
+    """Whether one lies in the other."""
+    return is_within(path, other) or is_within(other, path)
+
+
+def _cut(plan: Plan) -> Iterator[SegmentPlan]:
+    """What the plan runs in chunks by a rule that was asked for."""
+    return (s for s in plan.segments if s.chunks > 1 and not s.through_loss)

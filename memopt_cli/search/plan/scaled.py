@@ -1,0 +1,80 @@
+"""A recorded step at other batch sizes: by records of two of them every size is a fixed part and a part per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from memopt_cli.records import UPDATE_PHASES, OpTrace, Plan, StepTrace, StorageTrace
+from memopt_cli.search.plan.cost_model import CostModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledStep:
+    """One step, recorded at two batch sizes by the same operators: see :func:`scaled`."""
+
+    small: StepTrace
+    large: StepTrace
+
+    @property
+    def timed(self) -> StepTrace:
+        """The larger of those whose operators were timed; the larger one if none was."""
+        timed = (step for step in (self.large, self.small) if any(op.seconds for op in step.ops))
+        return next(timed, self.large)
+
+    def at(self, batch: int, *, pace: float, update_pace: float) -> StepTrace:
+        """The step at a batch size.
+
+        Bytes, flops and shapes lie on the line through the two records.  Operators take ``pace`` times as long as in
+        :attr:`timed`, and ``update_pace`` times those of the update, which take as long whatever the batch.
+        """
+        share = (batch - self.small.batch) / (self.large.batch - self.small.batch)
+        step: StepTrace = _on_the_line(self.small, self.large, share)
+        ops = tuple(
+            _paced(op, timed, update_pace if timed.phase in UPDATE_PHASES else pace)
+            for op, timed in zip(step.ops, self.timed.ops, strict=True)
+        )
+        pairs = zip(step.storages, self.small.storages, self.large.storages, strict=True)
+        storages = tuple(_packed_alike(*storage) for storage in pairs)
+        step = replace(step, batch=batch, ops=ops, storages=storages)
+        return replace(step, allocated_peak_bytes=CostModel(step).predict(Plan()).allocated_peak_bytes)
+
+
+def scaled(small: StepTrace, large: StepTrace) -> ScaledStep | None:
+    """Of two records; ``None`` where more differs than sizes: operators, or the lives of storages."""
+    return ScaledStep(small=small, large=large) if _shape(small) == _shape(large) else None
+
+
+def _shape(step: StepTrace) -> tuple[object, ...]:
+    """What has no size."""
+    paths = [module.path for module in step.modules]
+    ops = [(op.name, op.module, op.phase, op.reads, op.makes, op.mutates) for op in step.ops]
+    lives = [(s.kind, s.module, s.born, s.died, s.freed, s.saved_by) for s in step.storages]
+    return paths, step.calls, ops, lives
+
+
+def _on_the_line(small: Any, large: Any, share: float) -> Any:
+    """Numbers that differ are on the line through both, and no less than nothing; of other values the larger's."""
+    if small == large:
+        return large
+    if is_dataclass(large) and not isinstance(large, type):
+        names = [f.name for f in fields(large)]
+        return replace(large, **{n: _on_the_line(getattr(small, n), getattr(large, n), share) for n in names})
+    if isinstance(large, Sequence) and not isinstance(large, str) and len(small) == len(large):
+        return tuple(_on_the_line(one, other, share) for one, other in zip(small, large, strict=True))
+    if isinstance(large, bool) or not (isinstance(small, int | float) and isinstance(large, int | float)):
+        return large
+    value = max(0.0, small + share * (large - small))
+    return round(value) if isinstance(large, int) else value
+
+
+def _paced(op: OpTrace, timed: OpTrace, pace: float) -> OpTrace:
+    return replace(op, seconds=pace * timed.seconds)
+
+
+def _packed_alike(storage: StorageTrace, small: StorageTrace, large: StorageTrace) -> StorageTrace:
+    """What two codecs held is taken to be held by none."""
+    if small.compressor == large.compressor:
+        return storage
+    return replace(storage, compressor="null", packed_bytes=storage.nbytes)

@@ -1,0 +1,109 @@
+"""Which modules may become segments, as the user names them: by class, by path or by object."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from memopt_cli.errors import PlanError
+from memopt_cli.records import Dropped, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
+from memopt_cli.search.plan.interface import is_within
+from memopt_cli.search.plan.policy import Selection, chosen
+from memopt_cli.text.units import format_some
+
+_NEVER_CALLED = "the step never calls it"
+_NONE_ALLOWED: dict[SelectionPolicy, str] = {
+    "explicit_zero_budget": "max_gc_wrapped_modules allows none",
+    "zero_ratio_budget": "gc_target_budget_ratio allows none",
+}
+
+
+def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
+    """Segments on the selected modules."""
+    return Plan(segments=tuple(segment(m, options.compress_x) for m in selection.selected))
+
+
+def segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
+    """The plain segment on a module, its input packed by the codec that held it in the recorded step."""
+    return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
+
+
+def asked_for(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
+    """The outermost modules that may be segments; ``None``: whichever memopt chooses."""
+    if options.targets:
+        return matching_targets(modules, options.targets)
+    if options.modules is not None:
+        return outermost([m for m in modules if m.path in options.modules and not m.refusal])
+    return None
+
+
+def selected(modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions, *, by_goal: bool) -> Selection:
+    """Which of the candidates are segments of a plan, and why modules that were asked for are none."""
+    asked = asked_for(modules, options)
+    candidates = len(asked) if asked is not None else sum(not module.refusal for module in modules)
+    by_path = {module.path: module for module in modules}
+    segments = outermost([by_path[segment.path] for segment in plan.segments])
+    found = chosen(candidates, segments, options, by_goal=by_goal)
+    return replace(found, asked=tuple(asked or ()), refused=refused(modules, options))
+
+
+def refused(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str, str]:
+    """Why modules asked for by path cannot be candidates, by path; those that can are not in it."""
+    known = {m.path: m.refusal for m in modules}
+    reasons = {path: known.get(path, _NEVER_CALLED) for path in options.modules or ()}
+    return {path: reason for path, reason in reasons.items() if reason}
+
+
+def left_out(refusals: Mapping[str, str]) -> list[str]:
+    """A note on the modules asked for by path that cannot be candidates, if there are any."""
+    named = [f"'{path or '(root)'}' ({reason})" for path, reason in refusals.items()]
+    return [f"Not candidates: {format_some(named)}."] if named else []
+
+
+def without_segment(
+    classes: Iterable[tuple[str, Sequence[str]]], selection: Selection, dropped: Dropped | None = None
+) -> list[str]:
+    """Write a note for each of ``classes``, with the paths of its modules, where none became a segment.
+
+    ``dropped``: the plan that would be applied but for its reason.
+    """
+    return [f"No segment of {name}: {_why_none(paths, selection, dropped)}." for name, paths in classes]
+
+
+def _why_none(paths: Sequence[str], selection: Selection, dropped: Dropped | None) -> str:
+    refusals = selection.refused
+    if not paths:
+        return "the model has none"
+    if any(path not in refusals for path in paths):
+        if dropped is not None:
+            return f"a plan was found, but {dropped.why.because}"
+        return _NONE_ALLOWED.get(selection.policy, "no plan that was found with one lowers the peak")
+    reason = next((refusals[path] for path in paths if refusals[path] != _NEVER_CALLED), _NEVER_CALLED)
+    return f"no inputs were recorded, as {_NEVER_CALLED}" if reason == _NEVER_CALLED else f"refused because {reason}"
+
+
+def outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:
+    """Those that lie below no other, in the order of first call: a segment within a segment is recomputed twice."""
+    ordered = sorted(modules, key=lambda m: m.order)
+    return [m for m in ordered if not any(o is not m and is_within(m.path, o.path) for o in modules)]
+
+
+def matching_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> list[ModuleTrace]:
+    """The outermost modules whose class name or path matches; :class:`PlanError` if a target matches nothing usable."""
+    chosen: list[ModuleTrace] = []
+    for target in targets:
+        matches = [m for m in modules if m.class_name == target or (m.path and fnmatch.fnmatchcase(m.path, target))]
+        usable = [m for m in matches if not m.refusal]
+        if not usable:
+            said = _no_match(modules, target, matches)
+            raise PlanError(said, hint="Name a class or a path glob: --target Bottleneck.")
+        chosen += [m for m in usable if m not in chosen]
+    return outermost(chosen)
+
+
+def _no_match(modules: Sequence[ModuleTrace], target: str, matches: list[ModuleTrace]) -> str:
+    if matches:
+        return f"target '{target}' matches '{matches[0].path}', which cannot be a segment: {matches[0].refusal}"
+    classes = sorted({m.class_name for m in modules if not m.refusal})
+    return f"target '{target}' matches no module that the training step calls (classes: {', '.join(classes)})"

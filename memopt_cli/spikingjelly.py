@@ -1,0 +1,492 @@
+"""Optimizing a model in memory: the calls and signatures of SpikingJelly's ``memopt`` on memopt's own pipeline."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import MemoptError, OptionError, StepError
+from memopt_cli.loading.input_spec import guessed_spec, make_inputs
+from memopt_cli.measure import processes
+from memopt_cli.measure.jobs import CountJob
+from memopt_cli.measure.local import LocalSession, undisturbed
+from memopt_cli.model_batching.module import refuse_batched
+from memopt_cli.pipeline.live.group import on_every_rank
+from memopt_cli.pipeline.live.model import (
+    FORMAT,
+    detached_copy,
+    difference_error,
+    dropped_unmeasured,
+    found_and_proven,
+    inputs_of,
+    left_out_note,
+    prepared_model,
+    step_of_copies,
+    taken_off_note,
+)
+from memopt_cli.pipeline.own_checkpoints import suspended_notes
+from memopt_cli.pipeline.plans.as_named import find_as_named
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.plans.summary import summarize
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.verification import verified
+from memopt_cli.records import (
+    Counted,
+    MemOptSummary,
+    ModuleTrace,
+    OptimizeRequest,
+    Plan,
+    Preference,
+    Profile,
+    SearchOverrides,
+    StepFailed,
+    StepSettings,
+    Verification,
+    describe,
+    to_data,
+)
+from memopt_cli.records.progress import Progress, logged
+from memopt_cli.runtime.compressor import OWN_COMPRESSOR
+from memopt_cli.runtime.module_state import name_of
+from memopt_cli.search.plan.policy import Resolved, resolve, select, skipped_step
+from memopt_cli.search.plan.targets import left_out, outermost, refused, segments_plan, without_segment
+from memopt_cli.text.python_words import notes_in_python, said_in_python, warn_unchanged
+from memopt_cli.text.units import format_some
+from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
+from memopt_cli.training.apply import apply_plan, taken_off
+from memopt_cli.training.own_checkpoints import switches_of
+from memopt_cli.training.wrappers import unwrapped
+
+_GUESS_LIMIT_S = 60.0
+"""A step of a few samples that takes longer is not waited for."""
+
+MEMOPT_PROFILES: tuple[str, ...] = get_args(Profile)
+"""What ``profile`` may be, from the least search to the most."""
+MEMOPT_CHECKPOINT_BUDGETS: tuple[str, ...] = get_args(Preference)
+"""What ``checkpoint_budget`` may be, from the fewest segments to the most."""
+MEMOPT_PREFERENCES: tuple[str, ...] = get_args(Preference)
+"""What ``prefer`` may be."""
+
+
+_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+
+Inputs = tuple[Any, ...] | Mapping[str, Any]
+"""Positional arguments of ``forward``, or keyword arguments; the only one may be given by itself."""
+
+
+@said_in_python()
+def memory_optimization(
+    net: nn.Module,
+    instance: type | tuple[type, ...],
+    dummy_input: Inputs | Tensor | None = None,
+    compress_x: bool | None = None,
+    level: int | None = None,
+    verbose: bool = False,
+    temporal_split_factor: int = 2,
+    max_split_rounds: int | None = None,
+    max_candidates_per_round: int | None = None,
+    warmup_in_main_process: bool | None = None,
+    warmup_in_profile_workers: bool | None = None,
+    prefer: Preference | None = None,
+    profile: Profile | None = None,
+    allow_expensive_profiling: bool | None = None,
+    checkpoint_budget: Preference | None = None,
+    max_gc_wrapped_modules: int | None = None,
+    gc_target_budget_ratio: float | None = None,
+    return_summary: bool = False,
+    *,
+    example_forward: Callable[[nn.Module], object] | None = None,
+    split_fn: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+    can_chunk: Callable[[nn.Module], bool] | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> Any:  # a tuple with return_summary
+    """Make ``net`` train in less memory, in place, as ``memopt optimize`` does with a file; returns ``net``.
+
+    Level 1 makes a segment of every outermost module that is an ``instance``, as many as the limits allow, whatever it
+    saves.  From level 2 on, those and what lies in them may become segments, and the plan of the lowest peak is
+    searched, however much longer its step is; one that does not lower the measured peak is not applied.  Plans are
+    measured in profiling subprocesses, with ``dummy_input`` (any shapes that ``forward`` takes; dimension 0 of the
+    first tensor is the batch), and verified against the original.  Without it level 1 is installed unmeasured, and
+    verified on inputs that its first layers suggest where it takes them; a note says where not.  Level 0, the default
+    without ``profile`` and ``prefer``, makes no segments.  Where no plan is applied though one was looked for, a
+    warning says why.  A plan that ``net`` carries from before is taken off first, and put back where this fails.
+
+    Parameters
+    ----------
+    compress_x:
+        Store the inputs of segments packed where that is lossless; a module's ``x_compressor`` says how.
+    verbose:
+        Log the course of the search, by the logger ``memopt_cli`` at level ``INFO``.
+    temporal_split_factor:
+        Level 3 multiplies a segment's chunks by it.
+    max_split_rounds, max_candidates_per_round:
+        How many segments may be split, and how often chunks multiplied; how many modules are tried for each.
+        ``None``: the profile's.
+    warmup_in_main_process:
+        Take one step of a copy of the optimized model in this process, so that the first one that counts is not slow.
+    warmup_in_profile_workers:
+        Take one step before the timed ones of each measurement.
+    prefer, profile, allow_expensive_profiling, checkpoint_budget, max_gc_wrapped_modules, gc_target_budget_ratio:
+        See :mod:`memopt_cli.search.plan.policy`.
+    return_summary:
+        Return ``(net, summary)``.
+    example_forward:
+        Called with a copy of ``net``, in place of ``dummy_input``: its first call of the model gives the inputs.
+    split_fn:
+        Called with each module that may be a segment: the modules within, none of them in another, that may be
+        segments in its place from level 2 on, and so on with those; without it all may that lie in it.
+    can_chunk:
+        Whether a module may run in chunks, if it is found that it can.
+    process_group:
+        Called on every rank of this group, each with its copy of the model: the first rank searches, and all have its
+        plan, which they make sure of.  What fails on one rank is raised on all.  ``None``: this process searches.
+
+    The input, random numbers, gradients, train/eval mode and device stay as they are.  Raises :class:`OptionError` (a
+    :class:`ValueError`) for a value out of its range, and for a level above 1 without ``dummy_input`` and profile;
+    :class:`VerificationError` if the optimized model differs from the original; other errors of
+    :mod:`memopt_cli.errors` if the model cannot take a step.
+    """
+    given, net = net, unwrapped(net)
+
+    def optimized() -> MemOptSummary:
+        started, inputs = time.monotonic(), dummy_input
+        if example_forward is not None:
+            if dummy_input is not None:
+                raise OptionError(
+                    "both dummy_input and example_forward are given", hint="One of them is enough to run the model."
+                )
+            inputs = inputs_of(net, example_forward)
+        unsaid = level is None and profile is None and prefer is None
+        instances = _instances(net, instance)
+        request = SearchOverrides(
+            level=0 if unsaid else level,
+            modules=instances,
+            parts=_parts(net, instances, split_fn) if split_fn is not None else None,
+            chunkable=_chunkable(net, instances, can_chunk) if can_chunk is not None else None,
+            compress_x=compress_x,
+            temporal_split_factor=temporal_split_factor,
+            max_split_rounds=max_split_rounds,
+            max_candidates_per_round=max_candidates_per_round,
+            warmup_in_main_process=warmup_in_main_process,
+            warmup_in_profile_workers=warmup_in_profile_workers,
+            prefer=prefer,
+            profile=profile,
+            allow_expensive_profiling=allow_expensive_profiling,
+            checkpoint_budget=checkpoint_budget,
+            max_gc_wrapped_modules=max_gc_wrapped_modules,
+            gc_target_budget_ratio=gc_target_budget_ratio,
+            max_slowdown=math.inf,
+        )
+        resolved = resolve(request, has_inputs=inputs is not None)
+        settings = StepSettings(device=resolve_device())
+        with logged(verbose) as progress:
+            if inputs is None or resolved.options.level == 0:
+                found = _on_instances(net, resolved, settings, progress)
+            else:
+                found = _measured(net, _arguments(inputs), request, resolved, settings, progress)
+                found.notes.extend(left_out_note(given))
+        found.notes.extend(_nothing_wrapped(net, instance, found))
+        return summarize(found, spent_s=time.monotonic() - started)
+
+    summary = on_every_rank(net, process_group, optimized, lambda found: found.plan)
+    warn_unchanged(summary.unchanged)
+    return (given, notes_in_python(summary)) if return_summary else given
+
+
+@said_in_python()
+def apply_gc(
+    net: nn.Module,
+    instance: type | tuple[type, ...],
+    dummy_input: Inputs | Tensor | None = None,
+    compress_x: bool | None = True,
+    device: str = "cuda",
+    checkpoint_budget: Preference | None = None,
+    max_gc_wrapped_modules: int | None = None,
+    gc_target_budget_ratio: float | None = None,
+    return_summary: bool = False,
+) -> Any:  # a tuple with return_summary
+    """Make segments of the outermost modules of ``net`` that are an ``instance``, in place; nothing is measured.
+
+    With ``dummy_input``, one forward in training mode (of a copy, on ``device``) shows which of them are called, what
+    codec holds their inputs, and whose inputs are largest; without it a budget takes them in the model's order, and
+    inputs are stored as they are unless a module's ``x_compressor`` says otherwise.
+    ``device``: where that forward runs; ``cuda`` without a number is this process's own, see :func:`resolve_device`,
+    and the CPU where there is none.  Returns ``net``, or ``(net, summary)`` with the fields of
+    :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
+    """
+    started, given, net = time.monotonic(), net, unwrapped(net)
+    request = SearchOverrides(
+        level=1,
+        modules=_instances(net, instance),
+        compress_x=compress_x,
+        checkpoint_budget=checkpoint_budget,
+        max_gc_wrapped_modules=max_gc_wrapped_modules,
+        gc_target_budget_ratio=gc_target_budget_ratio,
+        max_slowdown=math.inf,
+    )
+    resolved = resolve(request)
+    device = resolve_device() if device == "cuda" else device
+    with taken_off(net) as carried:
+        if dummy_input is None:
+            modules = _listed(net, resolved, StepSettings(device=device))
+        else:
+            with undisturbed():
+                step = step_of_copies(net, _arguments(dummy_input), StepSettings(device=device))
+                modules = record_inputs(step)
+        found = _unmeasured(net, modules, resolved, device)
+        apply_plan(net, found.plan)
+    found.notes[:0] = taken_off_note(carried)
+    found.notes.extend(_nothing_wrapped(net, instance, found))
+    summary = summarize(found, spent_s=time.monotonic() - started)
+    warn_unchanged(summary.unchanged)
+    return (given, to_data(summary)) if return_summary else given
+
+
+def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, nn.Module, str]:
+    """The module at a path such as ``layer1.0.conv1``, its parent, and its name in the parent.
+
+    Raises :class:`ValueError` for the empty path (the root has no parent), :class:`AttributeError` for one that leads
+    to no module.
+    """
+    if not module_name:
+        raise ValueError("the path of a module is empty: the model itself has no parent")
+    parent_path, _, name = module_name.rpartition(".")
+    return net.get_submodule(module_name), net.get_submodule(parent_path), name
+
+
+def resolve_device() -> str:
+    """The device of this process: ``cpu`` without CUDA, else ``cuda:N``.
+
+    N is the local rank that a launcher put into the environment (torchrun, Slurm, Open MPI, MVAPICH2); else, with
+    ``torch.distributed`` initialized, the rank modulo the number of devices; else the current device.
+    Raises :class:`OptionError` (a :class:`ValueError`) for a local rank that is no number or has no device.
+    """
+    if not torch.cuda.is_available():
+        return "cpu"
+    variable = next((name for name in _RANK_VARIABLES if name in os.environ), None)
+    if variable is not None:
+        return f"cuda:{_local_rank(variable, torch.cuda.device_count())}"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return f"cuda:{torch.distributed.get_rank() % torch.cuda.device_count()}"
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def _local_rank(variable: str, devices: int) -> int:
+    text = os.environ[variable]
+    rank = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= rank < devices:
+        raise OptionError(
+            f"{variable} is {text!r}, and there are {devices} CUDA devices",
+            hint=f"It must be a number from 0 to {devices - 1}: start no more processes than devices.",
+        )
+    return rank
+
+
+# ---------------------------------------------------------------------------------------------- how
+
+
+def _on_instances(net: nn.Module, resolved: Resolved, settings: StepSettings, progress: Progress) -> Findings:
+    """Segments on what was asked for, unmeasured; they are on ``net`` then."""
+    with taken_off(net) as carried:
+        found = _unmeasured(net, _listed(net, resolved, settings), resolved, settings.device)
+        if not found.plan.is_empty:
+            found = replace(found, verification=_verified_by_guess(net, found, settings, progress))
+        apply_plan(net, found.plan)
+    found.notes[:0] = taken_off_note(carried)
+    return found
+
+
+def _measured(
+    net: nn.Module,
+    inputs: Inputs,
+    request: SearchOverrides,
+    resolved: Resolved,
+    settings: StepSettings,
+    progress: Progress,
+) -> Findings:
+    """Run the pipeline of ``memopt optimize`` without files and a batch that fits, and put the plan on ``net``.
+
+    At level 1 nothing is searched: the caller has decided.
+    """
+    find_plan = find_as_named if resolved.options.level == 1 else find
+    refuse_batched(net)
+    with processes.kept(), prepared_model(net, inputs, settings) as prepared:
+        for note in prepared.notes:
+            progress.note(note)
+        asked = OptimizeRequest(
+            source=prepared.subject.source, spec=None, settings=settings, search=request, recommend_batch=False
+        )
+        with taken_off(net) as carried:
+            found = found_and_proven(asked, replace(prepared, progress=progress), find_plan)
+            apply_plan(net, found.plan)  # before anything that can fail
+        found.notes[:0] = taken_off_note(carried)
+        if resolved.options.warmup_in_main_process:
+            progress.stage("warming up")
+            found.notes.extend(_warm_up(net, prepared, found.plan))
+    return found
+
+
+def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
+    """A step of a copy; a note if it fails."""
+    with LocalSession(prepared.subject, 0.0, build=lambda: detached_copy(net)) as session:
+        outcome = session.ask(CountJob(plan=plan, fake=False))
+    if isinstance(outcome, Counted):
+        return []
+    return [f"The step that was to warm up this process failed: {describe(outcome)}"]
+
+
+def _verified_by_guess(
+    net: nn.Module, findings: Findings, settings: StepSettings, progress: Progress
+) -> Verification | None:
+    """On inputs that the model's layers suggest; ``None``, and a note, for a model that does not take them.
+
+    Raises :class:`VerificationError`.
+    """
+    try:
+        with processes.kept(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
+            found = verified(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
+    except MemoptError as err:
+        found = StepFailed(message=err.message)
+    if not isinstance(found, Verification):
+        findings.notes.append(f"Not verified: {describe(found)}. Give inputs with dummy_input.")
+        return None
+    if not found.passed:
+        raise difference_error(dropped_unmeasured(findings.plan, found))
+    return found
+
+
+def _arguments(given: Inputs | Tensor) -> Inputs:
+    return (given,) if isinstance(given, Tensor) else given
+
+
+def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]:
+    """By the model's layers.  Raises :class:`StepError` where none tells."""
+    spec = guessed_spec(net)
+    if spec is None:
+        raise StepError("no layer says what its inputs are")
+    return make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)[0]
+
+
+def _listed(net: nn.Module, resolved: Resolved, settings: StepSettings) -> tuple[ModuleTrace, ...]:
+    """Every module, unobserved; without a codec of the user's own that fits no input such as its layers suggest."""
+    modules = listed_modules(net)
+    if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):
+        return modules
+    try:
+        with undisturbed():
+            failing = codecs_failing_on_zeros(step_of_copies(net, _suggested_inputs(net, settings), settings))
+    except Exception:  # the model may raise anything on inputs that are not its own; what was not tried has a note
+        return modules
+    return tuple(
+        replace(m, compressor="null", codec_misfit=failing[m.path]) if m.path in failing else m for m in modules
+    )
+
+
+def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Resolved, device: str) -> Findings:
+    """Segments on the candidates that the limits allow, at level 1; nothing at level 0."""
+    options = resolved.options
+    wanted = [m for m in modules if m.path in (options.modules or ())]
+    selection = select(outermost([m for m in wanted if not m.refusal]), options) if options.level else None
+    if selection is not None:
+        selection = replace(selection, refused=refused(modules, options))
+    plan = segments_plan(selection, options) if selection else Plan()
+    skipped = [skipped_step(1, segments=0, tried=0, options=options)] if options.level and not plan.segments else []
+    notes = [*resolved.notes, *(left_out(selection.refused) if selection else ())]
+    notes += suspended_notes(switches_of(net), plan)
+    if options.compress_x and not any(m.calls for m in modules):
+        notes.extend(_unobserved_codecs(plan))
+    return Findings(
+        resolved=resolved,
+        asked_codecs=codec_paths(net),
+        model_format=FORMAT,
+        device=device,
+        plan=plan,
+        applied_level=1 if selection else 0,
+        selection=selection,
+        skipped=skipped,
+        notes=notes,
+    )
+
+
+def _unobserved_codecs(plan: Plan) -> list[str]:
+    """Where no inputs were seen: how those of segments are stored, and which codecs were not tried on them."""
+    untried = [f"'{s.path or '(root)'}'" for s in plan.segments if s.compressor != "null"]
+    stored = ["Without dummy_input, inputs are stored packed only where x_compressor says how."]
+    tried = [
+        f"x_compressor was not tried on your inputs in {format_some(untried)}: what it would not give back to the bit "
+        "is stored as it is. Give dummy_input."
+    ]
+    return [*(stored if plan.segments else ()), *(tried if untried else ())]
+
+
+def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, ...]:
+    """Paths of the modules that are an ``instance``."""
+    kinds = instance if isinstance(instance, tuple) else (instance,)
+    for kind in kinds:
+        if not isinstance(kind, type):
+            raise OptionError(
+                f"instance holds {kind!r}, which is not a class", hint="Give a class, or a tuple of classes."
+            )
+    return tuple(path for path, module in net.named_modules() if isinstance(module, kinds))
+
+
+def _nothing_wrapped(net: nn.Module, instance: type | tuple[type, ...], found: Findings) -> list[str]:
+    """For each class, why no module of it is a segment; nothing where there are segments, or none was to be."""
+    if found.plan.segments or found.selection is None:
+        return []
+    kinds = instance if isinstance(instance, tuple) else (instance,)
+    classes = [(kind.__name__, _instances(net, kind)) for kind in kinds]
+    return without_segment(classes, found.selection, found.decisive)
+
+
+def _parts(
+    net: nn.Module, instances: Sequence[str], split_fn: Callable[[nn.Module], Sequence[nn.Module]]
+) -> tuple[str, ...]:
+    """Paths of what ``split_fn`` makes of the modules at ``instances``, and of what it makes of that."""
+    found: dict[str, None] = {}
+    pending = list(instances)
+    while pending:
+        path = pending.pop()
+        module = net.get_submodule(path)
+        paths = {inner: name for name, inner in module.named_modules(prefix=path) if inner is not module}
+        split = _split_of(path, module, split_fn)
+        for part in split:
+            if part not in paths:
+                raise OptionError(
+                    f"split_fn of '{path or '(root)'}' returned {name_of(part)}, which does not lie in it",
+                    hint="Return modules that the given one contains, or none.",
+                )
+            if any(part is not other and part in other.modules() for other in split):
+                raise OptionError(
+                    f"split_fn of '{path or '(root)'}' returned '{paths[part]}' and a module that contains it",
+                    hint="Return modules of which none lies in another; each is split in its turn.",
+                )
+        pending += [paths[part] for part in split if paths[part] not in found]
+        found.update(dict.fromkeys(paths[part] for part in split))
+    return tuple(found)
+
+
+def _split_of(
+    path: str, module: nn.Module, split_fn: Callable[[nn.Module], Sequence[nn.Module]]
+) -> Sequence[nn.Module]:
+    split: object = split_fn(module)
+    if not isinstance(split, list | tuple | nn.ModuleList):
+        raise OptionError(
+            f"split_fn of '{path or '(root)'}' returned {type(split).__name__}, which is not a list of modules",
+            hint="Return a list or a tuple; an empty one for a module that is not to be split.",
+        )
+    return list(split)
+
+
+def _chunkable(net: nn.Module, instances: Sequence[str], can_chunk: Callable[[nn.Module], bool]) -> tuple[str, ...]:
+    """Paths of the modules, and of those in them, for which ``can_chunk`` holds."""
+    candidates = {path: m for top in instances for path, m in net.get_submodule(top).named_modules(prefix=top)}
+    return tuple(path for path, module in candidates.items() if can_chunk(module))

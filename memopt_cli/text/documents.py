@@ -1,0 +1,359 @@
+"""Text of the files people read: YAML read strictly, YAML and JSON written in one style."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import shlex
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import yaml
+
+from memopt_cli.errors import UsageError, shortened
+from memopt_cli.errors import printable as printable
+from memopt_cli.text.units import MOST_DIGITS, format_bytes
+
+MOST_BYTES = 64 << 20
+"""Of a document that people read, or that memopt wrote for them."""
+_MOST_YAML_BYTES = 1 << 20
+_MOST_YAML_VALUES = 60_000
+"""Separators of a YAML file, which is read slowly, by Python: those of a plan of some 6000 segments."""
+_MOST_JSON_VALUES = 2_000_000
+"""Separators of a JSON document: each value takes some 100 bytes of memory, however short it is."""
+_DEEPEST = 200
+"""Values within values: Python walks them by recursion."""
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Safe YAML without aliases: a few of them can stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"an alias at line {self.peek_event().start_mark.line + 1} is not accepted")  # type: ignore[no-untyped-call]
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            raise yaml.YAMLError(f"a key of the mapping at line {node.start_mark.line + 1} is given twice")
+        return mapping
+
+    def construct_whole_number(self, node: yaml.ScalarNode) -> int | str:
+        too_large = yaml.YAMLError(f"the number at line {node.start_mark.line + 1} is too large")
+        if len(node.value) > MOST_DIGITS:
+            raise too_large
+        if ":" in node.value:  # YAML 1.1 takes 1:32 for 92, in base 60
+            return str(node.value)
+        value = self.construct_yaml_int(node)
+        if abs(value) >= 2**63:
+            raise too_large
+        return int(value)
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_whole_number)
+
+
+class _ExactDumper(yaml.SafeDumper):
+    """Safe YAML whose text reads back as it was: line breaks of any kind only in double quotes, as escapes."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_ExactDumper.add_representer(str, _ExactDumper.represent_text)
+
+
+def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+    """What a file holds: a regular one, or a pipe; a device may have no end.
+
+    ``most``: bytes that it may have; ``None``: as many as this machine has memory for.  Raises :class:`OSError` with a
+    reason for people.
+    """
+    with _opened(path) as file:
+        if most is None:
+            _require_room(os.fstat(file.fileno()), path)
+        data = file.read() if most is None else file.read(most + 1)
+    if most is not None and len(data) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
+    return data
+
+
+def _require_room(state: os.stat_result, path: str | os.PathLike[str]) -> None:
+    """Raise :class:`OSError` for a file that is larger than the machine's memory, before any of it is read."""
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if state.st_size <= room:
+        return
+    reason = f"it has {format_bytes(state.st_size)}, and this machine {format_bytes(room)} of memory"
+    stored = state.st_blocks * 512
+    if stored < state.st_size // 2:
+        reason += f"; only {format_bytes(stored)} of it were ever written, as of a download that was broken off"
+    raise OSError(errno.EFBIG, reason, str(path))
+
+
+def read_end(path: str | os.PathLike[str], most: int) -> bytes:
+    """The same of the last ``most`` bytes, however many there are.  Raises :class:`OSError`."""
+    end = b""
+    with _opened(path) as file:
+        if file.seekable():
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            return file.read(most)
+        while block := file.read(1 << 20):
+            end = (end + block)[-most:]
+    return end
+
+
+def _opened(path: str | os.PathLike[str]) -> BinaryIO:
+    try:
+        return open(path, "rb", opener=_open_at_once)
+    except ValueError as err:  # a null character, or half a character
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from err
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open what can be read to an end; a named pipe that nobody writes to is empty, and not waited for.
+
+    Opened first, and then looked at: what has the name later may be something else.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        state = os.fstat(descriptor)
+        if stat.S_ISDIR(state.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if stat.S_ISFIFO(state.st_mode):
+            os.set_blocking(descriptor, True)
+        elif not stat.S_ISREG(state.st_mode):
+            raise OSError(errno.EINVAL, _SPECIAL, str(path))
+        elif not state.st_size:
+            _refuse_content(descriptor, path)
+        _require_place(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse_content(descriptor: int, path: str) -> None:
+    """Of a file that says it is empty: the kernel's own do, and some of them have no end, or are waited for."""
+    try:
+        is_empty = not os.read(descriptor, 1)
+    except OSError as err:  # nothing to read yet, or not for everybody
+        raise OSError(errno.EINVAL, _SPECIAL, str(path)) from err
+    if not is_empty:
+        raise OSError(errno.EINVAL, _SPECIAL, str(path))
+
+
+_SPECIAL: Final = "it is not a regular file"
+
+
+def kept_below(path: str, folder: Path) -> bool:
+    """Whether a path is relative and, all links followed, leads to what is in a folder or below it.
+
+    If so, this process and its subprocesses read it only as long as it does.
+    """
+    try:
+        found = not os.path.isabs(path) and Path(path).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # no path, or a circle of links
+        return False
+    if found:
+        places[os.path.abspath(path)] = str(folder.resolve())
+    return found
+
+
+places: Final[dict[str, str]] = {}
+"""Files -> the folder in which each must be, or below it, whenever it is read: see :func:`kept_below`."""
+
+
+def _require_place(descriptor: int, path: str) -> None:
+    """The system tells where an open file is: what its name led to before, or leads to later, does not matter."""
+    folder = places.get(os.path.abspath(path))
+    if folder is not None and not Path(_place(descriptor)).is_relative_to(folder):
+        raise OSError(
+            errno.EXDEV, f"it leads out of {folder}", str(path)
+        )  # no lack of leave, for which there are hints
+
+
+def _place(descriptor: int) -> str:
+    if sys.platform == "darwin":
+        return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def read_yaml(path: Path, hint: str = "") -> Any:
+    """The plain values of a YAML file.
+
+    Raises :class:`UsageError` if it cannot be read or is no YAML, with ``hint``: what file is wanted.
+    """
+    try:
+        text = read_bytes(path, _MOST_YAML_BYTES)
+        if sum(map(text.count, (b",", b":", b"\n", b"[", b"{"))) > _MOST_YAML_VALUES:
+            raise ValueError("it holds far more values than any file of memopt's")
+        data = yaml.load(text, _PlainLoader)
+        _check_values(data)
+        return data
+    except OSError as err:
+        raise UsageError(f"cannot read {path}: {err.strerror}", hint="Check the path.") from err
+    except (
+        Exception
+    ) as err:  # PyYAML's constructors raise whatever int(), datetime() and dict() raise; deep nesting too
+        raise UsageError(f"{path} is not valid YAML: {printable(_one_line(err))}", hint=hint) from err
+
+
+def read_mapping(path: Path, hint: str = "") -> dict[str, Any]:
+    """The same for a file whose content is keys and values; an empty file has no keys."""
+    data = read_yaml(path, hint)
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise UsageError(f"{path} must hold keys and values (key: value), not {shortened(data)}", hint=hint)
+    return data
+
+
+def yaml_text(data: Any) -> str:
+    """Plain values -> YAML: keys in the order given, lists of scalars on one line."""
+    return yaml.dump(data, Dumper=_ExactDumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
+
+
+def read_json(
+    data: bytes | str, *, unique: bool = False, infinite: bool = False, most_values: int = _MOST_JSON_VALUES
+) -> Any:
+    """The plain values of a JSON document, whose numbers and depth are those that such documents have.
+
+    ``unique``: no object names a key twice.  ``infinite``: ``Infinity`` and ``NaN`` are numbers.  ``most_values``: how
+    many separators it may have.
+
+    Raises :class:`ValueError` that says what is wrong with it.
+    """
+    try:
+        text = data.decode() if isinstance(data, bytes) else data
+        if sum(map(text.count, ",:[{")) > most_values:
+            raise ValueError("it holds far more values than such a document does")
+        hook, constant = _unique if unique else dict, float if infinite else _no_number
+        value = json.loads(
+            text, object_pairs_hook=hook, parse_int=whole_number, parse_float=_float, parse_constant=constant
+        )
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {_DEEPEST}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        raise ValueError("it is not JSON") from err
+    _check_values(value)
+    return value
+
+
+def json_text(data: Any) -> str:
+    """Plain values -> indented JSON that any reader accepts: a number that is not finite becomes ``null``.
+
+    What a terminal or a CI system would obey is written as an escape.
+    """
+    text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
+    return _OBEYED.sub(lambda found: "".join(map(_json_escape, found[0])), text) + "\n"
+
+
+_OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
+"""Within JSON text: characters that may not be printable, and what CI systems take for a command."""
+
+
+def _json_escape(character: str) -> str:
+    if character.isprintable() and character != "#":
+        return character
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i] << 8 | units[i + 1]:04x}" for i in range(0, len(units), 2))
+
+
+def quoted_path(path: str) -> str:
+    """For a hint: one word of a shell that no command takes for a flag, whatever the file is called."""
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+
+
+def quoted_flag(flag: str, value: str) -> str:
+    """For a hint: a flag with a value that may come from a file, and looks like no other flag."""
+    return f"{flag}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
+
+
+def printable_data(data: Any) -> Any:
+    """Plain values, as they come from a file or from a process that has read one, with all text printable."""
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, dict):
+        return {printable_data(key): printable_data(value) for key, value in data.items()}
+    return [printable_data(item) for item in data] if isinstance(data, list) else data
+
+
+_BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
+COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
+"""All but the last character of what CI systems take for a command: ``::error::``, ``##[error]``, ``##vso[``."""
+
+
+def no_commands(text: str) -> str:
+    """Lines of a report or a log, none of which a CI system takes for a command."""
+    return COMMAND.sub(r"\g<0>\\", text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("it names something twice")
+    return dict(pairs)
+
+
+def whole_number(text: str) -> int:
+    """The number that JSON's digits stand for.  Raises :class:`ValueError` for one of more than 63 bits."""
+    if len(text) > MOST_DIGITS or abs(int(text)) >= 2**63:
+        raise ValueError("a number in it is too large")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError("a number in it is too large")
+    return float(text)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} in it is not a number")
+
+
+def _check_values(value: Any) -> None:
+    """Raise :class:`ValueError` for values nested too deep, and for text that no file and no terminal could take."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested deeper than {_DEEPEST}")
+        for text in level:
+            if isinstance(text, str) and (half := _HALF.search(text)):
+                raise ValueError(f"{half[0]!a} in it is half a character")
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list | set | tuple)
+            for inner in ((*item, *item.values()) if isinstance(item, dict) else item)
+        ]
+
+
+_HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates, but for those by which Python writes the bytes of a path that is not UTF-8."""
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, Mapping):
+        return {key: _finite(item) for key, item in data.items()}
+    return [_finite(item) for item in data] if isinstance(data, list | tuple) else data
+
+
+def _one_line(err: Exception) -> str:
+    """What an error says, which may quote the file, without most of that."""
+    return abridged(" ".join(str(err).split()) or type(err).__name__, 400)
+
+
+def abridged(text: str, most: int) -> str:
+    """How a text begins and ends, if it has more than so many characters."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -1,0 +1,237 @@
+"""Put a plan onto a model, and take it off again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memopt_cli.errors import PlanError
+from memopt_cli.records import InputDimension, Plan, PlanRange, SegmentPlan, from_data
+from memopt_cli.runtime import (
+    ConfigsByLength,
+    LengthOf,
+    Run,
+    SegmentConfig,
+    add_runs,
+    find_part,
+    install_segment,
+    named_parts,
+    remove_runs,
+    remove_segment,
+    segment_of,
+    settings_of,
+    takes_argument,
+)
+from memopt_cli.runtime.in_backward import (
+    has_in_backward,
+    install_in_backward,
+    optimizers_in_backward,
+    remove_in_backward,
+)
+from memopt_cli.training.own_checkpoints import resume, suspend
+from memopt_cli.training.wrappers import unwrapped
+
+_SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
+"""What an entry of a plan and the segment that it becomes both say, by the same names."""
+
+
+def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> nn.Module:
+    """Install every segment of ``plan`` on ``model``, in place; returns the model.
+
+    ``optimizer``: the one that a plan with ``in_backward`` runs there.  In a wrapper the model within is meant, as
+    everywhere here: see :func:`unwrapped`.  Checkpointing of the model's own is off as long as it has a plan, where an
+    attribute turns that off: see :mod:`memopt_cli.training.own_checkpoints`.
+
+    All or nothing: raises :class:`PlanError` that names the first module which is missing or cannot be a segment, or
+    says why the optimizer cannot run in backward, and leaves the model as it was.
+    """
+    if plan.in_backward and optimizer is None:
+        raise PlanError(
+            "the plan runs the optimizer in backward, and there is none",
+            hint="Give it: memopt_cli.apply_plan(model, plan, optimizer=optimizer).",
+        )
+    _install_all(unwrapped(model), plan, optimizer)
+    return model
+
+
+def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> None:
+    installed: list[nn.Module] = []
+    runs: list[Run] = []
+    if not plan.of_model.is_empty:
+        suspend(model)
+    try:
+        for segment in plan.everywhere:
+            runs += _add_runs(model, segment.path)
+        for module, config in (_by_length if plan.ranges else _configs)(model, plan).items():
+            _install(module, config)
+            installed.append(module)
+        if plan.in_backward and optimizer is not None:
+            _run_in_backward(optimizer, model)
+    except BaseException:
+        for module in installed:
+            remove_segment(module)
+        remove_runs(model, runs)
+        resume(model)
+        raise
+
+
+def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
+    """What each module becomes."""
+    found: dict[nn.Module, SegmentConfig] = {}
+    paths: dict[nn.Module, str] = {}
+    if plan.packed and not any(segment.path == "" for segment in plan.segments):
+        found[model] = SegmentConfig(recompute=False, path=_ROOT)
+    for segment in plan.segments:
+        module, name = find_part(model, segment.path), segment.path or _ROOT
+        if module in paths:
+            same = "twice" if paths[module] == segment.path else f"twice, the first time as '{paths[module]}'"
+            raise PlanError(f"the plan names module '{name}' {same}", hint="Keep one of the two entries.")
+        paths[module] = segment.path
+        found[module] = SegmentConfig(**{field: getattr(segment, field) for field in _SHARED}, path=name)
+    return found
+
+
+def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]:
+    """The same in ranges of lengths; the root is among them, whatever it is in each."""
+    assert plan.by is not None, "it has ranges"
+    if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
+        raise PlanError("a part of the model has a plan by length already", hint=_TAKE_OFF)
+    if not takes_argument(model, plan.by.argument):
+        raise PlanError(
+            f"the plan looks at the argument {plan.by.argument!r}, "
+            f"which forward of {type(model).__name__} does not take",
+            hint="Write into by: argument which one it is, by name or by position from 0.",
+        )
+    length = LengthOf(name=plan.by.dim, argument=plan.by.argument, axis=plan.by.axis)
+    up_to = tuple(part.up_to for part in plan.ranges)
+    parts = [_configs(model, part.plan) for part in plan.ranges]
+    found: dict[nn.Module, ConfigsByLength] = {}
+    for module in dict.fromkeys((model, *(module for part in parts for module in part))):
+        configs = tuple(part.get(module) for part in parts)
+        path = _ROOT if module is model else next(config.path for config in configs if config is not None)
+        of_root = length if module is model else None
+        found[module] = ConfigsByLength(up_to=up_to, configs=configs, length=of_root, path=path)
+    return found
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan that is installed on ``model``."""
+    model = unwrapped(model)
+    in_backward = has_in_backward(model)
+    installed = {path: module for path, module in named_parts(model) if settings_of(module) is not None}
+    root = settings_of(model)
+    if not isinstance(root, ConfigsByLength) or root.length is None:  # of a part of one by length, what it has for long
+        plain = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
+        return replace(_plan_of(plain), in_backward=in_backward)
+    ranges = []
+    for index, up_to in enumerate(root.up_to):
+        part = _plan_of({path: c for path, m in installed.items() if (c := _in_range(m, index)) is not None})
+        ranges.append(PlanRange(up_to=up_to, segments=part.segments, packed=part.packed))
+    by = InputDimension(dim=root.length.name, argument=root.length.argument, axis=root.length.axis)
+    return Plan(by=by, ranges=tuple(ranges), in_backward=in_backward)
+
+
+def _in_range(module: nn.Module, index: int) -> SegmentConfig | None:
+    """What is installed on a module for a range; of one that is the same at every length, that."""
+    settings = settings_of(module)
+    return settings.configs[index] if isinstance(settings, ConfigsByLength) else settings
+
+
+def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
+    segments = (
+        from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SHARED}})
+        for path, config in installed.items()
+        if config.recompute
+    )
+    return Plan(segments=tuple(segments), packed=any(not config.recompute for config in installed.values()))
+
+
+def remove_plan(model: nn.Module) -> nn.Module:
+    """Make all of ``model`` plain again, in place, and its optimizer, too; returns the model."""
+    remove_segments(model)
+    remove_runs(unwrapped(model))
+    return model
+
+
+@contextlib.contextmanager
+def taken_off(model: nn.Module) -> Iterator[Plan]:
+    """Within, ``model`` is plain, without the plan that it carries, which this gives.
+
+    Where what is done then fails, the plan is on it again, and nothing else is.
+    """
+    with put_back(model) as carried:
+        remove_plan(model)
+        yield carried
+
+
+@contextlib.contextmanager
+def put_back(model: nn.Module) -> Iterator[Plan]:
+    """Gives the plan that ``model`` carries; where what is done within fails, that is on it again, and nothing else."""
+    carried, optimizers = plan_of(model), list(optimizers_in_backward(model))
+    try:
+        yield carried
+    except BaseException:
+        remove_plan(model)
+        apply_plan(model, carried.of_model)
+        for optimizer in optimizers:
+            install_in_backward(optimizer, model)
+        raise
+
+
+def remove_segments(model: nn.Module) -> None:
+    """As :func:`remove_plan`; runs of layers stay, as the modules that they are."""
+    model = unwrapped(model)
+    resume(model)
+    remove_in_backward(model)
+    for _, module in list(named_parts(model)):
+        if settings_of(module) is not None:
+            remove_segment(module)
+
+
+def _run_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
+    try:
+        install_in_backward(optimizer, model)
+    except ValueError as reason:
+        raise in_backward_error(optimizer, reason) from reason
+
+
+def in_backward_error(optimizer: Optimizer, reason: ValueError) -> PlanError:
+    """Says that an optimizer cannot run in backward, and why."""
+    return PlanError(
+        f"{type(optimizer).__name__} cannot run in backward: it {reason}",
+        hint="Take in_backward out of the plan, or train with another optimizer.",
+    )
+
+
+def _add_runs(model: nn.Module, path: str) -> list[Run]:
+    try:
+        return add_runs(model, path)
+    except AttributeError as error:
+        raise PlanError(
+            f"the plan names module '{path}', which {type(model).__name__} does not have",
+            hint="A plan fits the model it was made for; make a new one with memopt optimize.",
+        ) from error
+    except ValueError as reason:
+        raise PlanError(
+            f"module '{path}' cannot be a segment: {reason}",
+            hint=f"Change the entry of '{path}' in the plan, or remove it.",
+        ) from reason
+
+
+def _install(module: nn.Module, config: SegmentConfig | ConfigsByLength) -> None:
+    try:
+        install_segment(module, config)
+    except ValueError as reason:
+        hint = f"Change the entry of '{config.path}' in the plan, or remove it."
+        if settings_of(module) is not None:
+            hint = _TAKE_OFF
+        elif isinstance(config, ConfigsByLength) and config.length is not None and not any(config.configs):
+            hint = "A plan by length looks at what the whole model is given; take one without ranges."
+        raise PlanError(f"module '{config.path}' cannot be a segment: {reason}", hint=hint) from reason
+
+
+_ROOT, _TAKE_OFF = "(root)", "Take off the plan that the model has: memopt_cli.remove_plan(model)."

@@ -1,0 +1,101 @@
+"""The optimizer of a training step: one of PyTorch's, or the user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memopt_cli.errors import StepError, first_line
+from memopt_cli.text.optimizer_text import NamedOptimizer, OptimizerChoice
+
+OptimizerMaker = Callable[[nn.Module], Optimizer | None]
+"""Makes the optimizer of a model, or of a copy of it without data; ``None`` where none is counted."""
+
+_DEFAULTS = {"SGD": {"momentum": 0.9}}
+"""As people use it: without momentum SGD has no state."""
+
+
+def no_optimizer(model: nn.Module) -> None:
+    """Makes none."""
+
+
+def optimizer_maker(choice: OptimizerChoice, function: Callable[..., Any] | None = None) -> OptimizerMaker:
+    """Makes what was chosen, with a rate of zero, so that one step is like the next.
+
+    ``function``: the user's, for whoever chose one; it is called with the model.
+    """
+    if function is not None:
+        return lambda model: _made(function, model)
+    if isinstance(choice, NamedOptimizer):
+        return lambda model: _named(choice, model)
+    return no_optimizer
+
+
+def _named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
+    make = getattr(torch.optim, choice.class_name, None)
+    if make is None:
+        raise StepError(f"PyTorch {torch.__version__} has no {choice.class_name}")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    options = {"lr": 0.0, **_DEFAULTS.get(choice.class_name, {}), **_implementation(choice, make, parameters)}
+    try:
+        return make(parameters, **options)  # type: ignore[no-any-return]
+    except ValueError as err:
+        raise StepError(
+            f"{choice.class_name} refuses the model's parameters: {first_line(err)}",
+            hint="Name another --optimizer, or a function of your own that gives it those it takes.",
+        ) from err
+
+
+def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Parameter]) -> dict[str, bool]:
+    """The flag that selects it.  PyTorch's default is said: on tensors without data it would be another."""
+    if choice.implementation == "for-loop":
+        return {"foreach": False}
+    if choice.implementation != "default":
+        return {choice.implementation: True}
+    on_cuda = bool(parameters) and all(p.device.type == "cuda" for p in parameters)
+    return {"foreach": True} if on_cuda and "foreach" in inspect.signature(make).parameters else {}
+
+
+def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
+    try:
+        optimizer = function(model)
+    except (Exception, SystemExit) as err:  # the user's code may raise anything
+        raise StepError(
+            f"--optimizer: {_name(function)} failed: {first_line(err)}", hint="It is called with the model alone."
+        ) from err
+    if not isinstance(optimizer, Optimizer):
+        raise StepError(
+            f"--optimizer: {_name(function)} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
+    if wants_closure(optimizer):
+        raise StepError(f"--optimizer: {closure_refusal(optimizer)}", hint="Take one that steps without a closure.")
+    known = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
+        if any(id(parameter) not in known for parameter in group["params"]):
+            raise StepError(f"--optimizer: {_name(function)} updates tensors that are not parameters of its model")
+    return optimizer
+
+
+def closure_refusal(optimizer: Optimizer) -> str:
+    """What is wrong with one whose step is given a closure."""
+    return (
+        f"{type(optimizer).__name__} runs forward and backward within its step, by a closure; memopt measures steps "
+        "that do so once"
+    )
+
+
+def wants_closure(optimizer: Optimizer) -> bool:
+    """Whether its step cannot do without one, by what it says of itself."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    is_asked_for = closure is not None and closure.default is inspect.Parameter.empty
+    return isinstance(optimizer, torch.optim.LBFGS) or is_asked_for
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", repr(function))

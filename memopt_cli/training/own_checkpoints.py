@@ -1,0 +1,89 @@
+"""Models that checkpoint by themselves: found, and turned off where a plan decides what is recomputed.
+
+A model that calls ``torch.utils.checkpoint`` in its forward recomputes what lies there whatever a plan does, and twice
+where that is in a segment, too.  Most libraries ask an attribute first: ``gradient_checkpointing_enable()`` of
+transformers sets ``gradient_checkpointing``, timm's ``set_grad_checkpointing`` ``grad_checkpointing``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from torch import nn
+from torch.utils import checkpoint as checkpoints
+
+from memopt_cli.runtime.private_torch import CheckpointCall, replaced
+from memopt_cli.training.module_calls import module_hooks
+
+_SWITCH: Final = re.compile(r"(?!save|load|resume|from)\w*(checkpoint|ckpt)\w*|with_cp|memory_efficient")
+"""Names of attributes that ask for checkpoints where they are true: ``use_checkpoint``, ``with_cp`` (mmcv),
+``memory_efficient`` (torchvision's DenseNet)."""
+_SUSPENDED: Final = "_memopt_checkpoints_off"
+"""The attribute of a model under a plan that lists the switches which were on before."""
+
+
+def switches_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the attributes of modules that are true and by their names ask for checkpoints: ``blocks.0.with_cp``."""
+    return tuple(
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if value is True and _SWITCH.fullmatch(name)
+    )
+
+
+def turn_off(model: nn.Module) -> tuple[str, ...]:
+    """Turn the switches of ``model`` off for good, and return those that were on."""
+    switches = switches_of(model)
+    _set(model, switches, on=False)
+    return switches
+
+
+def suspend(model: nn.Module) -> None:
+    """Turn the switches of ``model`` off until :func:`resume`; it may be saved and loaded in between."""
+    if switches := turn_off(model):
+        vars(model)[_SUSPENDED] = switches
+
+
+def resume(model: nn.Module) -> None:
+    """Turn those on again that :func:`suspend` turned off."""
+    switches = vars(model).pop(_SUSPENDED, ())
+    _set(model, switches if isinstance(switches, tuple) else (), on=True)
+
+
+def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:
+    """Set those of ``switches`` that can be some: a file may name anything, and only flags of such names are set."""
+    modules = dict(model.named_modules())
+    for switch in switches:
+        path, _, name = str(switch).rpartition(".")
+        if path in modules and _SWITCH.fullmatch(name) and isinstance(vars(modules[path]).get(name), bool):
+            setattr(modules[path], name, on)
+
+
+@contextlib.contextmanager
+def watched_checkpoints(model: nn.Module) -> Iterator[list[str]]:
+    """Give the paths of the modules whose forward calls ``torch.utils.checkpoint``, as the model runs within."""
+    found: list[str] = []
+    running: list[str] = []  # paths alone: whoever held what modules are given would change the peak
+
+    def enter(path: str, *_: Any) -> None:
+        running.append(path)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    with module_hooks(model, enter, leave, always_leave=True):
+
+        def noted(original: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                found.append(running[-1] if running else "")
+                return original(*args, **kwargs)
+
+            return call
+
+        # The second is called by reentrant checkpoints alone.
+        with replaced(CheckpointCall, "__init__", noted), replaced(checkpoints, "check_backward_validity", noted):
+            yield found

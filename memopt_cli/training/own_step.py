@@ -1,0 +1,264 @@
+"""How a step of the user's own is taken: by its function, which calls models, autograd and optimizers as it likes.
+
+Nothing of it moves from run to run: optimizers step at a rate of zero, and what else the step does to parameters is
+undone before the next.  It finds the gradients that a step before it leaves, as zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.records import Phase
+from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, is_fake
+from memopt_cli.runtime.state import StartingState
+from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.training.module_calls import rejection, watched_modules
+from memopt_cli.training.optimizers import closure_refusal
+from memopt_cli.training.step import SCALES, Step, check_finite, give_zero_gradient, is_out_of_memory
+from memopt_cli.training.user_step import StepModels
+
+Entered = Callable[[Phase], object]
+Updating = Callable[[Optimizer], object]
+"""Told of an optimizer that is about to step."""
+
+NUMBER_READ = torch.ops.aten._local_scalar_dense.default
+"""What reads a number out of a tensor."""
+
+
+class OwnStep(Step):
+    """A step whose model is a :class:`StepModels`."""
+
+    __slots__ = ()
+
+    @property
+    def models(self) -> StepModels:
+        """What it runs."""
+        return cast(StepModels, self.model)
+
+    def run(self, entered: Entered = lambda phase: None, updating: Updating = lambda optimizer: None) -> Any:
+        """Take the step, and return what its function does.
+
+        Raises :class:`StepError` for a step that returns no tensor, never calls backward, or does what memopt cannot
+        count, and whatever the function raises.
+        """
+        models, is_first = self.models, self.models.leaves is None
+        models.restore_moved()
+        real = (p for p in models.parameters() if is_first and not is_fake(p))
+        before = {p: p.detach().clone() for p in real}
+        watch = _Watch(self, entered, updating)
+        with watch.told():
+            output = models.step.run(*self.args, **self.kwargs)
+        if not any(True for _ in tensors_of(output)):
+            raise StepError(
+                f"the step's function returned {_described(output)}, and no tensor",
+                hint="Let run return its losses, or anything that tells what it did: they are compared.",
+            )
+        watch.check()
+        if is_first:
+            models.learn(before)
+        return output
+
+    def take(self, entered: Entered) -> None:
+        """See :func:`memopt_cli.training.step.take`."""
+        self.run(entered)
+
+    def reach(self) -> None:
+        """Call every module that the step calls, once at least."""
+        self.run()
+
+    def reach_loss(self) -> None:
+        """The same."""
+        self.run()
+
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All that it has."""
+        return tuple(self.models.step.optimizers)
+
+    def find_gradients(self) -> None:
+        """Those that the step before left, as zeros; where it is not known which these are, that is taken first."""
+        models = self.models
+        models.zero_grad(set_to_none=True)
+        if models.leaves is None:
+            start = StartingState(models)
+            if any(map(is_fake, models.parameters())):
+                with _NumbersGuessed() as guessing:
+                    self.run(guessing.enter)
+            else:
+                self.settle(start)
+            start.enter()
+            models.restore_moved()
+            models.zero_grad(set_to_none=True)
+        for name, parameter in models.named_parameters():
+            if name in (models.leaves or ()):
+                give_zero_gradient(parameter)
+
+    def settle(self, start: StartingState) -> None:
+        """Take steps until each optimizer has stepped: the function's own scaler finds its scale as they are taken.
+
+        They go on from one another, as in its script: from ``start`` the scaler would begin anew, too.
+        """
+        for _ in range(SCALES):
+            if self.is_settled():
+                return
+            self.run()
+        if not self.models.has_updated:
+            raise StepError(NEVER_STEPPED, hint=LIST_OPTIMIZERS)
+
+    def is_settled(self) -> bool:
+        """Whether it was run, and each of its optimizers has stepped."""
+        return self.models.leaves is not None and not self.models.waiting
+
+    def checked(self) -> Any:
+        """See :func:`memopt_cli.training.step.run_checked`."""
+        return self.checked_while(lambda optimizer: None)
+
+    def checked_while(self, updating: Updating) -> Any:
+        """The same, told of every optimizer's step."""
+        with watched_modules(self.model) as watched:
+            try:
+                output = self.run(updating=updating)
+            except MemoptError:
+                raise
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                reason = rejection(error, watched, self.model) if watched else f"the step failed: {first_line(error)}"
+                raise StepError(reason, hint=_HINT) from error
+        check_finite(output, "what the step returned")
+        if self.is_settled():  # a scaler skips those that are not
+            self._check_gradients()
+        return output
+
+    def _check_gradients(self) -> None:
+        for name, parameter in self.models.named_parameters():
+            if parameter.grad is not None:
+                check_finite(parameter.grad, f"the gradient of '{name}'")
+
+
+NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
+LIST_OPTIMIZERS = "List those that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
+_HINT = "It is called with the inputs, one for each argument of run; on the command line: -i SHAPE[@dtype][=values]."
+
+
+def _described(output: Any) -> str:
+    return "nothing" if output is None else f"a {type(output).__name__}"
+
+
+class _Watch:
+    """Sees autograd and the optimizers at work while a step runs."""
+
+    def __init__(self, step: OwnStep, entered: Entered, updating: Updating) -> None:
+        self._step = step
+        self._entered = entered
+        self._updating = updating
+        self._phases: list[Phase] = []
+        self._rates: list[Any] = []
+        self._listed = {id(optimizer) for optimizer in step.optimizers()}
+        self._went_backward = False
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Within, phases are told, and no optimizer moves a parameter."""
+        enter = functools.partial(self._enter, "backward")
+        before, after = (
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        )
+        try:
+            with engine_watched(enter, self._leave):
+                self._enter("forward")
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def check(self) -> None:
+        """Raises :class:`StepError` for a step that has done what cannot be counted."""
+        if not self._went_backward:
+            raise StepError(
+                "the step never calls backward: it keeps nothing that a plan could save",
+                hint="Let run take a whole step, loss.backward() or torch.autograd.grad(…) included.",
+            )
+        self._refuse_sparse()
+
+    def _enter(self, phase: Phase) -> None:
+        self._went_backward |= phase == "backward"
+        self._phases.append(phase)
+        self._entered(phase)
+
+    def _leave(self) -> None:
+        self._phases.pop()
+        self._entered(self._phases[-1])
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
+            raise StepError(closure_refusal(optimizer), hint="Call backward, then step without a closure.")
+        if id(optimizer) not in self._listed:
+            raise StepError(
+                f"the step uses an optimizer, {type(optimizer).__name__}, that it does not list",
+                hint="List all in optimizers: their state counts.",
+            )
+        self._refuse_sparse()
+        if not _is_skipped(optimizer):
+            self._step.models.note_update(optimizer)
+        self._updating(optimizer)
+        self._rates = [group.get("lr") for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        self._enter("update")
+
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            if "lr" in group:
+                group["lr"] = rate
+        self._leave()
+
+    def _refuse_sparse(self) -> None:
+        for name, parameter in self._step.models.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise StepError(
+                    f"the gradient of '{name}' is sparse, which is not counted",
+                    hint="Make it dense, an embedding's with sparse=False.",
+                )
+
+
+def _is_skipped(optimizer: Optimizer) -> bool:
+    """Whether a scaler has told an optimizer, one that asks for it, that its gradients are not finite."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and not is_fake(found) and bool(found.any())
+
+
+def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
+    """What a tensor without data is taken to hold where a step of one's own reads a number; ``None``: it reads none.
+
+    Optimizers read counters, and divide by them and by 1 less them; what else is read is told to people, or asks
+    whether something is not finite.
+    """
+    if func is not NUMBER_READ or not is_fake(args[0]):
+        return None
+    return 0.5 if updating else 0.0
+
+
+class _NumbersGuessed(TorchDispatchMode):
+    """Within, whoever reads a number of a tensor without data is given one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._phase: Phase = "forward"
+
+    def enter(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = guessed_number(func, args, updating=self._phase == "update")
+        return func(*args, **(kwargs or {})) if number is None else number

@@ -1,0 +1,39 @@
+"""The buckets in which ``DistributedDataParallel`` reduces gradients, on a real rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from memopt_cli.errors import StepError, first_line
+from memopt_cli.training.step import Step, take
+
+
+def buckets_seen(step: Step) -> tuple[Tensor, ...]:
+    """Those of all replicas in the step, which takes one to see them: nothing but a hook is told of them.
+
+    The hook stays, and reduces as the reducer does without one.  Raises :class:`StepError` where there is another.
+    """
+    replicas = [part for part in step.model.modules() if isinstance(part, DistributedDataParallel)]
+    found: list[Tensor] = []
+
+    def reduce(group: Any, bucket: Any) -> Any:
+        if all(bucket.buffer() is not known for known in found):
+            found.append(bucket.buffer())
+        return allreduce_hook(group, bucket)
+
+    reduce.__annotations__.clear()  # PyTorch compares them with classes
+    for replica in replicas:
+        try:
+            replica.register_comm_hook(replica.process_group, reduce)
+        except RuntimeError as err:  # there may be one
+            raise StepError(
+                f"DistributedDataParallel with a communication hook cannot be measured: {first_line(err)}",
+                hint="Measure it without.",
+            ) from err
+    if replicas:
+        take(step)
+    return tuple(found)

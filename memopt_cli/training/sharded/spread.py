@@ -1,0 +1,180 @@
+"""A model as one rank of many has it: spread by the user's function, or in one of the usual ways."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
+from memopt_cli.records import Layout
+from memopt_cli.runtime.private_torch import is_compiled, reducing_ranks, replaced, sharded_without_the_others
+from memopt_cli.training.sharded.replicated import without_reducer
+
+Shard = Callable[[nn.Module, DeviceMesh], Any]
+"""The user's function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """What a rank has."""
+
+    model: nn.Module
+    buckets: list[Tensor]
+    """Of ``DistributedDataParallel``: others after the first step."""
+
+
+def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> Spread:
+    """``model`` spread over the mesh, in place where PyTorch does it so; ``function``: ``None`` for a built-in way.
+
+    Raises :class:`UsageError` for a function that fails, gives no module or another model, spreads nothing or changes
+    the default group, and :class:`StepError` for what cannot be predicted.
+    """
+    with without_reducer() as buckets, sharded_without_the_others():
+        return Spread(model=_spread(model, mesh, layout, function, "predicted"), buckets=buckets)
+
+
+def spread_really(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> nn.Module:
+    """The same on a rank of a real group.  Raises :class:`StepError` for what is not counted there."""
+    return _spread(model, mesh, layout, function, "measured")
+
+
+def _spread(
+    model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None, what: Literal["predicted", "measured"]
+) -> nn.Module:
+    parts = set(model.modules())
+    with _without_older(what):
+        made = _called(function or _BUILT_IN[layout.parallel], model, mesh, layout)
+    _refuse(made, what)
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"{layout.parallel} returned {_kind(made)}, no nn.Module", hint=_RETURN)
+    if parts.isdisjoint(made.modules()):
+        raise UsageError(f"{layout.parallel} returned another model than it was given", hint=_RETURN)
+    if any(map(is_compiled, made.modules())):
+        raise StepError(
+            f"{layout.parallel} compiles the model, and a compiled step cannot be {what}: {_COMPILED[what]}",
+            hint="Let it return the model before torch.compile; the compiled step keeps other tensors.",
+        )
+    if not _is_spread(made):
+        raise UsageError(
+            f"{layout.parallel} left every parameter of {type(made).__name__} whole: it spreads nothing",
+            hint="Call fully_shard, parallelize_module or DistributedDataParallel in it.",
+        )
+    return made
+
+
+_COMPILED = {"predicted": "it runs on data alone", "measured": "its tensors are not seen"}
+
+
+def data_ranks(model: nn.Module) -> int:
+    """Ranks that have samples of their own: those over which ``fully_shard`` or DDP reduces a gradient.
+
+    Ranks that share a gradient's work in another way, as tensor parallel ones, are given the same samples.
+    """
+    parts = list(model.modules())
+    sharded = (reducing_ranks(part) for part in parts if isinstance(part, FSDPModule))
+    replicas = (part.process_group.size() for part in parts if isinstance(part, DistributedDataParallel))
+    return max((*sharded, *replicas), default=1)
+
+
+def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Any:
+    group = dist.group.WORLD
+    try:
+        made = function(model, mesh)
+    except MemoptError:
+        raise
+    except (Exception, SystemExit) as err:  # the user's code may raise anything
+        raise UsageError(
+            f"{layout.parallel} failed: {first_line(err)}",
+            hint=f"{_GIVEN.format(mesh.device_type, layout.mesh)} {_NO_GROUP}",
+        ) from err
+    if not dist.is_initialized() or dist.group.WORLD is not group:
+        raise UsageError(f"{layout.parallel} made a process group of its own", hint=_NO_GROUP)
+    return made
+
+
+_RETURN = "Let it return the model that trains."
+_GIVEN = "It is called with the model and a DeviceMesh of {} with the axes {}."
+_NO_GROUP = "The group and the mesh are there: let it make none."
+
+
+def _refuse(made: Any, what: str) -> None:
+    """Raises :class:`StepError` for what is not counted, and of what no step without data can be taken."""
+    parts = made.modules() if isinstance(made, nn.Module) else [made]
+    kinds = [base for part in parts for base in type(part).__mro__]
+    for base in kinds:
+        for package, why in _UNPREDICTED.items():
+            if f"{base.__module__}.".startswith(f"{package}."):
+                raise StepError(f"{base.__name__} cannot be {what}: {why}", hint=_OTHERS)
+
+
+def _without_older(what: str) -> contextlib.AbstractContextManager[None]:
+    """Within, making a module of FSDP1 raises :class:`StepError`."""
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise StepError(f"FullyShardedDataParallel (FSDP1) cannot be {what}: {_NOT_WATCHED}", hint=_OTHERS)
+
+    return replaced(FullyShardedDataParallel, "__init__", lambda _: refuse)
+
+
+_NOT_WATCHED = "it handles memory in ways that are not counted here"
+_UNPREDICTED = {
+    "deepspeed": _NOT_WATCHED,
+    "torch.distributed._composable.replicate": "it becomes DistributedDataParallel in the first step alone",
+    "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
+}
+"""Package -> why."""
+_OTHERS = "fully_shard, parallelize_module and DistributedDataParallel can."
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"an instance of {type(value).__name__}"
+
+
+def _is_spread(model: nn.Module) -> bool:
+    parts = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules())
+    return parts or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------- the usual ways
+
+
+def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2 of every repeated block, and of the rest; over two axes it replicates along the first (HSDP)."""
+    for block in repeated_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+_BUILT_IN: dict[str, Shard] = {"fsdp": _fully_sharded, "ddp": _replicated}
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules with parameters that a list or a sequence has several of, of one class; none within another."""
+    if isinstance(model, nn.ModuleList | nn.Sequential):
+        children = [child for child in model.children() if next(child.parameters(), None) is not None]
+        alike = {kind for kind in map(type, children) if sum(type(child) is kind for child in children) > 1}
+        alike = {kind for kind in alike if isinstance(model, nn.ModuleList) or any(_is_composite(kind, children))}
+        inner = [child for child in children if type(child) not in alike]
+        return [child for child in children if type(child) in alike] + [
+            block for child in inner for block in repeated_blocks(child)
+        ]
+    return [block for child in model.children() for block in repeated_blocks(child)]
+
+
+def _is_composite(kind: type, children: list[nn.Module]) -> list[bool]:
+    """Of the children of a class, whether each has modules below: a sequence of plain layers has no blocks."""
+    return [any(True for _ in child.children()) for child in children if type(child) is kind]

@@ -1,0 +1,221 @@
+"""Can a module run in chunks with the same result?  Found by trying, not by a list of classes.
+
+A copy of the module, in double precision and training mode, is run whole and in even and uneven chunks, on the inputs
+it gets in the model and on drawn ones.  Outputs, gradients, buffers and the state it hands over must agree: a module
+that looks ahead, mixes samples, or draws random numbers does not pass.  Batch norms mix samples by their statistics
+alone, which a pass of their own gathers; where it cannot, chunks are inexact, and must be asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import first_line
+from memopt_cli.records import MOST_NORMS, ChunkRule, Refused, StepSettings
+from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
+from memopt_cli.runtime.batch_statistics import statistics_refusal
+from memopt_cli.runtime.chunk_rows import rows_untried
+from memopt_cli.runtime.norms import batch_norms
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.runtime.unsafe import why_whole
+from memopt_cli.training.step import Step, seed_everything
+from memopt_cli.verification.equality import (
+    TOLERANCE,
+    DoubleThroughout,
+    difference,
+    effects,
+    generator_state,
+    generators_kept,
+    in_double,
+    state_of,
+)
+
+_AXES = (0, 1)
+SHORT = 5
+"""Length to which a sequence is cut for trials with gradients on drawn inputs; the captured ones stay whole, for what
+happens after some steps only, a state detached say."""
+
+
+class _Reached(Exception):
+    """The module whose inputs are wanted is about to run."""
+
+
+def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A copy of the module at ``path`` as it is when the step calls it first, and the arguments of that call.
+
+    Raises :class:`LookupError` if the step does not call it.
+    """
+    add_runs(step.model, path)
+    module = find_part(step.model, path)
+    captured: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle.remove()  # the copy must not carry this hook
+        inputs = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        captured.append((copy.deepcopy(module), *inputs))
+        raise _Reached
+
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    try:
+        step.reach()
+    except _Reached:
+        return captured[0]
+    finally:
+        handle.remove()
+    raise LookupError(f"the step does not call {path!r}")
+
+
+def find_rule(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, allow_inexact: bool = False
+) -> ChunkRule | Refused:
+    """The first axis along which ``module`` gives the same in chunks, with the least that must be cut.
+
+    ``allow_inexact``: where there is none, that along which it would but for the statistics of its batch norms.
+    """
+    found = _exact_rule(module, args, kwargs)
+    if isinstance(found, ChunkRule) or not allow_inexact or not batch_norms(module):
+        return found
+    for axis in _AXES:
+        for exact in _conceivable(module, args, kwargs, axis):
+            rule = replace(exact, batch_statistics=False, inexact=True)
+            if _disproof(module, args, kwargs, rule) is None:
+                return rule
+    return found
+
+
+def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
+    norms = len(batch_norms(module))
+    if norms > MOST_NORMS:
+        return Refused(reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a part may do")
+    if norms and (unfit := statistics_refusal(module, chunks=2)):
+        return Refused(reason=unfit)
+    reasons = []
+    for axis in _AXES:
+        for rule in _conceivable(module, args, kwargs, axis):
+            reason = _disproof(module, args, kwargs, rule)
+            if reason is None:
+                return rule
+            reasons.append(f"axis {axis}: {reason}")
+    return Refused(reason="; ".join(reasons) or "no tensor argument has an axis to cut")
+
+
+def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> Iterator[ChunkRule]:
+    lengths = [t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in args]
+    length = lengths[0] if lengths else 0
+    if length < 2:
+        return
+    inputs = _leading(lengths, length)
+    args, kwargs = in_double((args, kwargs))  # under autocast they may be of another precision than its parameters
+    with torch.no_grad(), DoubleThroughout():  # type: ignore[no-untyped-call]
+        output = copy.deepcopy(module).double()(*args, **kwargs)
+    parts = output if isinstance(output, tuple) else (output,)
+    outputs = _leading([t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in parts], length)
+    for seq_inputs in _counts(module, "n_seq_inputs", {inputs, 1}):
+        for seq_outputs in _counts(module, "n_outputs", {outputs, min(outputs, 1)} - {0}):
+            yield ChunkRule(
+                axis=axis,
+                seq_inputs=seq_inputs,
+                seq_outputs=seq_outputs,
+                batch_statistics=bool(batch_norms(module)),
+            )
+
+
+def _counts(module: nn.Module, attribute: str, conceivable: set[int]) -> list[int]:
+    """How many arguments, or outputs, may be sequences: what the module says of itself, else what the shapes allow."""
+    declared = getattr(module, attribute, None)
+    return [declared] if isinstance(declared, int) else sorted(conceivable, reverse=True)
+
+
+def _leading(lengths: list[int], wanted: int) -> int:
+    return next((i for i, length in enumerate(lengths) if length != wanted), len(lengths))
+
+
+def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
+    """Why the rule is wrong; ``None`` if every trial agrees."""
+    module = copy.deepcopy(module).double().train()
+    for norm in batch_norms(module) if rule.inexact else ():
+        norm.eval()  # all but their statistics must agree
+    try:
+        with DoubleThroughout(), warnings.catch_warnings(), rows_untried():  # type: ignore[no-untyped-call]
+            warnings.simplefilter("ignore")  # a part that the trial runs whole is refused
+            return _double_disproof(module, args, kwargs, rule)
+    except Exception as error:  # the module's own code runs here: whatever it raises disproves the rule
+        return first_line(error)
+
+
+def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
+    """The same of a module in float64."""
+    length = args[0].shape[rule.axis]
+    short = min(length, SHORT)
+    if reason := _forward_disproof(module, in_double((args, kwargs)), rule):
+        return reason
+    cut = *(a.narrow(rule.axis, 0, short) for a in args[: rule.seq_inputs]), *args[rule.seq_inputs :]
+    draws = _draws(in_double((args, kwargs)), in_double((cut, kwargs)))
+    for seed, (chunks, inputs) in enumerate(zip((_uneven(length), 2, short), draws, strict=True)):
+        whole, pieces = copy.deepcopy(module), _chunked(module, rule, chunks)
+        worst = difference(_effects_of(whole, inputs, seed), _effects_of(pieces, inputs, seed))
+        if reason := why_whole(pieces):
+            return f"it {reason}"
+        if worst.relative > TOLERANCE:
+            return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
+    return None
+
+
+def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | None:
+    """The cheap trial first, at full length: one forward in two chunks settles most of the hopeless cases."""
+    found = []
+    for subject in (copy.deepcopy(module), _chunked(module, rule, 2)):
+        with generators_kept():
+            seed_everything(0)
+            before = generator_state()
+            output = subject(*inputs[0], **inputs[1])
+            if reason := why_whole(subject):
+                return f"it {reason}"
+            if difference(before, generator_state()).name:
+                return "it draws random numbers"
+        found.append({f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))} | state_of(subject))
+    worst = difference(*found)
+    return f"in 2 chunks {worst.name} differs by {worst.relative:.1e}" if worst.relative > TOLERANCE else None
+
+
+def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
+    subject = copy.deepcopy(module)
+    install_segment(subject, SegmentConfig(chunks=chunks, **asdict(rule)))
+    return subject
+
+
+def _effects_of(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
+    args, kwargs = inputs
+    return effects(Step(model=module, args=args, kwargs=kwargs, settings=StepSettings(seed=seed)))
+
+
+def _uneven(length: int) -> int:
+    """The fewest chunks, of three or more if there can be, that are not of one length."""
+    return next((chunks for chunks in range(3, length) if length % chunks), 2)
+
+
+def _draws(captured: Any, cut: Any) -> Iterator[Any]:
+    """Those captured, and others like ``cut`` but smaller and larger: what holds for one draw only must not pass."""
+    yield captured
+    for seed, scale in enumerate((-1.0, 4.0)):
+        generator = torch.Generator().manual_seed(seed)
+        yield map_leaves(functools.partial(_redrawn, generator=generator, scale=scale), cut)
+
+
+def _redrawn(x: Any, generator: torch.Generator, scale: float) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    shuffled = torch.randperm(x.numel(), generator=generator).to(x.device)
+    mixed = x.flatten()[shuffled].view(x.shape)
+    if not x.is_floating_point() or bool(((x == 0) | (x == 1)).all()):
+        return mixed
+    noise = 1 + torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+    return mixed + scale * noise * (x.std() if x.numel() > 1 else 1.0)

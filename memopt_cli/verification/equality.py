@@ -1,0 +1,324 @@
+"""Do two models compute the same?  Everything a training step leaves behind, by name, and its comparison."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memopt_cli.runtime.compressor import same_bits
+from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.module_state import ModuleState
+from memopt_cli.runtime.optimizer_state import StateOnDemand
+from memopt_cli.runtime.private_torch import TorchDispatchMode
+from memopt_cli.runtime.state import StartingState
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.training.own_step import OwnStep
+from memopt_cli.training.step import Step, cast, dtype_in, seed_everything
+
+_ROUNDING_SCALE = 1e-3
+"""A gradient smaller than this share of the step's largest may be rounding alone, as that of a key's bias in attention
+or of a bias before batch norm is: its difference is related to this share of the largest instead."""
+
+_NORM_EPSILON = 1e-5
+"""What norms add to a variance: to a smaller one it makes no difference."""
+
+TOLERANCE = 1e-9
+"""Relative difference in float64 up to which two steps are taken for the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The tensor that differs most between two steps."""
+
+    name: str
+    """Empty if all are equal to the bit."""
+    relative: float
+    """Largest absolute difference over the largest magnitude of the reference tensor; infinite for another shape.
+    A gradient that is nearly zero beside the others is measured by :data:`_ROUNDING_SCALE`, and so are the running
+    statistics of a norm: a mean beside the deviation, and a variance beside the mean."""
+    compared: int
+
+
+def effects(step: Step) -> dict[str, Tensor]:
+    """Run one step and collect its effects: outputs, gradients of parameters and of floating inputs, buffers, state.
+
+    Of a step of one's own they are the gradients that its optimizers are given, and those that it leaves.
+
+    The caller's inputs and random generators are left alone.  The model's gradients are ``None`` before and afterwards,
+    also where the step fails half-way; its state is as the step left it.
+    """
+    step.model.zero_grad(set_to_none=True)
+    try:
+        with generators_kept():
+            seed_everything(step.settings.seed)
+            found = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
+            found |= generator_state()
+        return found | _gradients(step.model) | state_of(step.model)
+    finally:
+        step.model.zero_grad(set_to_none=True)
+
+
+def _plain_effects(step: Step) -> dict[str, Tensor]:
+    inputs = map_leaves(_fresh_leaf, (step.args, step.kwargs))
+    # The model gets copies: it may modify its inputs in place, which leaves that require gradients forbid.
+    args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+    step = replace(step, args=args, kwargs=kwargs)
+    # TorchScript as it is written, as segments run it: its executor differentiates by rules that round otherwise.
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        output = step.forward()
+    outputs = dict(enumerate(tensors_of(output)))
+    # Read before its loss, a deferred one would be computed, and a loss outside the model formed of it whole.
+    late = {i: t for i, t in outputs.items() if isinstance(t, DeferredLinear)}
+    found = {f"output[{i}]": t.detach().clone() for i, t in outputs.items() if i not in late}
+    step.backward(output)
+    found |= {f"output[{i}]": t.values().clone() for i, t in late.items()}
+    given = enumerate(tensors_of(inputs))
+    return found | {f"gradient of input {i}": t.grad for i, t in given if t.grad is not None}
+
+
+def _own_effects(step: OwnStep) -> dict[str, Tensor]:
+    """What it returned, and the gradients that its optimizers were given."""
+    args, kwargs = map_leaves(_cloned, (step.args, step.kwargs))
+    updates = Updates(step)
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        output = replace(step, args=args, kwargs=kwargs).run(updating=updates.see)
+    return {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output))} | updates.gradients
+
+
+class Updates:
+    """The gradients that optimizers are given in a step of one's own, by parameter and by the turn of the update."""
+
+    def __init__(self, step: OwnStep) -> None:
+        self._names = {id(p): name for name, p in step.model.named_parameters()}
+        self.count = 0
+        self.gradients: dict[str, Tensor] = {}
+
+    def see(self, optimizer: Optimizer) -> None:
+        """One is about to step."""
+        self.count += 1
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                name = f"gradient of {self._names[id(parameter)]}{AT_UPDATE}{self.count}"
+                self.gradients[name] = parameter.grad.detach().clone()
+
+
+AT_UPDATE = " at update "
+"""In the name of a gradient that an optimizer was given, before the number of the update."""
+
+
+def gradients_by_parameter(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the effects of a step: the last gradient of each parameter, by its name."""
+    marked = ((name.partition(AT_UPDATE)[0], t) for name, t in found.items() if name.startswith("gradient of "))
+    return {name.removeprefix("gradient of "): tensor for name, tensor in marked}
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's buffers and of the tensors it keeps in attributes, by name."""
+    return {name: t.detach().clone() for name, t in named_state(model).items()}
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's buffers and the tensors it keeps in attributes, by name."""
+    named = dict(model.named_buffers())
+    known = {id(b) for b in named.values()}
+    others = (t for t in ModuleState(model).tensors() if id(t) not in known)
+    return {f"buffer {name}": b for name, b in named.items()} | {f"state {i}": t for i, t in enumerate(others)}
+
+
+@contextmanager
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Within, the parameters have no gradients; those that they had, they have again afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def parameters_kept(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Within, the parameters may move; their values are the same again afterwards.
+
+    Gives those that can: nobody can write to one whose elements share a place, as those of an expanded tensor do.
+    """
+    movable = [parameter for parameter in model.parameters() if not _is_expanded(parameter)]
+    kept = [(parameter, parameter.detach().clone()) for parameter in movable]
+    try:
+        yield movable
+    finally:
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)
+
+
+def _is_expanded(parameter: Tensor) -> bool:
+    if parameter.layout is not torch.strided:
+        return False
+    return any(size > 1 and not stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Whatever is drawn or seeded within leaves the global generators of PyTorch, Python and NumPy where they stood."""
+    generators = Generators()
+    try:
+        yield
+    finally:
+        generators.restore()
+
+
+def generator_state() -> dict[str, Tensor]:
+    """Where the global random generators stand, on every device in use."""
+    return {"the random generator's state": torch.frombuffer(bytearray(Generators().to_bytes()), dtype=torch.uint8)}
+
+
+def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
+    """Compare the effects of two steps.  A tensor that only one of them has differs infinitely."""
+    worst, worst_name = 0.0, ""
+    gradients = [t for name, t in reference.items() if name.startswith("gradient")]
+    least = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
+    for name in sorted(reference.keys() | other.keys()):
+        one, another = reference.get(name), other.get(name)
+        if one is not None and another is not None and _same_bits(one, another):
+            continue
+        least_scale = least if name.startswith("gradient") else _least_statistic(name, reference)
+        relative = _relative(one, another, least_scale)
+        if relative > worst or not worst_name:
+            worst, worst_name = relative, name
+    return Difference(worst_name, worst, len(reference.keys() | other.keys()))
+
+
+def in_double(value: Any) -> Any:
+    """A copy of ``value`` with its floating tensors in float64, and complex ones in complex128."""
+    return map_leaves(lambda x: x.to(dtype_in(torch.float64, x)) if isinstance(x, Tensor) else x, value)
+
+
+class DoubleThroughout(TorchDispatchMode):
+    """Within, whoever asks for float32 or complex64 gets what is twice as wide: a loss is not rounded to float32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [_widened(value) for value in args]
+        return func(*args, **{name: _widened(value) for name, value in (kwargs or {}).items()})
+
+
+@contextmanager
+def step_in_double(step: Step) -> Iterator[Step]:
+    """The step in float64, and what it casts to float32 as well; afterwards the model has its own tensors again."""
+    with step_cast_to_double(step) as cast, DoubleThroughout():  # type: ignore[no-untyped-call]
+        yield cast
+
+
+@contextmanager
+def step_cast_to_double(step: Step) -> Iterator[Step]:
+    """The step with parameters, buffers and inputs in float64; afterwards the model has its own, whatever happened.
+
+    What it casts to float32 itself stays so.  ``torch.compile`` compiles it; under a dispatch mode it would not.
+    """
+    start = StartingState(step.model)
+    stored = [(p, p.data) for p in step.model.parameters()]
+    states = [(optimizer, optimizer.state) for optimizer in step.optimizers()]
+    for optimizer, state in states:
+        optimizer.state = StateOnDemand(functools.partial(_state_in_double, state))
+    try:
+        cast(step.model, torch.float64)
+        args, kwargs = in_double((step.args, step.kwargs))
+        settings = replace(step.settings, precision="fp64")  # which needs no scaler, and autocast leaves alone
+        yield replace(step, args=args, kwargs=kwargs, settings=settings, scaler=None)
+    finally:
+        for parameter, data in stored:
+            parameter.grad = None  # of the other dtype, if a step failed
+            parameter.data = data
+        for optimizer, state in states:
+            optimizer.state = state
+        start.enter()
+
+
+def _state_in_double(state: Mapping[Any, dict[str, Any]], parameter: Any) -> dict[str, Any]:
+    """A copy; a counter of steps stays as it is, as where PyTorch loads it."""
+    held = copy.deepcopy(state.get(parameter, {}))
+    return {name: value if name == "step" else in_double(value) for name, value in held.items()}
+
+
+def _widened(value: Any) -> Any:
+    return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two steps left the very same bits."""
+    return not difference(reference, other).name
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _fresh_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.is_floating_point())
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    # An embedding's gradient may be sparse.
+    return {f"gradient of {name}": p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _magnitude(tensor: Tensor) -> float:
+    """The largest finite magnitude; 0 of a tensor without elements."""
+    if not tensor.numel():
+        return 0.0
+    largest = _largest(tensor)
+    return largest if math.isfinite(largest) else _largest(tensor.abs().double().nan_to_num(0.0, 0.0, 0.0))
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest magnitude, read in one pass and without a copy; NaN if there is one."""
+    least, most = torch.aminmax(tensor.abs() if tensor.is_complex() else tensor)
+    return max(abs(least.item()), abs(most.item()))
+
+
+def _least_statistic(name: str, found: dict[str, Tensor]) -> float:
+    """What the running statistics of a norm are related to at least; 0 for anything else.
+
+    The mean of what another norm gave is rounding alone, and so is the variance of what is the same everywhere.
+    """
+    norm = name.removesuffix("running_mean").removesuffix("running_var")
+    mean, variance = (found.get(f"{norm}{statistic}") for statistic in ("running_mean", "running_var"))
+    if norm == name or mean is None or variance is None:
+        return 0.0
+    if name.endswith("running_mean"):
+        return _ROUNDING_SCALE * math.sqrt(_magnitude(variance) + _NORM_EPSILON)
+    return _ROUNDING_SCALE * (_magnitude(mean) ** 2 + _NORM_EPSILON)
+
+
+def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float) -> float:
+    if reference is None or other is None or reference.shape != other.shape or reference.dtype != other.dtype:
+        return float("inf")
+    if not reference.is_floating_point():
+        return 0.0 if torch.equal(reference, other) else float("inf")
+    gap = _largest(reference.double() - other.double()) if reference.numel() else 0.0
+    if not math.isfinite(gap):  # what is not finite may be so in both
+        are_same = bool(((reference == other) | ((reference != reference) & (other != other))).all())
+        return 0.0 if are_same else float("inf")
+    scale = max(_largest(reference), least_scale) if gap else 1.0
+    return gap / scale if scale else float("inf")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout) and same_bits(a.to_dense(), b.to_dense())

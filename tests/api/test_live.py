@@ -1,0 +1,409 @@
+"""The commands on a model in memory: the same answers as on its file."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt_cli
+from memopt_cli.api import live
+from memopt_cli.cli.app import main
+from memopt_cli.errors import BaselineError, MeasurementError, UnsafeFileError, UsageError
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import Measurement, TimedOut, from_data
+from memopt_cli.training.apply import apply_plan
+from tests.api.live_model import Block, mean_square
+
+pytestmark = pytest.mark.process
+
+WIDTH, BATCH = 32, 128
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(WIDTH) for _ in range(6)))
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    mean_square(model(x)).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def optimized(x: Tensor) -> tuple[nn.Module, Any]:
+    model = made()
+    # The least there is: which of several plans within a budget is the fastest, times tell, and those vary.
+    return model, memopt_cli.optimize(model, x, budget=0.72, level=1, loss=mean_square)
+
+
+def test_a_budget_is_met_in_place_and_gradients_stay(optimized: tuple[nn.Module, Any], x: Tensor) -> None:
+    model, found = optimized
+    original, applied = found.summary.levels
+    assert isinstance(applied.outcome, Measurement)
+    assert applied.outcome.allocated_peak_bytes <= 0.72 * original.outcome.allocated_peak_bytes
+    assert memopt_cli.plan_of(model) == found.plan != memopt_cli.Plan()
+    assert all(map(torch.equal, gradients(model, x), gradients(made(), x)))
+
+
+def test_the_answer_is_that_of_the_command_to_the_byte(
+    optimized: tuple[nn.Module, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = optimized
+    file = tmp_path / "net.pt"
+    torch.save(made(), file)
+    loss = f"{Path(__file__).with_name('live_model.py')}:mean_square"
+    flags = ["--level", "1", "--budget", "72%", "--loss", loss, "--no-recommend-batch", "--allow-package", "tests"]
+    assert main(["optimize", str(file), "-i", f"{BATCH}x{WIDTH}", *flags, "--json", "-q"]) == 0
+    told = json.loads(capsys.readouterr().out)["summary"]
+    peaks = [row.outcome.allocated_peak_bytes for row in found.summary.levels]
+    assert [row["outcome"]["allocated_peak_bytes"] for row in told["levels"]] == peaks
+    assert told["budget_bytes"] == found.summary.budget_bytes
+    assert [s["path"] for s in told["plan"]["segments"]] == [s.path for s in found.plan.segments]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_range_of_lengths_has_a_plan_for_each_and_training_switches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(4)))
+    model[1].requires_grad_(False)
+    plain = copy.deepcopy(model)
+    found = memopt_cli.optimize(
+        model,
+        f"BxSx{WIDTH}",
+        dims={"B": 2, "S": (8, 256)},
+        lengths={8: 90, 64: 9, 256: 1},
+        budget=0.7,
+        level=1,
+        loss=lambda output: mean_square(output),  # which is called in this process alone
+    )
+    rows, plan = found.summary.ranges, found.plan
+    assert plan.by == memopt_cli.InputDimension(dim="S", argument=0, axis=1)
+    assert (rows[0].plan, rows[-1].up_to) == (memopt_cli.Plan(), 256)
+    assert rows[-1].plan.segments
+    assert all(row.outcome.allocated_peak_bytes <= (found.summary.budget_bytes or 0) for row in rows)
+    assert "S from" in repr(found)
+
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for planned in (model, pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)):
+        assert memopt_cli.plan_of(planned) == plan
+        for length in (4, 8, 65, 256):
+            x = torch.randn(2, length, WIDTH)
+            assert all(map(torch.equal, gradients(planned, x), gradients(plain, x)))
+            assert recomputed(planned, x) == len(plan.at({"S": length}).segments)
+    with pytest.warns(UserWarning, match="S is 300, beyond the 256"):
+        assert recomputed(model, torch.randn(2, 300, WIDTH)) == len(rows[-1].plan.segments)
+
+    # The command line finds the same: three blocks, in the one plan of this level that is within the budget at S=256.
+    file, lengths = tmp_path / "net.pt", tmp_path / "lengths.txt"
+    torch.save(plain, file)
+    lengths.write_text("8 90\n64 9\n256\n")
+    loss = f"{Path(__file__).with_name('live_model.py')}:mean_square"
+    flags = ["--dim", "B=2", "--dim", "S=8:256", "--lengths", str(lengths), "--budget", "70%", "--level", "1"]
+    flags += ["--loss", loss, "--allow-package", "tests", "--no-recommend-batch", "--dry-run", "--json", "-q"]
+    assert main(["optimize", str(file), "-i", f"BxSx{WIDTH}", *flags]) == 0
+    told = json.loads(capsys.readouterr().out)["summary"]
+    assert told["budget_bytes"] == found.summary.budget_bytes
+    assert from_data(memopt_cli.Plan, told["plan"]) == plan
+    for row, same in zip(told["ranges"], rows, strict=True):
+        assert row["outcome"]["allocated_peak_bytes"] == same.outcome.allocated_peak_bytes
+        assert row["outcome"]["tensor_peak_bytes"] == same.outcome.tensor_peak_bytes
+
+
+def recomputed(model: nn.Module, x: Tensor) -> int:
+    """How many blocks run once more in backward."""
+    calls: list[nn.Module] = []
+    hooks = [block.up.register_forward_hook(lambda module, *_: calls.append(module)) for block in model.children()]
+    gradients(model, x)
+    for hook in hooks:
+        hook.remove()
+    return len(calls) - len(hooks)
+
+
+def test_it_looks_like_the_report(optimized: tuple[nn.Module, Any]) -> None:
+    _, found = optimized
+    assert " MiB (0." in repr(found) or " KiB (0." in repr(found)
+    assert "* level 1 is applied" in repr(found)
+    assert found._repr_html_().startswith("<pre>")
+    assert "→" in found._repr_html_()
+
+
+@pytest.mark.parametrize("elsewhere", [{"fake": True}, {"for_device": "h100-80gb"}])
+def test_what_is_not_run_is_not_compiled(elsewhere: dict[str, Any], x: Tensor) -> None:
+    with pytest.raises(UsageError, match="a compiled step is measured"):
+        memopt_cli.profile(made(), x, compile="eager", **elsewhere)
+
+
+def test_a_backend_is_named(x: Tensor) -> None:
+    with pytest.raises(UsageError, match="compile is "):
+        memopt_cli.profile(made(), x, compile=print)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_frontier_is_measured_and_nothing_applied(x: Tensor) -> None:
+    model = made()
+    found = memopt_cli.frontier(model, x, level=1)
+    points = found.summary.frontier
+    assert len(points) > 1
+    assert all(isinstance(point.outcome, Measurement) for point in points)
+    assert memopt_cli.plan_of(model).is_empty
+    memopt_cli.apply_plan(model, points[-1].plan)
+    assert all(map(torch.equal, gradients(model, x), gradients(made(), x)))
+
+
+def test_a_profile_tells_the_peak_under_a_plan_too(optimized: tuple[nn.Module, Any], x: Tensor) -> None:
+    _, found = optimized
+    model = made()
+    plain = memopt_cli.profile(model, x, loss=mean_square).result
+    planned = memopt_cli.profile(model, x, loss=mean_square, plan=found.plan).result
+    peaks = [row.outcome.tensor_peak_bytes for row in found.summary.levels]
+    assert [plain.tensor_peak_bytes, planned.tensor_peak_bytes] == peaks
+    assert memopt_cli.profile(model, x, loss=mean_square, fake=True).result.measurement is None
+
+
+@pytest.mark.parametrize("inputs", ["tensor", "text"])
+def test_a_batch_is_recommended_that_fits(inputs: str, x: Tensor) -> None:
+    given, dims = (f"Bx{WIDTH}", {"B": BATCH}) if inputs == "text" else (x, None)
+    found = memopt_cli.recommend_batch(made(), given, dims=dims, memory="3MiB", longest_step=5)
+    advice = found.result.rows[0].outcome
+    assert advice.budget_bytes == 3 * 2**20
+    assert any(probe.batch == found.batch for probe in advice.probes)
+    assert f"batch {found.batch}" in repr(found)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_search_finds_batch_and_plan_and_leaves_the_model_alone(x: Tensor) -> None:
+    model = made()
+    found = memopt_cli.recommend_batch(model, x, memory="2MiB", search=True, level=1, search_time=60)
+    answer = found.result.answer
+    assert (found.batch, found.plan) == (answer.batch, answer.plan)
+    assert answer.outcome.allocated_peak_bytes <= 2 << 20
+    assert len(found.result.runs) <= 8
+    assert f"recommended: batch {found.batch} " in repr(found)
+    assert memopt_cli.plan_of(model).is_empty
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"level": 2}, "how plans are looked for"),
+        ({"search_time": 5}, "how plans are looked for"),
+        ({"search": True, "plan": memopt_cli.Plan(packed=True)}, "a plan is given"),
+        ({"search": True, "objective": "max"}, "the objective is max"),
+        ({"search": True, "level": 0}, "level 0 has none"),
+        ({"search": True, "level": 9}, "level"),
+    ],
+)
+def test_what_does_not_go_with_a_search(asked: dict[str, Any], said: str, x: Tensor) -> None:
+    with pytest.raises(UsageError, match=said):
+        memopt_cli.recommend_batch(made(), x, memory="2MiB", **asked)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_global_batch_counts_the_gradients_of_earlier_micro_batches(x: Tensor) -> None:
+    one, many = (
+        memopt_cli.recommend_batch(made(), x, memory="3MiB", longest_step=5, global_batch=asked)
+        for asked in (None, 4096)
+    )
+    assert many.result.accumulation is not None
+    assert many.result.accumulation.batch * many.result.accumulation.steps == 4096
+    assert many.batch < one.batch
+
+
+@pytest.mark.usefixtures("in_process")
+def test_text_describes_inputs_and_a_batch_is_advised_with_the_plan() -> None:
+    found = memopt_cli.optimize(
+        made(), f"Bx{WIDTH}", dims={"B": BATCH}, level=1, max_slowdown=math.inf, recommend_batch=True
+    )
+    assert found.summary.advice is not None
+    assert not found.plan.is_empty
+
+
+def test_a_plan_that_goes_missing_fails_a_check(x: Tensor, tmp_path: Path) -> None:
+    file, model = tmp_path / "base.json", made()
+    memopt_cli.apply_plan(model, memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="2"),)))
+    recorded = memopt_cli.baseline(model, x, file, loss=mean_square)
+    assert f"wrote {file}" in repr(recorded)
+    same = memopt_cli.check(model, x, file, loss=mean_square)
+    assert same.passed
+    assert "another file than before" not in repr(same)  # the file that subprocesses read is nobody's business
+    grown = memopt_cli.check(memopt_cli.remove_plan(model), x, file, loss=mean_square)
+    assert not grown.passed
+    assert "2" in grown.result.plan.dropped
+    assert "tensor peak" in repr(grown)
+    assert memopt_cli.check(model, x, file, loss=mean_square, fail_on=["peak:50%"]).passed
+
+
+def test_a_baseline_of_another_step_is_refused(x: Tensor, tmp_path: Path) -> None:
+    file = tmp_path / "base.json"
+    memopt_cli.baseline(made(), x, file, loss=mean_square)
+    with pytest.raises(BaselineError, match="is not comparable"):
+        memopt_cli.check(made(), x[:4], file, loss=mean_square)
+    with pytest.raises(UnsafeFileError, match="names code"):
+        memopt_cli.check(made(), x, file)
+    with pytest.raises(UsageError, match="exists"):
+        memopt_cli.baseline(made(), x, file)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_plan_that_the_model_carries_is_replaced(x: Tensor) -> None:
+    model = memopt_cli.apply_plan(made(), memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),)))
+    found = memopt_cli.optimize(model, x, level=1, max_slowdown=math.inf)
+    assert "The model carried a plan already; it was taken off first." in found.summary.notes
+    assert memopt_cli.plan_of(model) == found.plan
+
+
+def test_what_fails_leaves_the_model_as_it_was(x: Tensor) -> None:
+    plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),))
+    model = memopt_cli.apply_plan(made(), plan)
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(memopt_cli.errors.MemoptError, match=r"no plan found takes .*\nRaise budget or level"):
+        memopt_cli.optimize(model, x, budget=1000, level=1)
+    assert memopt_cli.plan_of(model) == plan
+    assert all(map(torch.equal, state.values(), model.state_dict().values()))
+
+
+def test_a_closure_is_called_here_and_touches_nothing_of_the_model(x: Tensor) -> None:
+    """A loss that reads the weights of the model itself would leave gradients on them."""
+    model, target = made(), torch.zeros_like(x)
+    mean_square(model(x)).backward()
+    before = [p.grad for p in model.parameters() if p.grad is not None]
+    kept = [gradient.clone() for gradient in before]
+    found = memopt_cli.optimize(
+        model,
+        x,
+        level=1,
+        max_slowdown=math.inf,
+        loss=lambda output: (output - target[: len(output)]).pow(2).mean() + sum(p.sum() for p in model.parameters()),
+        optimizer=lambda copied: torch.optim.AdamW(copied.parameters(), amsgrad=True),
+    )
+    assert not found.plan.is_empty
+    assert any("a subprocess cannot import the loss" in note for note in found.summary.notes)
+    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+    assert all(map(torch.equal, kept, before))
+
+
+def test_a_loss_of_one_batch_size_is_said_to_be(x: Tensor) -> None:
+    labels = torch.zeros(BATCH, dtype=torch.long)
+    found = memopt_cli.optimize(
+        made(), x, level=1, max_slowdown=math.inf, loss=lambda output: nn.functional.cross_entropy(output, labels)
+    )
+    assert found.summary.verification is not None
+    assert found.summary.verification.batch == BATCH
+
+
+def test_a_batch_module_is_refused(x: Tensor) -> None:
+    batched = memopt_cli.BatchModule(made(), batch=2)
+    for call in (memopt_cli.optimize, memopt_cli.frontier, memopt_cli.profile, memopt_cli.baseline):
+        with pytest.raises(UsageError, match="is a BatchModule"):
+            call(batched, x.expand(2, *x.shape))
+    with pytest.raises(UsageError, match="is a BatchModule"):
+        memopt_cli.recommend_batch(batched, x.expand(2, *x.shape))
+
+
+@pytest.mark.parametrize(
+    "name", ["optimize", "optimize_step", "frontier", "profile", "recommend_batch", "baseline", "check"]
+)
+def test_a_subprocess_has_the_time_that_is_given(
+    name: str, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name == "check":
+        memopt_cli.baseline(made(), x)
+
+    def late(prepared: Prepared, data: str = "") -> Any:
+        raise_failure(TimedOut(limit_s=prepared.timeout_s))
+
+    monkeypatch.setattr(Prepared, "session", late)
+    call = getattr(memopt_cli, name)
+    with pytest.raises(MeasurementError) as error:
+        call(made_step if name == "optimize_step" else made(), (x,), timeout=7)
+    assert error.value.message.endswith("the step ran past its time limit of 7 s")
+    assert error.value.hint == "Raise timeout, or give smaller inputs."
+
+
+def made_step() -> memopt_cli.Step:
+    model = made()
+    return memopt_cli.Step(models={"model": model}, run=lambda x: mean_square(model(x)).backward())
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interruption_as_the_plan_goes_on_leaves_the_other(
+    error: type[BaseException], x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),), packed=True)
+    model = memopt_cli.apply_plan(made(), plan)
+
+    def fails(*given: Any) -> None:
+        apply_plan(*given)
+        raise error
+
+    monkeypatch.setattr(live, "apply_plan", fails)
+    with pytest.raises(error):
+        memopt_cli.optimize(model, x, level=1, max_slowdown=math.inf)
+    assert memopt_cli.plan_of(model) == plan
+
+
+SCRIPT = """
+import torch, memopt_cli
+from torch import nn
+
+class Net(nn.Sequential):
+    pass
+
+def loss(output):
+    return (output ** 2).mean()
+
+found = memopt_cli.optimize(Net(nn.Linear(8, 8), nn.Tanh()), torch.ones(64, 8), level=1, GIVEN)
+print(found.summary.notes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("loss=None", "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net"),
+        pytest.param(
+            "loss=loss",
+            "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net",
+            marks=pytest.mark.exhaustive,  # what is said is the same: the class comes first
+        ),
+        pytest.param(
+            "loss=lambda output: output.mean()",
+            "Profiled in this process",
+            marks=pytest.mark.exhaustive,  # as above; a closure in a model that can be imported has a test of its own
+        ),
+        pytest.param(
+            "loss='train.py:loss'",
+            "memopt is called by a module as it is imported",
+            marks=pytest.mark.exhaustive,  # a test of memory_optimization shows the same
+        ),
+    ],
+)
+def test_a_script_without_a_main_part(given: str, told: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("GIVEN", given))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert told in done.stdout + done.stderr

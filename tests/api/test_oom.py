@@ -1,0 +1,95 @@
+"""``explain_oom``: what is kept where a script runs out of memory, and what is raised then."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import memopt_cli
+from memopt_cli.api import oom
+from memopt_cli.errors import OptionError
+from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
+
+
+def run_out() -> None:
+    torch.empty(1 << 60)
+
+
+def test_the_error_is_kept_and_raised_with_a_note(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as raised, memopt_cli.explain_oom(tmp_path / "a b"):
+        run_out()
+    assert raised.value.__notes__ == [f"memopt explain MODEL --log '{tmp_path / 'a b.log'}'"]
+    found = read_oom((tmp_path / "a b.log").read_text())
+    assert found is not None
+    assert found.asked_bytes == 4 << 60
+    assert found.line.startswith(__file__)
+
+
+def test_it_decorates_a_function_and_replaces_what_it_kept_before(tmp_path: Path) -> None:
+    decorated = memopt_cli.explain_oom(tmp_path / "kept")(run_out)
+    (tmp_path / "kept.log").write_text("old")
+    with pytest.raises(RuntimeError):
+        decorated()
+    assert "old" not in (tmp_path / "kept.log").read_text()
+
+
+def test_other_errors_leave_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="other") as raised, memopt_cli.explain_oom(tmp_path / "kept"):
+        raise ValueError("other")
+    assert not getattr(raised.value, "__notes__", [])
+    with memopt_cli.explain_oom(tmp_path / "kept"):
+        pass
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_is_not_there_does_not_hide_the_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="allocate") as raised, memopt_cli.explain_oom(tmp_path / "no" / "kept"):
+        run_out()
+    assert raised.value.__notes__[0].startswith("memopt could not keep what explains it: ")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_snapshot_is_kept_as_well_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    def memory_snapshot() -> object:
+        if fails:
+            raise RuntimeError("no snapshot")
+        return {"segments": []}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(oom, "memory_history", contextlib.nullcontext)
+    monkeypatch.setattr(oom, "memory_snapshot", memory_snapshot)
+    with pytest.raises(RuntimeError, match="allocate") as raised, memopt_cli.explain_oom(tmp_path / "kept"):
+        run_out()
+    said = "could not keep what explains it: no snapshot" if fails else f"--snapshot {tmp_path}/kept.snapshot.pickle"
+    assert said in raised.value.__notes__[0]
+
+
+def test_a_path_of_another_type_is_refused() -> None:
+    with pytest.raises(OptionError), memopt_cli.explain_oom(3):  # type: ignore[arg-type]
+        pass
+
+
+FRAME = 'Traceback (most recent call last):\n  File "/me/{name}.py", line {line}, in f\n    x = f(x)\n'
+MESSAGE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has\n"
+
+
+def test_the_line_is_that_of_the_traceback_that_ends_in_the_message() -> None:
+    earlier = FRAME.format(name="earlier", line=3) + "ValueError: x\n" + "step 7\n" * 20
+    named = read_oom(earlier + FRAME.format(name="train", line=9) + MESSAGE)
+    assert named is not None
+    assert named.line == "/me/train.py:9"
+    bare = read_oom(earlier + MESSAGE)
+    assert bare is not None
+    assert bare.line == ""
+
+
+def test_the_message_of_another_backend() -> None:
+    said = "MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB). Tried to allocate 256.00 MB on"
+    found = read_oom(said)
+    assert found is not None
+    assert found.asked_bytes == 256 * 2**20

@@ -1,0 +1,83 @@
+"""Which of the pairs that were run is the answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, ranked, samples_per_s
+from memopt_cli.records import BatchProbe, OutOfMemory, PairRun, Plan, SegmentPlan
+
+ORIGINAL, ONE, TWO = (Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(count))) for count in range(3))
+
+
+def pair(plan: Plan, batch: int, rate: float, *, usable: bool = True) -> PairRun:
+    run = BatchProbe(batch=batch, allocated_peak_bytes=1, step_s=batch / rate)
+    return PairRun(plan=plan, batch=batch, steps=1, outcome=run, samples_per_s=rate, usable=usable)
+
+
+FAILED = PairRun(plan=TWO, batch=64, steps=1, outcome=OutOfMemory(detail=""), samples_per_s=None, usable=False)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "order"),
+    [
+        ([pair(ORIGINAL, 8, 100), pair(ONE, 16, 120)], [1, 0]),
+        ([pair(ORIGINAL, 8, 100), pair(ONE, 16, 100.5)], [0, 1]),  # as fast: no plan before a plan
+        ([pair(TWO, 16, 100.5), pair(ONE, 16, 100)], [1, 0]),  # the simpler plan
+        ([pair(ONE, 32, 100.5), pair(ONE, 16, 100)], [1, 0]),  # the smaller batch
+        ([pair(ORIGINAL, 8, 500, usable=False), FAILED, pair(ONE, 16, 120)], [2]),
+        ([FAILED], []),
+    ],
+)
+def test_the_fastest_comes_first_and_of_those_as_fast_the_simplest(pairs: list[PairRun], order: list[int]) -> None:
+    assert list(ranked(pairs)) == order
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "passes", "found"),
+    [(None, 1, None), (None, 4, (64, 16, 4)), (50, 1, (50, 16, 4)), (16, 1, (16, 16, 1))],
+)
+def test_the_passes_of_a_step(global_batch: int | None, passes: int, found: tuple[int, int, int] | None) -> None:
+    runs = PairRuns(trials=None, limits=None, global_batch=global_batch, micro_batches=passes)  # type: ignore[arg-type]
+    made = runs.accumulation(16)
+    assert (None if made is None else (made.global_batch, made.batch, made.steps)) == found
+
+
+def test_of_two_batches_of_the_original_that_are_as_fast_the_answer_is_its_best() -> None:
+    """The larger one was, to half a per cent: the answer trained 0.99 times as fast as the original's best."""
+    pairs = [pair(ORIGINAL, 16, 100), pair(ORIGINAL, 32, 100.5), pair(ONE, 64, 90)]
+    assert best_original(pairs) == next(ranked(pairs)) == 0
+    assert best_original([pair(ORIGINAL, 16, 100, usable=False), pair(ONE, 16, 90)]) is None
+
+
+SLOW, NEAR, BEST = pair(ORIGINAL, 1, 50), pair(ORIGINAL, 8, 100), pair(ONE, 16, 120)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "most", "again"),
+    [
+        ([SLOW, NEAR, BEST], 8, [BEST, NEAR]),
+        ([SLOW, BEST], 8, []),  # nothing comes near it
+        ([NEAR, BEST], 1, []),  # one of two alone would be put before the other
+        ([NEAR, BEST, pair(TWO, 16, 110), pair(TWO, 8, 105)], 8, [BEST, pair(TWO, 16, 110), pair(TWO, 8, 105)]),
+        ([pair(ORIGINAL, 2000, 100), pair(ONE, 2000, 101)], 8, []),  # steps of twenty seconds
+        ([FAILED, pair(ORIGINAL, 8, 119, usable=False), BEST], 8, []),
+    ],
+)
+def test_what_may_only_seem_slower_than_the_best_is_run_again(
+    pairs: list[PairRun], most: int, again: list[PairRun]
+) -> None:
+    assert finalists(pairs, most) == again
+
+
+@pytest.mark.parametrize(
+    ("steps", "update_s", "rate"),
+    [
+        (1, 0.2, 8.0),
+        (4, 0.0, 8.0),
+        (4, 0.2, 32 / 3.4),  # four passes of 0.8 s, and one update
+        (2, 9.0, 16.0),  # of a step that is priced at less than the update took in a run
+    ],
+)
+def test_all_passes_have_one_update(steps: int, update_s: float, rate: float) -> None:
+    assert samples_per_s(8, 1.0, update_s, steps) == pytest.approx(rate)

@@ -1,0 +1,236 @@
+"""``memopt recommend-batch --replicas``: the copies that train fastest are found in few runs, and they fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import MemoptError, NothingFitsError, StepError, UsageError
+from memopt_cli.files.contents import plan_yaml
+from memopt_cli.inputs.spec_text import parse_tensor
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, ReplicasJob, Subject
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.model_batching import selection
+from memopt_cli.pipeline import recommend_batch
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes
+from memopt_cli.records import (
+    BatchAdvice,
+    BatchProbe,
+    BatchRecommendation,
+    BatchRequest,
+    DimRange,
+    Failure,
+    InputSpec,
+    ModelSource,
+    OutOfMemory,
+    Plan,
+    SegmentPlan,
+    StepSettings,
+    Trust,
+    from_data,
+    to_data,
+)
+from memopt_cli.records.progress import Progress
+from memopt_cli.text.documents import read_mapping
+
+MIB = 1 << 20
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(3)))
+
+
+class Selecting(nn.Module):
+    """As many outputs as it finds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > torch.rand(x.shape)]
+
+
+def saved(path: Path, model: nn.Module) -> str:
+    torch.save(model, path)
+    return str(path)
+
+
+def spec(shape: str = "16x32", **dims: int) -> InputSpec:
+    return InputSpec(tensors=(parse_tensor(shape),), dims=dims, source="here")
+
+
+def request(location: str, high: int, given: InputSpec | None = None, **more: Any) -> BatchRequest:
+    return BatchRequest(
+        source=ModelSource(location=location, trust=Trust(pickle=True)),
+        spec=given or spec(),
+        replicas=DimRange(symbol="replicas", low=1, high=high),
+        objective="throughput",
+        **more,
+    )
+
+
+def recommended(asked: BatchRequest) -> BatchRecommendation:
+    found = recommend_batch(asked, progress=Progress(), ask=None)
+    assert from_data(BatchRecommendation, to_data(found)) == found
+    return found
+
+
+def peak_of(location: str, batch: int, replicas: int, plan: Plan = ORIGINAL) -> int:
+    """Measured apart from any search."""
+    subject = Subject(
+        source=ModelSource(location=location, trust=Trust(pickle=True)), spec=spec(), settings=StepSettings()
+    )
+    with LocalSession(subject, 60.0) as session:
+        probe = session.ask(
+            ReplicasJob(plan=plan, batch=batch, replicas=replicas) if replicas > 1 else ProbeJob(plan=plan, batch=batch)
+        )
+    assert isinstance(probe, BatchProbe)
+    assert probe.replicas == replicas
+    return probe.allocated_peak_bytes
+
+
+@pytest.mark.usefixtures("in_process")
+class TestInProcess:
+    """One process for all: what is searched, not how it is run."""
+
+    @pytest.mark.slow
+    def test_copies_and_batch_are_of_a_run_that_fits(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        found = recommended(request(location, 4, memory=2 * MIB, output=str(tmp_path / "b.yaml")))
+        (row,) = found.rows
+        assert row.replicas is not None
+        assert isinstance(row.outcome, BatchAdvice)
+        copies = row.replicas.fastest
+        assert [run.replicas for run in row.replicas.probes] == [1, 2, 4]
+        assert [bool(run.route) for run in row.replicas.probes] == [False, True, True]
+        assert {run.replicas for run in row.outcome.probes} == {copies}
+        fitting = [run for run in row.outcome.probes if run.allocated_peak_bytes <= 2 * MIB]
+        rates = {run.batch: run.samples_per_s for run in fitting}
+        assert found.batch == max(rates, key=lambda batch: rates[batch])
+        assert peak_of(location, found.batch, copies) <= 2 * MIB
+        assert peak_of(location, row.outcome.recommended_batch * 3 // 2, copies) > 2 * MIB
+        data = read_mapping(tmp_path / "b.yaml")["recommended"]
+        assert (data["replicas"], data["batch_size"], data["verified"]) == (copies, found.batch, True)
+        assert [run.get("replicas", 1) for run in data["replica_probes"]] == [1, 2, 4]
+        assert found.probes == len(row.replicas.probes) + len(row.outcome.probes) - 1
+
+    @pytest.mark.slow
+    def test_copies_are_run_at_a_multiple(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        (row,) = recommended(request(location, 2, spec("12x32"), memory=2 * MIB, multiple_of=8)).rows
+        assert row.replicas is not None
+        assert isinstance(row.outcome, BatchAdvice)
+        assert {run.batch for run in row.replicas.probes} == {8}
+        assert all(run.batch % 8 == 0 for run in row.outcome.probes)
+        (row,) = recommended(request(location, 1, spec("3x32"), memory=2 * MIB, multiple_of=8)).rows
+        assert row.replicas is not None
+        assert row.replicas.probes[0].batch == 8
+
+    @pytest.mark.slow
+    def test_an_interruption_keeps_the_copies_that_were_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        location, whole = saved(tmp_path / "net.pt", net()), BatchProbes.probe
+
+        def probe(self: BatchProbes, batch: int) -> BatchProbe | Failure:
+            if self.replicas == interrupted_at:
+                raise KeyboardInterrupt
+            return whole(self, batch)
+
+        monkeypatch.setattr(BatchProbes, "probe", probe)
+        interrupted_at = 4
+        found = recommended(request(location, 8, memory=2 * MIB))
+        (row,) = found.rows
+        assert row.replicas is not None
+        assert isinstance(row.outcome, BatchAdvice)
+        assert (found.interrupted, found.batch, found.probes) == (True, 16, 2)
+        assert [run.replicas for run in row.replicas.probes] == [1, 2]
+        assert (row.replicas.limited_by, row.outcome.limited_by) == ("the interruption", "the interruption")
+        assert [run.replicas for run in row.outcome.probes] == [row.replicas.fastest]
+        interrupted_at = 1
+        with pytest.raises(KeyboardInterrupt):
+            recommended(request(location, 8, memory=2 * MIB))
+
+    @pytest.mark.slow
+    def test_a_copy_takes_what_one_model_takes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = selection.candidates  # of which the fastest is taken: another one at times, of another peak
+        monkeypatch.setattr(selection, "candidates", lambda tree, _: found(tree, "fused")[:1])
+        location = saved(tmp_path / "net.pt", net())
+        one, four, eight = (peak_of(location, 16, n) for n in (1, 4, 8))
+        assert eight - four == pytest.approx(4 * one, rel=0.1)
+
+    @pytest.mark.slow
+    def test_more_copies_fit_under_a_plan(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
+        header = recommended(request(location, 1, memory=MIB)).header
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan, 3))
+        path = str(tmp_path / "p.plan.yaml")
+        found = recommended(request(location, 4, spec("512x32"), memory=16 * MIB, plan_path=path))
+        before, after = (row.replicas for row in found.rows)
+        assert before is not None
+        assert after is not None
+        peaks = zip(after.probes, before.probes, strict=False)
+        assert all(with_plan.allocated_peak_bytes < without.allocated_peak_bytes for with_plan, without in peaks)
+        assert {run.route for run in after.probes} <= {"", "fused", "loop"}  # vmap cannot run segments
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("out_of_memory", [False, True])
+    def test_copies_that_do_not_fit_without_the_plan_leave_its_answer(
+        self, out_of_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
+        header = recommended(request(location, 1, memory=MIB)).header
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan, 3))
+        before, after = (peak_of(location, 512, 1, p) for p in (ORIGINAL, plan))
+        whole = BatchProbes.probe
+
+        def probe(self: BatchProbes, batch: int) -> BatchProbe | Failure:
+            fails = out_of_memory and self.plan == ORIGINAL and batch == 512
+            return OutOfMemory(detail="all of it") if fails else whole(self, batch)
+
+        monkeypatch.setattr(BatchProbes, "probe", probe)
+        asked = request(
+            location, 4, spec("512x32"), memory=(before + after) // 2, plan_path=str(tmp_path / "p.plan.yaml")
+        )
+        found = recommended(asked)
+        without, planned = found.rows
+        assert without.replicas is not None
+        assert planned.replicas is not None
+        assert isinstance(without.outcome, BatchAdvice)
+        assert isinstance(planned.outcome, BatchAdvice)
+        assert without.outcome.recommended_batch < 512 <= planned.outcome.recommended_batch
+        assert without.replicas.best.batch == without.outcome.recommended_batch
+        assert "at batch 512 1 copy would take more" in without.replicas.limited_by
+        assert found.batch == (planned if found.chosen else without).outcome.fastest_batch
+
+    @pytest.mark.slow
+    def test_copies_of_which_no_batch_fits_are_named(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        with pytest.raises(NothingFitsError, match=r"not even batch 1 of 1 copy fits into 1.0 KiB \(--memory 1KiB\)"):
+            recommended(request(location, 4, memory=1024))
+
+    def test_a_model_that_cannot_be_batched_is_refused_by_name(self, tmp_path: Path) -> None:
+        sparse = saved(tmp_path / "sparse.pt", nn.EmbeddingBag(9, 4, sparse=True))
+        with pytest.raises(UsageError, match=r"module '\(root\)' \(EmbeddingBag\) cannot be batched: sparse gradients"):
+            recommended(request(sparse, 4))
+
+    @pytest.mark.parametrize("other", [{"dim_range": DimRange(symbol="S", low=1, high=2)}, {"lengths_path": "l.txt"}])
+    def test_one_thing_is_varied_at_a_time(self, other: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("l.txt").write_text("3\n")
+        location = saved(tmp_path / "net.pt", net())
+        with pytest.raises(UsageError, match="given together"):
+            recommended(request(location, 4, spec("BxSx32", B=2, S=4), **other))
+
+    def test_outputs_that_cannot_be_stacked_are_refused(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", nn.Sequential(nn.Linear(32, 4), Selecting()))
+        with pytest.raises(MemoptError, match=r"2 copies with batch 16: .*outputs of different shapes"):
+            recommended(request(location, 4))
+
+    def test_a_range_that_begins_with_copies_that_cannot_run(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", nn.Linear(31, 4))
+        with pytest.raises(StepError, match=r"1 copy with batch 16: .*rejected its input"):
+            recommended(request(location, 4))

@@ -1,0 +1,1233 @@
+"""``memopt verify``: what is the same passes, and what differs is found, with the module and the likely cause."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+from xml.etree import ElementTree as ET
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import memopt_cli
+from memopt_cli.errors import OptionError, StepError
+from memopt_cli.measure.jobs import ORIGINAL, FollowJob, Subject
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.pipeline.comparisons.equivalence import compare_prepared
+from memopt_cli.pipeline.fingerprints import causes
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import (
+    Equivalence,
+    Followed,
+    InputSpec,
+    ModelFacts,
+    ModelSource,
+    Plan,
+    SegmentPlan,
+    StepSettings,
+    TensorSpec,
+)
+from memopt_cli.report.github import GithubReport
+from memopt_cli.report.json import JsonJudgement
+from memopt_cli.report.junit import JunitReport
+from memopt_cli.report.markdown import MarkdownReport
+from memopt_cli.report.text import TextJudgement
+
+ROWS = 8
+
+
+class Block(nn.Module):
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.wide = nn.Linear(6, 10)
+        self.inner = nn.Sequential(*inner)
+        self.narrow = nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.inner(self.wide(x))
+        return x + self.narrow(hidden)
+
+
+class Net(nn.Module):
+    """A layer, and blocks that are called by ``around``, as a checkpoint is."""
+
+    def __init__(self, *blocks: nn.Module, around: Callable[..., Any] = lambda block, x: block(x)) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(blocks)
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.around(block, x)
+        return x
+
+
+def checked(block: nn.Module, x: Tensor, **options: Any) -> Any:
+    return checkpoint(block, x, **{"use_reentrant": False, **options})
+
+
+forgetful = functools.partial(checked, preserve_rng_state=False)
+reentrant = functools.partial(checked, use_reentrant=True)
+
+
+def pair(make: Callable[[], nn.Module], around: Callable[..., Any] = checked) -> list[Callable[[], nn.Module]]:
+    """Blocks as they are, and in checkpoints."""
+    return [lambda: Net(make(), make()), lambda: Net(make(), make(), around=around)]
+
+
+def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings: Any) -> Prepared:
+    def build() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return make()
+
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 6)),), dims={"B": ROWS}, source="here")
+    facts = ModelFacts(
+        format="live",
+        class_name="Net",
+        sha256=None,
+        weights_sha256=None,
+        notes=(),
+        spec=spec,
+        carried=carried,
+        asked_codecs=(),
+        indices={},
+        batch_norms=True,
+        trainable_bytes=0,
+        held_bytes=0,
+        batch=ROWS,
+        fixed_sizes=False,
+        sync_norms=(),
+    )
+    return Prepared(
+        subject=Subject(
+            source=ModelSource(location="-", keeps_compiled=True), spec=spec, settings=StepSettings(**settings)
+        ),
+        facts=facts,
+        notes=(),
+        open_session=functools.partial(LocalSession, build=build),
+        carried=carried,
+    )
+
+
+def verified(
+    reference: Callable[[], nn.Module], candidate: Callable[[], nn.Module], *, steps: int = 3, **settings: Any
+) -> Equivalence:
+    one, other = (prepared(make, **settings) for make in (reference, candidate))
+    return compare_prepared(one, other, steps)
+
+
+# ---------------------------------------------------------------------------------------------- the same
+
+
+def dropping() -> nn.Module:
+    return Block(nn.Dropout(0.4))
+
+
+class Expanded(nn.Module):
+    """With a parameter that nobody can write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.7).expand(10), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def recurrent() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (3, 2)), nn.Flatten())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reference", "candidate"),
+    [
+        pytest.param(*pair(dropping), id="dropout in a checkpoint"),
+        pytest.param(*pair(dropping, reentrant), id="dropout in a reentrant checkpoint"),
+        pytest.param(*pair(lambda: Block(nn.LayerNorm(10), nn.GELU())), id="layer norm"),
+        pytest.param(*pair(recurrent), id="views"),
+        pytest.param(*pair(lambda: Block(Expanded())), id="an expanded parameter"),
+        pytest.param(*[lambda: Net(Block(nn.BatchNorm1d(10)))] * 2, id="batch norm, twice the same"),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["", "adamw"])
+def test_what_is_the_same_is_the_same_to_the_bit(
+    reference: Callable[[], nn.Module], candidate: Callable[[], nn.Module], optimizer: str
+) -> None:
+    found = verified(reference, candidate, optimizer=optimizer)
+    assert (found.alike, found.gaps, found.cause, found.failed) == ("to the bit", (), None, "")
+    assert found.compared > 10
+
+
+def test_numpy_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numpy(tensor: Tensor) -> NoReturn:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(Tensor, "numpy", numpy)
+    assert verified(*pair(dropping)).alike == "to the bit"
+
+
+@pytest.mark.slow
+def test_a_plan_that_a_file_carries_stays_on() -> None:
+    plan = Plan(segments=(SegmentPlan(path="blocks.0"), SegmentPlan(path="blocks.1", chunks=2)))
+    reference, _ = pair(lambda: Block(nn.Dropout(0.4)))
+    other = prepared(reference, plan)
+    found = compare_prepared(prepared(reference), other, 2)
+    assert found.alike != "to the bit"  # chunks draw their masks one after the other
+    plan = Plan(segments=plan.segments[:1])
+    assert compare_prepared(prepared(reference), prepared(reference, plan), 2).alike == "to the bit"
+
+
+class InOtherOrder(nn.Module):
+    """A product whose sums are formed in parts."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = zip(x.chunk(self.parts, 1), self.weight.chunk(self.parts, 1), strict=True)
+        product = torch.stack([nn.functional.linear(a, b) for a, b in pieces]).sum(0)
+        return nn.functional.gelu(product)
+
+
+def test_sums_in_another_order_are_rounding_and_nothing_else_is() -> None:
+    found = verified(lambda: InOtherOrder(1), lambda: InOtherOrder(3))
+    assert (found.alike, found.precision) == ("up to rounding", "fp64")
+    assert 0 < found.worst < 1e-5
+
+    class Off(InOtherOrder):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + 1e-6)
+
+    off = verified(lambda: InOtherOrder(1), lambda: Off(1))
+    assert (off.alike, off.precision) == ("not", "fp64")
+
+
+def test_where_float64_tells_nothing_half_of_the_digits_decide() -> None:
+    found = verified(lambda: InOtherOrder(1), lambda: InOtherOrder(3), precision="bf16")
+    assert found.alike in ("as far as can be told", "to the bit")
+
+    class Stubborn(InOtherOrder):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise RuntimeError("no float64 here")
+            return super().forward(x)
+
+    found = verified(lambda: Stubborn(1), lambda: Stubborn(3))
+    assert found.alike == "as far as can be told"
+    assert any("no float64 here" in note for note in found.notes)
+
+
+# ---------------------------------------------------------------------------------------------- what differs
+
+
+class Noisy(nn.Module):
+    """Ends with noise that it saves before it is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.noise = nn.RReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.noise(self.layer(x))
+        return out
+
+
+class Router(nn.Module):
+    """One of two experts a row, whose gates are the same but for rounding."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(1, 6))
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat(16, 1) * torch.linspace(0.1, 3, 16 * len(x))[:, None].to(x.dtype)
+        pieces = zip(x.chunk(self.parts, 1), self.gate.chunk(self.parts, 1), strict=True)
+        other = torch.stack([nn.functional.linear(a, b) for a, b in pieces]).sum(0)
+        gates = torch.cat([nn.functional.linear(x, self.gate), other], 1)
+        chosen = gates.argmax(1)
+        return torch.stack([expert(x) for expert in self.experts], 1)[torch.arange(len(x)), chosen]
+
+
+class Overwriting(nn.Module):
+    def __init__(self, around: Callable[..., Any] = lambda block, x: block(x)) -> None:
+        super().__init__()
+        self.block = Block(nn.Tanh())
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        out: Tensor = self.around(self.block, x)
+        x.data.mul_(2)
+        return out
+
+
+class Counting(nn.Module):
+    """Gives something else each time that it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return torch.tanh(self.layer(x * self.calls[0]))
+
+
+class Counted(Block):
+    """Keeps something that no output depends on."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__(nn.Tanh())
+        self.kept = kept
+        self.steps, self.mean, self.held = 0, torch.zeros(6), {"seen": torch.zeros(())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept == "steps":
+            self.steps += 1
+        elif self.kept == "mean":
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        else:
+            self.held["seen"].add_(len(x))
+        return super().forward(x)
+
+
+class DropFunction(nn.Module):
+    """Dropout that no module does and no mode turns off."""
+
+    def __init__(self, around: Callable[..., Any] = lambda function, x: function(x)) -> None:
+        super().__init__()
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.around(lambda x: nn.functional.dropout(torch.tanh(x), 0.4), x)
+        return out
+
+
+def drawing_first(block: nn.Module, x: Tensor) -> Any:
+    torch.rand(1)
+    return block(x)
+
+
+def frozen_weight() -> nn.Module:
+    net = Net(Block(nn.Tanh()))
+    net.blocks[0].wide.weight.requires_grad_(False)
+    return net
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reference", "candidate", "module", "text"),
+    [
+        pytest.param(*pair(dropping, forgetful), "blocks.1.inner.0", causes.RANDOM_AGAIN, id="generators not kept"),
+        pytest.param(*pair(Noisy), "blocks.1.noise", causes.CUT_SHORT, id="noise at the end of a checkpoint"),
+        pytest.param(*pair(lambda: Block(nn.BatchNorm1d(10))), "blocks.0.inner.0", causes.TWICE, id="batch norm twice"),
+        pytest.param(*pair(Counting), "blocks.1", causes.OTHERWISE, id="a counter"),
+        pytest.param(Overwriting, lambda: Overwriting(checked), "block", causes.OVERWRITTEN, id="an input"),
+        pytest.param(
+            lambda: Net(Block(nn.Dropout(0.4))), lambda: Net(Block(nn.Dropout(0.5))), "blocks.0.inner.0",
+            causes.RANDOM_ALIKE, id="another rate",
+        ),
+        pytest.param(
+            lambda: Net(dropping()), lambda: Net(dropping(), around=drawing_first), "blocks.0.inner.0", causes.RANDOM,
+            id="a number drawn before",
+        ),
+        pytest.param(*pair(lambda: Counted("steps")), "blocks.0", causes.TWICE, id="a number in an attribute twice"),
+        pytest.param(*pair(lambda: Counted("mean")), "blocks.0", causes.TWICE, id="a tensor in an attribute twice"),
+        pytest.param(*pair(lambda: Counted("held")), "blocks.0", causes.TWICE, id="a tensor in a dict twice"),
+        pytest.param(
+            lambda: Net(Block(nn.BatchNorm1d(10), nn.Dropout(0.4))),
+            lambda: Net(Block(nn.BatchNorm1d(10, momentum=0.3), nn.Dropout(0.4))),
+            "blocks.0.inner.0", causes.KEEPS_OTHERWISE, id="another momentum beside dropout",
+        ),
+        pytest.param(lambda: Net(Block(nn.Tanh())), lambda: frozen_weight(), "blocks.0.wide.weight", causes.FROZEN,
+            id="a frozen parameter",
+        ),
+        pytest.param(
+            lambda: Net(Block(DropFunction())), lambda: Net(Block(DropFunction(forgetful))), "", causes.RANDOM_AGAIN,
+            id="a function in a checkpoint",
+        ),
+        pytest.param(
+            lambda: Net(Block(nn.GELU())), lambda: Net(Block(nn.GELU("tanh"))), "blocks.0.inner.0", causes.ELSEWHERE,
+            id="another activation",
+        ),
+    ],
+)  # fmt: skip
+def test_the_cause_is_named(
+    reference: Callable[[], nn.Module], candidate: Callable[[], nn.Module], module: str, text: str
+) -> None:
+    found = verified(reference, candidate)
+    assert not found.passed
+    assert found.differs_in_step == 1
+    assert found.gaps
+    assert found.cause is not None
+    assert (found.cause.module, found.cause.text) == (module, text)
+
+
+def test_ties_that_fall_otherwise() -> None:
+    found = verified(lambda: Router(1), lambda: Router(3))
+    assert not found.passed
+    assert found.cause is not None
+    assert found.cause.text == f"{causes.TIES} (argmax)"
+
+
+def test_no_gradient_under_a_reentrant_checkpoint() -> None:
+    def frozen(around: Callable[..., Any]) -> nn.Module:
+        net = Net(Block(nn.Tanh()), Block(nn.Tanh()), around=around)
+        net.first.requires_grad_(False)
+        net.register_module("head", nn.Linear(6, 6))
+        net.register_forward_hook(lambda module, args, output: module.head(output))
+        return net
+
+    found = verified(lambda: frozen(lambda block, x: block(x)), lambda: frozen(reentrant))
+    missing = [gap for gap in found.gaps if gap.missing == "candidate"]
+    assert missing[0].name == "gradient of blocks.0.inner.0.bias" or missing[0].name.startswith("gradient of blocks.0")
+    assert found.cause is not None
+    assert found.cause.text == causes.REENTRANT
+
+
+class Routed(Block):
+    """Takes another way, or another expert, each time that it runs."""
+
+    def __init__(self, *, experts: bool, drawn: bool = False) -> None:
+        super().__init__(nn.Tanh())
+        self.calls, self.experts, self.drawn = 0, experts, drawn
+        self.ways = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.drawn:  # by a number that is the first of its seed, or is not
+            self.calls = int(torch.rand(1).item() == self.first_drawn())
+        if self.experts:
+            chosen = self.ways[self.calls % 2](x)
+            return x + (torch.tanh(torch.tanh(chosen)) if self.calls % 2 else torch.relu(chosen))
+        return super().forward(x) if self.calls % 2 else x + torch.tanh(torch.tanh(self.ways[0](x)))
+
+    def first_drawn(self) -> float:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return torch.rand(1).item()
+
+
+class RowsPicked(Block):
+    """Lets through the rows that a generator of its own picks."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Tanh())
+        self.own = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.rand(len(x), generator=self.own) > 0.5
+        return x.index_put((kept,), super().forward(x[kept]))
+
+
+class Caching(Block):
+    """Appends to a cache, of its own or that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Tanh())
+        self.cache: list[Tensor] = []
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        cache = self.cache if cache is None else cache
+        cache.append(self.wide(x))
+        known = torch.cat(cache)
+        return x + self.narrow(torch.softmax(cache[-1] @ known.T, -1) @ known)
+
+
+class Cached(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.cache = []
+        return super().forward(x)
+
+
+class WithACacheGiven(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(self.blocks[0], self.first(x), [])  # type: ignore[no-any-return]
+
+
+class CachingFunction(Net):
+    """A function in a checkpoint that calls no module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Tensor] = []
+
+        def attend(x: Tensor) -> Tensor:
+            cache.append(torch.tanh(x))
+            known = torch.cat(cache)
+            return x + torch.softmax(x @ known.T, -1) @ known
+
+        out: Tensor = self.around(attend, self.first(x))
+        return out
+
+
+class HookedOnce(Net):
+    """A hook that is not to be called twice in a step."""
+
+    def __init__(self, *blocks: nn.Module, around: Callable[..., Any] = lambda block, x: block(x)) -> None:
+        super().__init__(*blocks, around=around)
+        self.scales: list[float] = []
+        for block in self.blocks:
+            block.wide.register_forward_pre_hook(lambda module, args: (args[0] * self.scales.pop(),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scales = [0.5, 1.0]
+        return super().forward(x)
+
+
+class Within(nn.Module):
+    """Is given a tensor, and the same in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(nn.Tanh())
+
+    def forward(self, x: Tensor, others: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.block(x + others["x"])
+        return out
+
+
+class GivenADict(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        out: Tensor = self.around(self.blocks[0], x, {"x": x})
+        return out
+
+
+def called(block: Callable[..., Any], *given: Any) -> Any:
+    return block(*given)
+
+
+def selective(block: nn.Module, x: Tensor) -> Any:
+    kept = [torch.ops.aten.addmm.default, torch.ops.aten.tanh.default]
+    return checked(block, x, context_fn=functools.partial(create_selective_checkpoint_contexts, kept))
+
+
+def given_checked(block: nn.Module, *given: Any, use_reentrant: bool = False) -> Any:
+    return checkpoint(block, *given, use_reentrant=use_reentrant)
+
+
+given_reentrant = functools.partial(given_checked, use_reentrant=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "around", "module", "text"),
+    [
+        pytest.param(lambda around: Net(Routed(experts=False), around=around), checked, "blocks.0",
+            causes.OTHER_WAY.format("blocks.0.ways.0"), id="another way"),
+        pytest.param(lambda around: Net(Routed(experts=True), around=around), checked, "blocks.0",
+            causes.OTHER_WAY.format("blocks.0.ways.0"), id="another expert"),
+        pytest.param(lambda around: Net(RowsPicked(), around=around), checked, "blocks.0", causes.RANDOM_AGAIN,
+            id="rows by random numbers"),
+        pytest.param(lambda around: Net(Routed(experts=True, drawn=True), around=around), forgetful, "blocks.0",
+            causes.RANDOM_AGAIN, id="an expert by random numbers"),
+        pytest.param(lambda around: Cached(Caching(), around=around), checked, "blocks.0", causes.OTHERWISE,
+            id="a cache of its own"),
+        pytest.param(lambda around: WithACacheGiven(Caching(), around=around), given_checked, "blocks.0",
+            causes.OVERWRITTEN, id="a cache that it is given"),
+        pytest.param(lambda around: CachingFunction(around=around), checked, "", causes.OTHER_TENSORS,
+            id="a cache of a function"),
+        pytest.param(lambda around: HookedOnce(Block(nn.Tanh()), Block(nn.Tanh()), around=around), checked,
+            "blocks.1.wide", causes.RAISES, id="a hook"),
+        pytest.param(lambda around: Net(Routed(experts=False), around=around), selective, "blocks.0",
+            causes.OTHER_WAY.format("blocks.0.ways.0"), id="a selective checkpoint"),
+        pytest.param(lambda around: GivenADict(Within(), around=around), given_reentrant, "", causes.WITHIN,
+            id="a dict in a reentrant checkpoint"),
+    ],
+)  # fmt: skip
+def test_the_cause_of_a_failure_is_named(
+    make: Callable[[Callable[..., Any]], nn.Module], around: Callable[..., Any], module: str, text: str
+) -> None:
+    found = verified(lambda: make(called), lambda: make(around))
+    assert (found.passed, found.differs_in_step) == (False, 1)
+    assert found.failed
+    assert found.cause is not None, found.failed
+    assert (found.cause.module, found.cause.text) == (module, text), found.failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "text"), [(0.0, causes.RANDOM_IN_BACKWARD), (1.0, causes.RANDOM_COMPILED)])
+def test_wrong_gradients_of_a_compiled_model_are_not_taken_for_other_random_numbers(
+    budget: float, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pytorch#190758: under a memory budget, dropout has another mask in backward."""
+    import torch._functorch.config as config
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 6))
+
+    with config.patch(activation_memory_budget=budget):
+        found = verified(net, lambda: torch.compile(net(), backend="aot_eager_decomp_partition"))  # type: ignore[arg-type, return-value]
+    assert not found.passed
+    assert found.cause is not None
+    assert found.cause.text == text
+
+
+def test_a_step_that_fails_says_in_which_one_and_why() -> None:
+    def frozen(around: Callable[..., Any]) -> nn.Module:
+        net = Net(Block(nn.Tanh()), around=around)
+        net.first.requires_grad_(False)
+        return net
+
+    found = verified(lambda: frozen(lambda block, x: block(x)), lambda: frozen(reentrant))
+    assert (found.differs_in_step, found.passed) == (1, False)
+    assert "nothing to differentiate" in found.failed
+    assert found.cause is not None
+    assert found.cause.text == causes.REENTRANT
+
+    class Tired(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls[0] += 1
+            if self.calls[0] > 1:
+                raise RuntimeError("enough")
+            return torch.tanh(self.layer(x))
+
+    class Rested(Tired):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layer(x))
+
+    late = verified(Rested, Tired)
+    assert (late.differs_in_step, late.failed, late.cause) == (2, "RuntimeError: enough", None)
+
+
+# ---------------------------------------------------------------------------------------------- what is easily missed
+
+
+class Varied(nn.Module):
+    """Two layers; what a subclass does with them depends on ``variant``, which is 1 in the candidate."""
+
+    def __init__(self, variant: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.variant = variant
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What it has besides."""
+
+    def plain(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.variant:  # the same sums in another order
+            pieces = zip(x.chunk(3, 1), self.first.weight.chunk(3, 1), strict=True)
+            hidden = torch.stack([nn.functional.linear(a, b) for a, b in pieces]).sum(0) + self.first.bias
+        out: Tensor = self.second(hidden)
+        return out
+
+
+class Late(Varied):
+    def prepare(self) -> None:
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return self.second(self.first(x)) * (1 + 1e-4 * (self.variant and self.calls[0] == 2))  # type: ignore[no-any-return]
+
+
+class Counts(Varied):
+    def prepare(self) -> None:
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1 + self.variant
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class Averages(Counts):
+    def prepare(self) -> None:
+        self.seen = 0
+        self.mean = {"of": [0.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean["of"][0] += 0.5 * (1 + self.variant)
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class Draws(Varied):
+    make: Callable[[], Any] = staticmethod(lambda: torch.Generator().manual_seed(1))
+    draw: Callable[[Any], Any] = staticmethod(lambda generator: torch.rand(1, generator=generator))
+
+    def prepare(self) -> None:
+        self.own = self.make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 + self.variant):
+            self.draw(self.own)
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class DrawsFromNumPy(Draws):
+    make = staticmethod(lambda: numpy.random.default_rng(1))
+    draw = staticmethod(lambda generator: generator.random())
+
+
+class DrawsFromPython(Draws):
+    make = staticmethod(lambda: random.Random(1))
+    draw = staticmethod(lambda generator: generator.random())
+
+
+class Writes(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        x.data[0, 0] += self.variant * 1e-3
+        return out
+
+
+class Tells(Varied):
+    def forward(self, x: Tensor) -> Any:
+        out = self.second(self.first(x))
+        return out, {"mean": float(out.mean()) * (1 + 1e-3 * self.variant)}
+
+
+class Named(Varied):
+    def forward(self, x: Tensor) -> Any:
+        pair = self.first(x), self.second(x)
+        return dict(zip(("b", "a") if self.variant else ("a", "b"), pair, strict=True))
+
+
+class Overflows(Varied):
+    """One gradient is infinite, which says nothing of the others."""
+
+    def prepare(self) -> None:
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.second(self.first(x))
+        return out.detach() + (out - out.detach()) * (1 + 1e-3 * self.variant), self.zero.sqrt()
+
+
+class Complex(Varied):
+    """With a complex parameter, whose imaginary part is a little wrong."""
+
+    def prepare(self) -> None:
+        self.turn = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.first(x).to(torch.complex64) @ self.turn
+        return torch.view_as_real(turned) * torch.tensor([1, 1 + 1e-4 * self.variant], dtype=x.dtype)
+
+
+class Narrow(Varied):
+    """In float64, and within the candidate in float32."""
+
+    def prepare(self) -> None:
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.double())
+        return self.second(hidden.to(torch.float32).double() if self.variant else hidden)  # type: ignore[no-any-return]
+
+
+class Evicted(Varied):
+    """Its hook is called once less; or never, where sums are formed in another order besides."""
+
+    times = 2
+
+    def prepare(self) -> None:
+        self.watched = nn.Identity()
+        hook = lambda module, args, output: None  # noqa: E731
+        self.watched.register_forward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times - self.variant):
+            self.watched(x)
+        return self.plain(x)
+
+
+class NeverCalled(Evicted):
+    times = 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        (Late, "output"),
+        (Counts, "state seen"),
+        (Averages, "state mean"),
+        (Draws, "state own"),
+        (DrawsFromNumPy, "state own"),
+        (DrawsFromPython, "state own"),
+        (Writes, "input[0]"),
+        (Tells, "output[1].mean"),
+        (Named, "output.a"),
+        (Overflows, "gradient of second.bias"),
+        (Complex, "output"),
+        (Narrow, "output"),
+    ],
+)
+def test_what_is_easily_missed(model: Callable[[int], nn.Module], first: str) -> None:
+    found = verified(lambda: model(0), lambda: model(1), steps=2)
+    assert not found.passed
+    assert first in [gap.name for gap in found.gaps]
+    assert found.differs_in_step == (2 if model is Late else 1)
+
+
+@pytest.mark.parametrize("model", [Evicted, NeverCalled])
+def test_a_hook_that_is_called_less_is_no_rounding(model: Callable[[int], nn.Module]) -> None:
+    found = verified(lambda: model(0), lambda: model(1), steps=2)
+    assert (found.alike, found.gaps) == ("not", ())
+    assert found.hooks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_float64_tells_counts_under_autocast(precision: str) -> None:
+    class Off(Varied):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)) * (1 + 0.01 * self.variant)  # type: ignore[no-any-return]
+
+    found = verified(lambda: Off(0), lambda: Off(1), steps=1, precision=precision)
+    assert (found.alike, found.precision) == ("not", "fp64")
+
+
+class Scaled(Varied):
+    """In float16 its gradients are finite below the scale that scalers begin with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * 30  # type: ignore[no-any-return]
+
+
+def test_updates_in_float16_are_taken() -> None:
+    followed = LocalSession(prepared(lambda: Scaled(0), precision="fp16").subject, 60.0, lambda: Scaled(0)).ask(
+        FollowJob(steps=1)
+    )
+    assert isinstance(followed, Followed)
+    start = {tensor.name: tensor.bits for tensor in followed.start}
+    assert any(start.get(tensor.name, tensor.bits) != tensor.bits for tensor in followed.steps[0].left)
+
+
+# ---------------------------------------------------------------------------------------------- what is no difference
+
+
+class Masked(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(x).masked_fill(torch.eye(len(x), 6, dtype=torch.bool), float("-inf"))
+
+
+class Keeps(Varied):
+    """The candidate keeps a tensor, and counts, besides."""
+
+    def prepare(self) -> None:
+        self.mean = torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        if self.variant:
+            self.last = out.detach()
+            self.calls = getattr(self, "calls", 0) + 1
+        self.mean = out.detach().mean(0)
+        return out
+
+
+class Clocked(Varied):
+    def prepare(self) -> None:
+        self.noted = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.noted = time.perf_counter_ns()
+        return self.second(self.first(x)), time.perf_counter()
+
+
+class Noisy64(Varied):
+    """Its sums differ in the last digit from run to run, as atomic ones do, and in the candidate a little more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.finfo(x.dtype).eps * (int.from_bytes(os.urandom(1), "big") - 128) / 1024
+        return self.plain(x) * (1 + noise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "alike"),
+    [
+        (Masked, ("up to rounding",)),
+        (Keeps, ("to the bit",)),
+        (Clocked, ("to the bit",)),
+        (Noisy64, ("up to rounding", "within noise", "to the bit")),
+    ],
+)
+def test_what_is_no_difference(model: Callable[[int], nn.Module], alike: tuple[str, ...]) -> None:
+    assert verified(lambda: model(0), lambda: model(1), steps=2).alike in alike
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inner", "module"), [(nn.Dropout(0.4), "blocks.0.inner.0"), (nn.BatchNorm1d(10), "blocks.0.inner.0")]
+)
+def test_eval_mode_in_one_of_the_two_is_a_difference(inner: nn.Module, module: str) -> None:
+    makes = [functools.partial(in_mode, inner, training) for training in (True, False)]
+    for reference, candidate, whose in ((*makes, "candidate"), (*reversed(makes), "reference")):
+        found = verified(reference, candidate, steps=1)
+        assert not found.passed
+        assert found.cause is not None
+        assert (found.cause.module, found.cause.text) == (module, causes.EVAL.format(whose))
+        assert f"blocks came in eval mode in the {whose} alone." in found.notes
+
+
+def in_mode(inner: nn.Module, training: bool) -> nn.Module:
+    net = Net(Block(inner))
+    net.blocks.train(training)
+    net.blocks[0].narrow.train()  # modes are those of each module
+    return net
+
+
+def test_eval_mode_that_changes_nothing_is_noted() -> None:
+    found = verified(lambda: in_mode(nn.Tanh(), True), lambda: in_mode(nn.Tanh(), False), steps=1)
+    assert found.alike == "to the bit"
+    assert found.notes == ("blocks came in eval mode in the candidate alone.",)
+
+
+@pytest.mark.slow
+def test_both_in_eval_mode_are_trained() -> None:
+    def evaluated(around: Callable[..., Any]) -> nn.Module:
+        return Net(dropping(), around=around).eval()
+
+    assert verified(lambda: evaluated(checked), lambda: evaluated(checked), steps=1).notes == ()
+    wrong = verified(lambda: evaluated(checked), lambda: evaluated(forgetful), steps=1)
+    assert not wrong.passed
+    both = verified(lambda: in_mode(nn.Dropout(0.4), False), lambda: in_mode(nn.Dropout(0.4), False), steps=1)
+    assert both.passed
+    assert "blocks came in eval mode, and was put into training mode" in both.notes[0]
+
+
+class InAnyOrder(Varied):
+    """Its outputs are the same by their keys."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x)
+        outputs = {"hidden": hidden, "parts": [{"b": hidden.sum(1), "a": self.second(hidden)}], 3: hidden.mean()}
+        return dict(reversed(outputs.items())) if self.variant else outputs
+
+
+def test_outputs_are_the_same_by_their_keys() -> None:
+    assert verified(lambda: InAnyOrder(0), lambda: InAnyOrder(1), steps=1).alike == "to the bit"
+
+
+class NeverFinite(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out + (out * 0).sqrt() if self.variant else out
+
+
+class NaN(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * math.nan  # type: ignore[no-any-return]
+
+
+def test_a_reference_of_nan_says_nothing() -> None:
+    with pytest.raises(StepError, match="the reference's gradients hold NaN or infinity alone"):
+        verified(lambda: NaN(0), lambda: NaN(0), steps=1)
+
+
+def test_gradients_that_are_never_finite_are_a_difference() -> None:
+    found = verified(lambda: NeverFinite(0), lambda: NeverFinite(1), precision="fp16")
+    assert found.failed.startswith("the gradients hold NaN or infinity, however small the loss is scaled")
+    assert "set_detect_anomaly" in found.failed
+    assert found.differs_in_step == 1
+    with pytest.raises(StepError, match=r"the reference's step fails: the gradients hold NaN"):
+        verified(lambda: NeverFinite(1), lambda: NeverFinite(0), precision="fp16")
+
+
+@pytest.mark.slow
+def test_gradients_of_inputs_that_want_them() -> None:
+    class Cut(Varied):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) + self.first(x.detach() if self.variant else x)) + x.sum() * 0  # type: ignore[no-any-return]
+
+    reference, candidate = Cut(0), Cut(1)
+    candidate.load_state_dict(reference.state_dict())
+    x = torch.randn(ROWS, 6, requires_grad=True)
+    found = memopt_cli.verify(reference, candidate, x, steps=1).result
+    assert found.gaps[0].name == "gradient of input[0]"
+    assert x.grad is None
+
+
+class Carrying(nn.Module):
+    """Adds what it gave last time, cut from the graph or not."""
+
+    def __init__(self, *, cut: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.last = torch.zeros(ROWS, 6)
+        self.cut = cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.last
+        self.last = out.detach() if self.cut else out
+        return out
+
+
+def test_a_graph_that_only_the_candidate_keeps_from_step_to_step() -> None:
+    found = verified(lambda: Carrying(cut=True), lambda: Carrying(cut=False))
+    assert (found.passed, found.differs_in_step) == (False, 2)
+    assert "backward through the graph a second time" in found.failed
+    assert found.cause is not None
+    assert found.cause.text == causes.KEPT_GRAPH
+    both = verified(lambda: Carrying(cut=False), lambda: Carrying(cut=False))  # as loops detach spiking neurons
+    assert both.alike == "to the bit"
+
+
+# ---------------------------------------------------------------------------------------------- hooks
+
+
+def hooked(*names: str, around: Callable[..., Any] = lambda block, x: block(x)) -> nn.Module:
+    net = Net(Block(nn.Tanh()), around=around)
+    for name in names:
+        hook = lambda module, args, output: None  # noqa: E731
+        hook.__name__ = name
+        net.blocks[0].wide.register_forward_hook(hook)
+    return net
+
+
+@pytest.mark.slow
+def test_hooks_that_are_not_called_or_in_another_order() -> None:
+    missing = verified(lambda: hooked("record", "count"), lambda: hooked("count"))
+    assert (missing.alike, missing.hooks) == ("not", "the hook record of blocks.0.wide is never called")
+    turned = verified(lambda: hooked("record", "count"), lambda: hooked("count", "record"))
+    assert "in another order" in turned.hooks
+    again = verified(lambda: hooked("record"), lambda: hooked("record", around=checked))
+    assert again.alike == "to the bit"
+    assert again.notes == (
+        "The hook record of blocks.0.wide is called 2 times a step instead of 1, in recomputations too.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be compared
+
+
+@pytest.mark.slow
+def test_models_that_are_not_one_are_refused() -> None:
+    with pytest.raises(StepError, match=r"the candidate has no parameter blocks\.1"):
+        verified(lambda: Net(Block(), Block()), lambda: Net(Block()))
+    with pytest.raises(StepError, match=r"the reference has no parameter blocks\.1"):
+        verified(lambda: Net(Block()), lambda: Net(Block(), Block()))
+    with pytest.raises(StepError, match="the candidate has no parameter") as around:
+        verified(lambda: Net(Block()), lambda: nn.Sequential(Net(Block())))
+    assert "a model around it" in str(around.value.hint)
+
+    def other() -> nn.Module:
+        net = Net(Block())
+        with torch.no_grad():
+            net.first.bias.add_(1)
+        return net
+
+    with pytest.raises(StepError, match=r"different values of parameter first\.bias"):
+        verified(lambda: Net(Block()), other)
+
+
+class Unsteady(Noisy):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * int.from_bytes(os.urandom(6), "big")
+
+
+def test_a_reference_that_does_not_repeat_is_refused() -> None:
+    with pytest.raises(StepError, match="not repeatable"):
+        verified(Unsteady, Unsteady)
+
+
+def test_a_reference_that_fails_is_refused() -> None:
+    with pytest.raises(StepError, match="the reference's step fails"):
+        verified(lambda: Net(nn.Linear(7, 7)), lambda: Net(nn.Linear(7, 7)))
+
+
+class Wrapped(nn.Module):
+    """As DataParallel and torch.compile name what they wrap."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = getattr(self, self.name)(x)
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["module", "_orig_mod"])
+def test_names_of_wrappers_are_left_out(name: str) -> None:
+    def make() -> nn.Module:
+        return Net(Block(nn.BatchNorm1d(10)))
+
+    assert verified(make, lambda: Wrapped(name, make())).alike == "to the bit"
+    assert verified(lambda: Wrapped(name, make()), make).alike == "to the bit"
+
+
+# ---------------------------------------------------------------------------------------------- from Python
+
+
+@pytest.mark.process
+def test_live_models_are_left_alone() -> None:
+    torch.manual_seed(0)
+    reference = Net(dropping(), dropping())
+    candidate = Net(dropping(), dropping(), around=forgetful)
+    candidate.load_state_dict(reference.state_dict())
+    before = {name: tensor.clone() for name, tensor in candidate.state_dict().items()}
+    state = torch.get_rng_state()
+    found = memopt_cli.verify(reference, candidate, torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1)))
+    assert not found.passed
+    assert "the candidate does not train as the reference does" in repr(found)
+    assert causes.RANDOM_AGAIN in repr(found)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in candidate.state_dict().items())
+    assert all(parameter.grad is None for parameter in candidate.parameters())
+
+
+@pytest.mark.slow
+def test_steps_of_ones_own() -> None:
+    def step(around: Callable[..., Any]) -> Callable[[], memopt_cli.Step]:
+        def make() -> memopt_cli.Step:
+            torch.manual_seed(0)
+            net = Net(dropping(), around=around)
+            optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+
+            def run(x: Tensor) -> Tensor:
+                optimizer.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                return loss.detach()
+
+            return memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=run)
+
+        return make
+
+    x = torch.randn(ROWS, 6)
+    plain = step(lambda block, x: block(x))
+    assert memopt_cli.verify(plain, step(checked), (x,)).result.alike == "to the bit"
+    wrong = memopt_cli.verify(plain, step(forgetful), (x,)).result
+    assert wrong.cause is not None
+    assert (wrong.cause.module, wrong.cause.text) == ("net.blocks.0.inner.0", causes.RANDOM_AGAIN)
+
+
+def scaled_step(rate: float, times: float = 1.0) -> Callable[[], memopt_cli.Step]:
+    """Its gradients are not finite at the scale that scalers begin with."""
+
+    def make() -> memopt_cli.Step:
+        torch.manual_seed(0)
+        net = Net(dropping())
+        optimizer = torch.optim.SGD(net.parameters(), rate)
+        scaler = torch.amp.GradScaler("cpu")  # type: ignore[no-untyped-call]
+
+        def run(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = (net(x) * 40).square().mean() * times
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.detach()
+
+        return memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=run)
+
+    return make
+
+
+@pytest.mark.slow
+def test_updates_of_a_step_of_ones_own_in_float16_are_compared() -> None:
+    x = torch.randn(ROWS, 6)
+    found = memopt_cli.verify(scaled_step(1e-5), scaled_step(1e-2), (x,), steps=1).result
+    assert not found.passed
+    assert found.cause is not None
+    assert found.cause.text == causes.UPDATE
+    assert memopt_cli.verify(scaled_step(1e-5), scaled_step(1e-5), (x,), steps=2).result.alike == "to the bit"
+    never = memopt_cli.verify(scaled_step(1e-5), scaled_step(1e-5, math.nan), (x,), steps=1).result
+    assert never.failed.startswith("none of the step's optimizers has stepped in 33 steps")
+
+
+def test_hooks_that_a_copy_would_lose_are_refused() -> None:
+    model, other = nn.Linear(6, 6), nn.Linear(6, 6)
+    for register in (other.weight.register_hook, other.weight.register_post_accumulate_grad_hook):
+        handle = register(lambda given: None)
+        with pytest.raises(OptionError, match="the candidate's parameter weight has a hook on its gradient"):
+            memopt_cli.verify(model, other, torch.ones(2, 6))
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ((3, nn.Linear(1, 1), torch.ones(2, 1)), {}, "reference is a int"),
+        ((nn.Linear(1, 1), "model.pt", torch.ones(2, 1)), {}, "candidate is a str"),
+        ((nn.Linear(1, 1), nn.Linear(1, 1), torch.ones(2, 1)), {"steps": 0}, "steps"),
+        ((lambda: None, lambda: None, "2x1"), {}, "inputs cannot be text"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(arguments: tuple[Any, ...], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        memopt_cli.verify(*arguments, **options)
+
+
+# ---------------------------------------------------------------------------------------------- reports
+
+
+@pytest.fixture(scope="module")
+def different() -> Equivalence:
+    return verified(*pair(dropping, forgetful))
+
+
+@pytest.mark.slow
+def test_the_report_in_words(different: Equivalence) -> None:
+    text = io.StringIO()
+    TextJudgement().verified(different, text)
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "- does not train as - does"
+    assert lines[1].startswith("in step 1 of 3 gradient of blocks.")
+    assert lines[2] == "first in: blocks.1.inner.0 (Dropout)"
+    assert lines[3] == f"likely cause: {causes.RANDOM_AGAIN}"
+    assert any(line.startswith("gradient of first.weight") for line in lines)
+
+
+def test_the_report_of_what_is_the_same() -> None:
+    text = io.StringIO()
+    TextJudgement().verified(verified(*pair(dropping), steps=1), text)
+    assert text.getvalue().startswith("- trains as - does: one step, ")
+    assert "the same to the bit" in text.getvalue()
+
+
+def test_the_report_for_programs(different: Equivalence) -> None:
+    text = io.StringIO()
+    JsonJudgement().verified(different, text)
+    data = json.loads(text.getvalue())
+    assert (data["passed"], data["alike"], data["cause"]["module"]) == (False, "not", "blocks.1.inner.0")
+
+
+def test_the_report_for_junit(different: Equivalence) -> None:
+    text = io.StringIO()
+    JunitReport().verified(different, text)
+    (suite,) = ET.fromstring(text.getvalue())
+    assert suite.get("name") == "memopt verify"
+    failed = {case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None}
+    assert failed == {"gradients", "random numbers", "parameters after the update"}
+    assert suite.get("tests") == "9"
+
+
+def test_the_report_for_github(different: Equivalence, tmp_path: Any) -> None:
+    text, page = io.StringIO(), tmp_path / "page.md"
+    GithubReport(str(page)).verified(different, text)
+    assert text.getvalue().startswith("::error title=memopt%3A -::- does not train as - does")
+    assert "| tensor | differs by |" in page.read_text()
+    markdown = io.StringIO()
+    MarkdownReport().verified(different, markdown)
+    assert markdown.getvalue() == page.read_text()

@@ -1,0 +1,306 @@
+"""``memopt profile``: what it says adds up, agrees with the measurement, and needs no memory where it may take none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import StepError, UsageError
+from memopt_cli.inputs.spec_text import parse_tensor
+from memopt_cli.measure.jobs import MeasureJob
+from memopt_cli.pipeline import profile
+from memopt_cli.pipeline.memory import profiling
+from memopt_cli.pipeline.memory.profiling import profile_prepared
+from memopt_cli.pipeline.prepare import Opening, prepare
+from memopt_cli.records import (
+    InputSpec,
+    Measurement,
+    ModelSource,
+    OutOfMemory,
+    Plan,
+    ProfileRequest,
+    SegmentPlan,
+    StepProfile,
+    StepSettings,
+    Trust,
+    to_data,
+)
+from memopt_cli.records.progress import Progress
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+HUGE = 10**9
+"""A batch whose inputs alone would take terabytes."""
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256), nn.Sigmoid())
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> str:
+    torch.manual_seed(0)
+    path = tmp_path / "net.pt"
+    torch.save(nn.Sequential(block(), block(), block(), nn.Linear(256, 4)), path)
+    return str(path)
+
+
+def profiled(location: str, spec: str = "128x256", *, trust: Trust = Trust(), **request: Any) -> StepProfile:
+    made = ProfileRequest(
+        source=ModelSource(location=location, trust=trust),
+        spec=InputSpec(tensors=(parse_tensor(spec),), source="here"),
+        **request,
+    )
+    return profile(made, progress=Progress(), ask=None)
+
+
+@pytest.mark.slow
+def test_it_adds_up(model_file: str) -> None:
+    found = profiled(model_file, settings=StepSettings(optimizer="sgd"))
+    assert isinstance(found.measurement, Measurement)
+    parts = to_data(found.breakdown)
+    assert sum(parts.values()) + found.workspace_bytes == found.peak.allocated_bytes
+    assert found.peak.allocated_bytes == found.trace.allocated_peak_bytes
+    assert max(found.live_bytes) == found.tensor_peak_bytes == found.measurement.tensor_peak_bytes
+    assert found.peak.allocated_bytes == pytest.approx(found.measurement.allocated_peak_bytes, rel=0.01)
+    assert len(found.live_bytes) == len(found.trace.ops) + 1
+    root = found.modules[0]
+    assert root.path == ""
+    assert root.held_bytes == parts["activations_bytes"] + parts["temporaries_bytes"]
+    assert root.seconds == pytest.approx(sum(op.seconds for op in found.trace.ops))
+    assert all(use.seconds > 0 for use in found.modules)
+    assert found.flops == sum(op.flops for op in found.trace.ops) > 0
+    op = found.trace.ops[found.peak.op]
+    assert (op.name, op.phase, op.module) == (found.peak.name, found.peak.phase, found.peak.module)
+    assert json.dumps(to_data(found))
+
+
+@pytest.mark.slow
+def test_modules_include_those_below(model_file: str) -> None:
+    uses = {use.path: use for use in profiled(model_file).modules}
+    inner = [uses[f"0.{i}"] for i in range(4)]
+    assert uses["0"].saved_bytes == sum(use.saved_bytes for use in inner) == 2 * 128 * 256 * 4
+    assert uses["0"].held_bytes >= sum(use.held_bytes for use in inner) > 0
+    assert uses["0"].class_name == "Sequential"
+
+
+@pytest.mark.slow
+def test_saved_tensors_and_who_saves_them(model_file: str) -> None:
+    found = profiled(model_file)
+    assert [s.nbytes for s in found.saved] == sorted((s.nbytes for s in found.saved), reverse=True)
+    first = found.saved[0]
+    assert first.nbytes == 128 * 256 * 4
+    tanh = next(s for s in found.saved if s.made_by == "aten::tanh")
+    assert (tanh.module, tanh.op, tanh.savers, tanh.compressor) == ("0.1", "aten::tanh", 2, "null")
+    assert found.saved[-1].nbytes <= first.nbytes
+    assert sum(s.made_by == "" for s in found.saved) == 1  # the input
+
+
+def test_spikes_are_known_to_pack(tmp_path: Path) -> None:
+    path = tmp_path / "net.pt"
+    torch.save(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), path)
+    (spikes,) = (s for s in profiled(str(path), "96x64=spikes:0.3").saved if not s.made_by)
+    assert (spikes.compressor, spikes.nbytes, spikes.packed_bytes) == ("bit", 96 * 64 * 4, 96 * 64 * 4 // 32)
+
+
+@pytest.mark.slow
+def test_under_a_plan(model_file: str, tmp_path: Path) -> None:
+    segments = tuple(SegmentPlan(path=str(i)) for i in range(3))
+    plan = {"schema_version": 1, **header(), **to_data(Plan(segments=segments))}
+    (tmp_path / "p.plan.yaml").write_text(json.dumps(plan))
+    plain, planned = (
+        profiled(model_file, "2048x256", plan_path=path) for path in (None, str(tmp_path / "p.plan.yaml"))
+    )
+    assert planned.plan.segments == segments
+    assert plain.plan.segments == ()
+    assert planned.fake
+    assert isinstance(planned.measurement, Measurement)
+    assert planned.tensor_peak_bytes == planned.measurement.tensor_peak_bytes < plain.tensor_peak_bytes
+    assert planned.modules[0].saved_bytes < plain.modules[0].saved_bytes
+    compiled, both = (
+        profiled(model_file, "2048x256", plan_path=path, backend="aot_eager").compiled
+        for path in (None, str(tmp_path / "p.plan.yaml"))
+    )
+    assert compiled is not None
+    assert both is not None
+    assert compiled.step_s > 0
+    assert compiled.broken == ""
+    assert isinstance(plain.measurement, Measurement)
+    assert compiled.allocated_peak_bytes == pytest.approx(plain.measurement.allocated_peak_bytes, rel=0.15)
+    assert both.allocated_peak_bytes < 0.9 * compiled.allocated_peak_bytes
+
+
+def header() -> dict[str, Any]:
+    spec = to_data(InputSpec(tensors=(parse_tensor("1x3"),), source="here"))
+    return {"memopt": "0", "torch": "2", "model": "net.pt", "sha256": None, "spec": spec, "seed": 0, "device": "cpu"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [({"backend": "nope"}, "no backend 'nope'"), ({"backend": "eager", "fake": True}, "a compiled step is measured")],
+)
+def test_a_step_that_is_not_compiled(model_file: str, request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        profiled(model_file, **request_)
+
+
+@pytest.mark.slow
+def test_a_backend_that_fails_says_so(model_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("no compiler is here\nmore of it")
+
+    monkeypatch.setattr(torch, "compile", lambda model, **named: Fails())
+    with pytest.raises(StepError, match=r"compiled by eager: RuntimeError: no compiler is here\nTake") as said:
+        profiled(model_file, backend="eager")
+    assert "torch.compile(model, backend='eager')" in str(said.value.hint)
+
+
+@pytest.mark.slow
+def test_of_code_that_was_compiled_often_the_next_model_is_too(
+    model_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch compiles a function eight times, and runs it as it is from then on."""
+    graphs: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile
+
+    def compile_anew(model: nn.Module, **named: Any) -> Any:
+        return compiled(model, **named) if named.get("fullgraph") else compiled(model, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", compile_anew)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(3):
+            assert profiled(model_file, backend="eager").compiled is not None
+    assert len(graphs) == 3
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_one_graph_is_said_to_run_in_part_as_it_is(tmp_path: Path) -> None:
+    """Of an LSTM, a compiler that is not installed was said to have compiled it."""
+    torch.save(nn.LSTM(8, 8), tmp_path / "net.pt")
+    found = profiled(str(tmp_path / "net.pt"), "4x2x8", backend="eager")
+    assert found.compiled is not None
+    assert "LSTM" in found.compiled.broken
+    assert any("run as is: Unsupported: " in note for note in found.notes)
+
+
+def test_a_step_of_ones_own_is_not_compiled_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is told before anything is run."""
+    monkeypatch.setattr(profiling, "_measure", lambda *_: pytest.fail("a step is run"))
+    steps = Path(__file__).parents[2] / "user_code" / "own_steps.py"
+    with pytest.raises(StepError, match="calls its models itself"):
+        profiled(f"{steps}:two_rounds", "4x8", backend="eager")
+
+
+def test_a_missing_plan(model_file: str) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.yaml"):
+        profiled(model_file, plan_path="nowhere.yaml")
+
+
+# ---------------------------------------------------------------------------------------------- without data
+
+
+@pytest.mark.slow
+def test_an_estimate_needs_no_memory(model_file: str) -> None:
+    found = profiled(model_file, f"{HUGE}x256", fake=True)
+    small = profiled(model_file, "1000x256", fake=True)
+    assert found.fake
+    assert found.measurement is None
+    assert found.peak.allocated_bytes > 6 * HUGE * 256 * 4
+    assert found.saved[0].nbytes == HUGE * 256 * 4
+    parameters = small.breakdown.parameters_bytes
+    grown = (found.breakdown.activations_bytes, small.breakdown.activations_bytes)
+    assert grown[0] == pytest.approx(grown[1] * HUGE / 1000, rel=0.01)
+    assert found.breakdown.parameters_bytes == parameters
+    assert all(op.seconds == 0 for op in found.trace.ops)
+
+
+@pytest.mark.slow
+def test_an_estimate_says_that_chunks_were_not_tried(model_file: str) -> None:
+    spec = InputSpec(tensors=(parse_tensor("128x256"),), source="here")
+    opening = Opening(source=ModelSource(location=model_file), spec=spec, settings=StepSettings(), data="small batch")
+    prepared = prepare(opening, progress=Progress(), ask=None)
+    for chunks, told in ((1, False), (2, True)):
+        plan = Plan(segments=(SegmentPlan(path="0", chunks=chunks),))
+        notes = profile_prepared(prepared, plan, data="small batch").notes
+        assert any("can run in chunks is not tried here" in note for note in notes) == told
+
+
+@pytest.mark.slow
+def test_an_estimate_knows_contents_of_a_small_step(model_file: str) -> None:
+    found = profiled(model_file, f"{HUGE}x256=spikes:0.3", fake=True)
+    (spikes,) = (s for s in found.saved if not s.made_by)
+    assert (spikes.compressor, spikes.packed_bytes) == ("bit", HUGE * 256 * 4 // 32)
+
+
+def test_parameters_of_a_callable_need_no_memory_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "from torch import nn\nclass Net(nn.Sequential):\n    def __init__(self):\n"
+    source += "        super().__init__(nn.Linear(1000000, 1000000), nn.Tanh(), nn.Linear(1000000, 3))\n"
+    (tmp_path / "enormous.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    found = profiled("enormous:Net", "8x1000000", fake=True, settings=StepSettings(optimizer="adamw"))
+    assert found.breakdown.parameters_bytes > 4e12
+    assert found.breakdown.optimizer_bytes > 8e12
+    assert found.saved[0].module == "0"
+
+
+class Reading(nn.Module):
+    """Looks at what its input holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)
+        return output * 2 if output.sum().item() > 0 else output
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[str, Trust]:
+    code = Path(__file__).read_text().split("class Reading")[1].split("@pytest")[0]
+    (tmp_path / "reading.py").write_text(f"from torch import Tensor, nn\nclass Reading{code}")
+    monkeypatch.chdir(tmp_path)
+    return "reading:Reading", Trust()
+
+
+def test_a_model_that_wants_data_is_run_for_its_record(reading: tuple[str, Trust]) -> None:
+    found = profiled(reading[0])
+    assert not found.fake
+    assert isinstance(found.measurement, Measurement)
+    assert found.tensor_peak_bytes == found.measurement.tensor_peak_bytes
+    assert any("cannot run on tensors without data" in note and "on real ones" in note for note in found.notes)
+
+
+def test_a_model_that_wants_data_cannot_be_estimated(reading: tuple[str, Trust]) -> None:
+    with pytest.raises(StepError, match="cannot run on tensors without data") as caught:
+        profiled(reading[0], fake=True)
+    assert "without --fake" in caught.value.hint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fake", [False, True])
+def test_wrong_inputs_are_explained_alike(fake: bool, model_file: str) -> None:
+    with pytest.raises(StepError, match=r"module '0\.0' \(Linear\) rejected its input \d+x255@float32"):
+        profiled(model_file, "128x255", fake=fake)
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_is_estimated(model_file: str, answered: Callable[..., None]) -> None:
+    answered(MeasureJob, lambda *_: OutOfMemory(detail="you tried"))
+    found = profiled(model_file, f"{HUGE}x256")
+    assert isinstance(found.measurement, OutOfMemory)
+    assert found.peak.allocated_bytes > 6 * HUGE * 256 * 4
+    assert any("does not fit" in note for note in found.notes)

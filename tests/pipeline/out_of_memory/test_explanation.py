@@ -1,0 +1,343 @@
+"""``memopt explain``: where memory runs out, who holds what then, and changes that were run and fit."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import UsageError
+from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, RecordJob, Subject
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.pipeline import explain
+from memopt_cli.pipeline.memory.step_peaks import live_bytes
+from memopt_cli.pipeline.out_of_memory import explanation
+from memopt_cli.pipeline.out_of_memory.explanation import _told
+from memopt_cli.records import (
+    ExplainRequest,
+    Explanation,
+    InputSpec,
+    ModelSource,
+    Plan,
+    SegmentPlan,
+    StepSettings,
+    StepTrace,
+    TensorSpec,
+    Trust,
+)
+from memopt_cli.records.progress import Progress
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.text import TextReport
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+BATCH, LESS = 256, 512 << 10
+FLAGS = ("--code-path .", f"--dim B={BATCH}")
+_found: dict[object, Explanation] = {}
+SPEC = InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": BATCH}, source="here")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(64, 256)
+        self.narrow = nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.wide(x))
+        return x + self.narrow(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(x)
+        return out
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    path = tmp_path_factory.mktemp("explained") / "net.pt"
+    torch.manual_seed(0)
+    torch.save(Net(), path)
+    return ModelSource(location=str(path), trust=Trust(pickle=True))
+
+
+@pytest.fixture(scope="module")
+def recorded(source: ModelSource) -> StepTrace:
+    with LocalSession(Subject(source=source, spec=SPEC), 60.0) as session:
+        found = session.ask(RecordJob(plan=ORIGINAL))
+    assert isinstance(found, StepTrace)
+    return found
+
+
+@pytest.fixture
+def explained(source: ModelSource) -> Callable[..., Explanation]:
+    def run(memory: int | None, **options: Any) -> Explanation:
+        request = ExplainRequest(
+            source=source, spec=SPEC, settings=StepSettings(), memory=memory, flags=FLAGS, **options
+        )
+        key = (memory, *options.items())
+        if key not in _found:
+            _found[key] = explain(request, progress=Progress())
+        return _found[key]
+
+    return run
+
+
+def needed_bytes(recorded: StepTrace) -> int:
+    return recorded.allocated_peak_bytes
+
+
+@pytest.mark.slow
+def test_the_instant_is_that_of_the_step_that_is_run(
+    recorded: StepTrace, explained: Callable[..., Explanation]
+) -> None:
+    limit = needed_bytes(recorded) - LESS
+    found = explained(limit)
+    live = live_bytes(recorded)
+    first = next(i for i, op in enumerate(recorded.ops) if live[i + 1] + op.workspace_bytes > limit)
+    assert found.instant is not None
+    assert (found.instant.module, found.instant.phase) == (recorded.ops[first].module, recorded.ops[first].phase)
+    assert found.instant.allocated_bytes > limit
+    assert found.breakdown is not None
+    assert found.breakdown.parameters_bytes == sum(p.nbytes for p in Net().parameters())
+
+
+def test_who_holds_what_by_module_and_by_line(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
+    found = explained(needed_bytes(recorded) - LESS)
+    assert {"blocks.0", "blocks.1"} <= {holder.name for holder in found.modules}
+    lines = {Path(holder.name).name for holder in found.lines}
+    first = Block.forward.__code__.co_firstlineno
+    assert f"{Path(__file__).name}:{first + 1}" in lines
+    sizes = [holder.nbytes for holder in found.lines]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_what_is_suggested_fits_when_it_is_run_again(
+    source: ModelSource, recorded: StepTrace, explained: Callable[..., Explanation]
+) -> None:
+    limit = needed_bytes(recorded) - LESS
+    found = explained(limit)
+    assert {"plan", "micro-batches"} <= {said.change for said in found.suggestions}
+    exact = [said.seconds for said in found.suggestions if said.change != "autocast"]
+    assert exact == sorted(exact)
+    assert found.suggestions[0].change != "autocast"
+    for said in found.suggestions:
+        assert said.peak_bytes <= limit
+        if said.change == "plan":
+            with LocalSession(Subject(source=source, spec=SPEC), 60.0) as session:
+                again = session.ask(MeasureJob(plan=said.plan))
+            assert isinstance(again, Measured)
+            assert again.measurement.allocated_peak_bytes <= limit
+
+
+@pytest.mark.slow
+def test_what_cannot_fit_is_told_at_once(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
+    found = explained(recorded.resident_bytes // 2)
+    assert found.instant is not None
+    assert found.instant.op == -1
+    text = io.StringIO()
+    TextReport().explained(found, text)
+    assert "memory runs out before the first operator runs" in text.getvalue()
+    assert not found.suggestions
+    assert found.refused[0].startswith(
+        "Nothing that memopt can do: parameters, gradients, optimizer state and buffers take "
+    )
+
+
+@pytest.mark.slow
+def test_a_step_that_fits_is_told_so(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
+    found = explained(2 * needed_bytes(recorded))
+    assert (found.instant, found.suggestions, found.refused) == (None, (), ())
+    text = io.StringIO()
+    TextReport().explained(found, text)
+    assert text.getvalue().startswith("the step fits: it needs about")
+
+
+@pytest.mark.slow
+def test_the_limit_comes_from_the_error(tmp_path: Path, explained: Callable[..., Explanation]) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        'File "/me/train.py", line 9, in <module>\nCUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total '
+        "capacity of 1.00 GiB of which 16.00 MiB is free. Of the allocated memory 512.00 MiB is allocated by PyTorch"
+    )
+    found = explained(None, log_path=str(log))
+    assert found.limit_bytes == 528 * 2**20
+    assert (found.asked_bytes, found.raised_at) == (64 * 2**20, "/me/train.py:9")
+    assert explained(100 * 2**20, log_path=str(log)).limit_bytes == 100 * 2**20
+
+
+def snapshot(folder: Path) -> str:
+    path = folder / "snapshot.pickle"
+    frames = [{"filename": "/me/train.py", "line": 4, "name": "f"}]
+    block = {"size": 700, "state": "active_allocated", "frames": frames}
+    trace = [{"action": "oom", "size": 64, "device_free": 10, "frames": []}]
+    path.write_bytes(pickle.dumps({"segments": [{"total_size": 800, "blocks": [block]}], "device_traces": [trace]}))
+    return str(path)
+
+
+def test_a_snapshot_alone_says_who_held_what(tmp_path: Path) -> None:
+    found = explain(ExplainRequest(source=None, snapshot_path=snapshot(tmp_path)), progress=Progress())
+    assert (found.limit_bytes, found.asked_bytes) == (810, 64)
+    text = io.StringIO()
+    TextReport().explained(found, text)
+    assert "/me/train.py:4  700 B" in text.getvalue()
+
+
+@pytest.mark.slow
+def test_a_snapshot_beside_a_model(tmp_path: Path, explained: Callable[..., Explanation]) -> None:
+    found = explained(None, snapshot_path=snapshot(tmp_path))
+    assert found.limit_bytes == 710
+    assert [holder.name for holder in found.lines] == ["/me/train.py:4"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "there is no model"),
+        ({"log_path": "none.log"}, "cannot be read"),
+        ({"log_path": __file__.replace("test_explanation", "__init__")}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_explained_is_said(options: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        explain(ExplainRequest(source=None, **options), progress=Progress())
+
+
+def test_a_log_without_an_error_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("loss 0.3\n")
+    with pytest.raises(UsageError, match="no message of memory that ran out"):
+        explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress())
+
+
+def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explanation, "_MOST_LOG_BYTES", 1000)
+    log = tmp_path / "train.log"
+    log.write_text("Tried to allocate 1.00 MiB\n" + "step\n" * 1000 + "Tried to allocate 2.00 MiB\n")
+    found = explain(
+        ExplainRequest(source=None, log_path=str(log), snapshot_path=snapshot(tmp_path)), progress=Progress()
+    )
+    assert found.asked_bytes == 2 << 20
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="no message of memory that ran out"):
+        explain(ExplainRequest(source=None, log_path=str(tmp_path / "pipe")), progress=Progress())
+
+
+@pytest.mark.slow
+def test_a_snapshot_in_which_nothing_ran_out_says_nothing_of_the_limit(
+    tmp_path: Path, recorded: StepTrace, explained: Callable[..., Explanation]
+) -> None:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[]]}))
+    assert explained(None, snapshot_path=str(path)).limit_bytes > needed_bytes(recorded)
+
+
+def test_a_step_that_fits_was_raised_nowhere(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
+    text = io.StringIO()
+    TextReport().explained(explained(2 * needed_bytes(recorded)), text)
+    assert "raised at" not in text.getvalue()
+
+
+def test_commands_repeat_the_flags_of_the_user(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
+    found = explained(needed_bytes(recorded) - LESS)
+    commands = {said.change: said.command for said in found.suggestions}
+    assert f" --code-path . --dim B={BATCH} --level 4 --budget " in commands["plan"]
+    assert f" --code-path . --dim B={BATCH} --memory " in commands["micro-batches"]
+
+
+def wide(folder: Path, *more: nn.Module) -> ExplainRequest:
+    """Of a step that takes nearly nothing but inputs, of which half fit."""
+    torch.save(nn.Sequential(nn.Linear(4096, 1), *more), folder / "wide.pt")
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 4096)),), dims={"B": 256}, source="here")
+    source = ModelSource(location=str(folder / "wide.pt"), trust=Trust(pickle=True))
+    return ExplainRequest(source=source, spec=spec, memory=2 << 20)
+
+
+@pytest.mark.slow
+def test_an_interruption_of_what_is_tried_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(rows=[None], chosen=0, interrupted=True)
+    monkeypatch.setattr(explanation, "recommend_prepared", lambda *_: found)
+    with pytest.raises(KeyboardInterrupt):
+        explain(wide(tmp_path), progress=Progress())
+
+
+@pytest.mark.slow
+def test_large_inputs_leave_micro_batches_to_try(tmp_path: Path) -> None:
+    found = explain(wide(tmp_path), progress=Progress())
+    assert "micro-batches" in {said.change for said in found.suggestions}
+    assert not [note for note in found.notes if "batch normalization" in note]
+
+
+def test_micro_batches_have_statistics_of_their_own(tmp_path: Path) -> None:
+    found = explain(wide(tmp_path, nn.BatchNorm1d(1)), progress=Progress())
+    (run,) = (said for said in found.suggestions if said.change == "micro-batches")
+    (note,) = (note for note in found.notes if "batch normalization" in note)
+    assert f"are those of {run.batch} samples, not of 256" in note
+
+
+STEP = """
+import torch, memopt_cli
+from torch import nn
+
+def make_step():
+    net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
+    def run(x):
+        loss = net(x).square().mean()
+        loss.backward()
+        net.zero_grad()
+        return loss
+    return memopt_cli.Step(models={"net": net}, run=run)
+"""
+
+
+@pytest.mark.slow
+def test_a_step_of_ones_own_gets_suggestions_that_it_can_follow(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STEP)
+    source = ModelSource(location=f"{script}:make_step")
+    request = ExplainRequest(source=source, spec=SPEC, settings=StepSettings(), memory=900 << 10)
+    found = explain(request, progress=Progress())
+    assert {said.change for said in found.suggestions} <= {"plan"}
+    assert [refused for refused in found.refused if "in its own code" in refused]
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (Plan(segments=(SegmentPlan(path="a"),), packed=True), "a plan of 1 segment"),
+        (Plan(packed=True), "a plan that packs saved tensors"),
+        (Plan(in_backward=True), "the optimizer in backward"),
+        (
+            Plan(segments=(SegmentPlan(path="a"),) * 2, in_backward=True),
+            "a plan of 2 segments, the optimizer in backward",
+        ),
+        (Plan(), "the step as it is"),
+    ],
+)
+def test_a_plan_is_called_by_what_it_does(plan: Plan, text: str) -> None:
+    assert _told(plan) == text
+
+
+def test_the_report_for_programs(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
+    text = io.StringIO()
+    JsonReport().explained(explained(needed_bytes(recorded) - LESS), text)
+    data = json.loads(text.getvalue())
+    assert data["suggestions"][0]["change"] in ("plan", "micro-batches", "autocast")
+    assert data["instant"]["module"]

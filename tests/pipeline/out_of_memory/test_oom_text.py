@@ -1,0 +1,93 @@
+"""Messages of memory that ran out, as PyTorch writes and wrote them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
+from memopt_cli.records import OutOfMemoryText
+
+MIB, GIB = 2**20, 2**30
+
+NOW = """Traceback (most recent call last):
+  File "/home/me/train.py", line 31, in <module>
+    main()
+  File "/home/me/model.py", line 7, in forward
+    return self.mlp(x)
+  File "/home/me/.venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 125, in forward
+    return F.linear(input, self.weight, self.bias)
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.50 GiB of \
+which 10.50 MiB is free. Including non-PyTorch memory, this process has 23.67 GiB memory in use. Of the allocated \
+memory 22.00 GiB is allocated by PyTorch, and 1.50 GiB is reserved by PyTorch but unallocated. If reserved but \
+unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
+BEFORE = """RuntimeError: CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 10.75 GiB total capacity; 8.50 GiB \
+already allocated; 512.00 MiB free; 9.50 GiB reserved in total by PyTorch) If reserved memory is >> allocated …"""
+ON_CPU = (
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+    "to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(
+            NOW,
+            OutOfMemoryText(
+                asked_bytes=20 * MIB,
+                free_bytes=int(10.5 * MIB),
+                allocated_bytes=22 * GIB,
+                reserved_bytes=int(1.5 * GIB),
+                line="/home/me/model.py:7",
+            ),
+            id="now",
+        ),
+        pytest.param(
+            BEFORE,
+            OutOfMemoryText(
+                asked_bytes=GIB, free_bytes=512 * MIB, allocated_bytes=int(8.5 * GIB), reserved_bytes=GIB, line=""
+            ),
+            id="before 2.0",
+        ),
+        pytest.param(ON_CPU, OutOfMemoryText(asked_bytes=8 * GIB), id="on the CPU"),
+        pytest.param(f"{BEFORE}\n{ON_CPU}", OutOfMemoryText(asked_bytes=8 * GIB), id="the last one counts"),
+    ],
+)
+def test_messages(text: str, expected: OutOfMemoryText) -> None:
+    assert read_oom(text) == expected
+
+
+def test_what_a_step_surely_has() -> None:
+    found = read_oom(NOW)
+    assert found is not None
+    assert found.available_bytes == 22 * GIB + int(10.5 * MIB)
+    assert OutOfMemoryText(asked_bytes=1).available_bytes == 0
+
+
+def test_the_message_of_this_pytorch_is_known() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    found = read_oom(str(raised.value))
+    assert found is not None
+    assert found.asked_bytes == 1 << 60
+
+
+def test_other_texts_hold_none() -> None:
+    assert read_oom("") is None
+    assert read_oom("loss 0.3\nRuntimeError: shapes do not match") is None
+
+
+@given(st.text(), st.text(alphabet="0123456789. ", max_size=400))
+def test_any_text_is_read(before: str, number: str) -> None:
+    found = read_oom(f"{before} Tried to allocate {number} GiB. of which {number} MiB is free")
+    assert found is None or 0 <= found.asked_bytes < 2**63
+    assert found is None or 0 <= found.free_bytes < 2**63
+
+
+def test_more_bytes_than_any_device_has_are_none() -> None:
+    found = read_oom(f"Tried to allocate {'9' * 300} GiB. of which 8 B is free")
+    assert found is not None
+    assert (found.asked_bytes, found.free_bytes) == (0, 8)

@@ -1,0 +1,275 @@
+"""``memopt optimize --dim S=LOW:HIGH``: a plan for each range, each within the budget at its largest length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import memopt_cli
+from memopt_cli.files.contents import read_plan
+from memopt_cli.measure.jobs import MeasureJob
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.pipeline.plans import by_length
+from memopt_cli.records import DimRange, LevelRow, Measurement, MemOptSummary, Plan, SegmentPlan, from_data
+from memopt_cli.runtime.lengths import ConfigsByLength
+from memopt_cli.search.plan.bounds import Work, inner_bounds
+from memopt_cli.trace import count
+from memopt_cli.training.apply import plan_of
+from tests.pipeline.measurements import measured
+
+Memopt = Callable[..., Any]
+LOW, HIGH = 16, 512
+LENGTHS = (*[16] * 30, *[40] * 40, *[90] * 30, *[200] * 20, *[330] * 6, *[500] * 2)
+"""Skewed: most are short."""
+
+
+def deep_net(blocks: int = 3) -> nn.Sequential:
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+
+    return nn.Sequential(*(block() for _ in range(blocks)))
+
+
+@pytest.fixture
+def optimize(memopt: Memopt, in_process: None) -> Memopt:
+    """``memopt optimize`` of a net whose inputs vary in length, profiling in this process."""
+    torch.manual_seed(0)
+    torch.save(deep_net(), "net.pt")
+    Path("lengths.txt").write_text("".join(f"{length}\n" for length in LENGTHS))
+
+    def run(*arguments: str, spec: tuple[str, ...] = ("-i", "BxSx64", "--dim", "B=4")) -> Any:
+        return memopt("optimize", "net.pt", *spec, *arguments, "--no-recommend-batch")
+
+    return run
+
+
+RANGE = ("--dim", f"S={LOW}:{HIGH}")
+BY_SEGMENTS = ("--budget", "80%", "--level", "1")
+"""What segments reach by themselves: the search ends soon."""
+
+
+def summary_of(done: Any) -> MemOptSummary:
+    assert done.code == 0, done.err
+    return from_data(MemOptSummary, json.loads(done.out)["summary"])
+
+
+@pytest.mark.slow
+def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, memopt: Memopt) -> None:
+    known = ("--lengths", "lengths.txt", "--budget", "60%", "--max-split-rounds", "1")
+    done = optimize(*RANGE, *known, "--html", "r.html")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(Path("net.memopt.summary.json").read_text())["summary"])
+    rows, plan, budget = summary.ranges, summary.plan, summary.budget_bytes
+    assert plan is not None
+    assert budget is not None
+    assert [row.up_to for row in rows] == [part.up_to for part in plan.ranges]
+    assert [row.plan for row in rows] == [part.plan for part in plan.ranges]
+    assert [row.low for row in rows] == [LOW, *(row.up_to + 1 for row in rows[:-1])]
+    assert 2 <= len(rows) <= 4
+    assert rows[-1].up_to == HIGH
+    assert rows[0].plan == Plan()
+    assert sum(row.share for row in rows) == pytest.approx(1)
+    for row in rows:
+        assert row.outcome.allocated_peak_bytes <= budget
+        assert row.plan.is_empty or (row.verification is not None and row.verification.passed)
+    original = rows[-1].original
+    assert isinstance(original, Measurement)
+    assert original.allocated_peak_bytes > budget
+    longest = next(row for row in summary.levels if row.level == summary.applied_level)
+    assert longest.plan == rows[-1].plan
+    page = Path("r.html").read_text()
+    assert f"all else on this page is of S={HIGH}." in page
+    assert all(f"<td>{row.up_to}</td>" in page for row in rows)
+
+    # What is written is the plan, and acts as the rows say.
+    assert read_plan("net.memopt.plan.yaml")[1] == plan
+    assert plan.by is not None
+    assert (plan.by.dim, plan.by.argument, plan.by.axis) == ("S", 0, 1)
+    assert yaml.safe_load(Path("net.memopt.plan.yaml").read_text())["spec"]["dims"]["S"] == HIGH
+    model = memopt_cli.load("net.memopt.pt")
+    assert plan_of(model) == plan
+    from memopt_cli.records import StepSettings
+    from memopt_cli.training.step import Step
+
+    for row in rows:
+        step = Step(model=model, args=(torch.randn(4, row.up_to, 64),), kwargs={}, settings=StepSettings(device="cpu"))
+        assert count(step).tensor_peak_bytes == row.outcome.tensor_peak_bytes
+
+    # The report has a row for each range.
+    lines = done.out.splitlines()
+    heading = next(number for number, line in enumerate(lines) if line.startswith("S from"))
+    assert lines[heading + 1].split()[:2] == ["16", lines[heading + 1].split()[1]]
+    assert "no segments" in lines[heading + 1]
+    assert f"the table of levels is for S={HIGH}" in done.out
+
+    # It goes onto another copy, and each range is verified there.
+    torch.save(deep_net(), "other.pt")
+    applied = memopt("apply", "other.pt", "net.memopt.plan.yaml", "--verify", "-o", "out.pt")
+    assert applied.code == 0, applied.err
+    assert applied.out.count("verified: ") == len(plan.ranges)
+    assert plan_of(memopt_cli.load("out.pt")) == plan
+
+
+@pytest.mark.slow
+def test_where_the_original_fits_there_are_no_ranges(optimize: Memopt) -> None:
+    summary = summary_of(optimize(*RANGE, "--budget", "8GiB", "--json"))
+    assert summary.plan == Plan()
+    assert summary.ranges == []
+    assert f"The original fits at every S up to {HIGH}: no ranges are needed." in summary.notes
+
+
+@pytest.mark.slow
+def test_without_lengths_all_are_alike(optimize: Memopt) -> None:
+    done = optimize(*RANGE, *BY_SEGMENTS, "--json", "--dry-run")
+    summary = summary_of(done)
+    assert done.changed == set()
+    assert any("All lengths are taken to be as frequent" in note for note in summary.notes)
+    assert summary.ranges[-1].up_to == HIGH
+
+
+@pytest.mark.slow
+def test_ctrl_c_after_the_longest_keeps_it(optimize: Memopt, answered: Callable[..., None]) -> None:
+    def pressed(session: LocalSession, job: MeasureJob, ask: Callable[[MeasureJob], Any]) -> Any:
+        if session._subject.spec.dims["S"] != HIGH:
+            raise KeyboardInterrupt
+        return ask(job)
+
+    answered(MeasureJob, pressed)
+    done = optimize(*RANGE, "--lengths", "lengths.txt", *BY_SEGMENTS)
+    assert done.code == 130
+    assert [part.up_to for part in read_plan("net.memopt.plan.yaml")[1].ranges] == [HIGH]
+    assert plan_of(memopt_cli.load("net.memopt.pt")) == read_plan("net.memopt.plan.yaml")[1]
+
+
+READS = """
+import torch
+from torch import nn
+
+class Reading(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() < 1e9 else x
+
+def make():
+    torch.manual_seed(0)
+
+    def block():
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+
+    return Reading(*(block() for _ in range(4)))
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_process: None) -> None:
+    Path("reading.py").write_text(READS)
+    flags = (*"-i BxSx64 --dim B=16 --dim S=8:64 --budget 80% --level 1".split(), "--no-recommend-batch", "--json")
+    summary = summary_of(memopt("optimize", "reading.py:make", *flags, "--dry-run"))
+    assert summary.ranges[-1].up_to == 64
+    assert all(row.outcome.allocated_peak_bytes <= (summary.budget_bytes or 0) for row in summary.ranges)
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--dim", "S=64", "--lengths", "lengths.txt", "--budget", "60%"), "--lengths says how long inputs are"),
+        ((*RANGE, "--lengths", "lengths.txt"), "a range of --dim asks for plans that meet a budget"),
+        (("--dim", "S=512:16", "--budget", "60%"), "the range S=512:16 is empty"),
+        (("--dim", "S=16:x", "--budget", "60%"), "'S=16:x' is not NAME=LOW:HIGH"),
+        (("--dim", "S=16", "--dim", "T=16:64", "--budget", "60%"), "--dim T: no input has a dimension T"),
+        ((*RANGE, "--budget", "60%", "--frontier"), "--frontier does not go with a range of --dim"),
+        ((*RANGE, "--pick", "1"), "--pick does not go with a range of --dim"),
+        (
+            ("--dim", "S=16:64", "--budget", "60%", "--lengths", "lengths.txt"),
+            "has the length 90, outside of the range S=16:64",
+        ),
+        ((*RANGE, "--budget", "60%", "--lengths", "empty.txt"), "empty.txt holds no lengths"),
+        ((*RANGE, "--budget", "60%", "--lengths", "nowhere.txt"), "cannot read lengths from nowhere.txt"),
+    ],
+)
+def test_bad_input_is_one_sentence(flags: tuple[str, ...], said: str, optimize: Memopt) -> None:
+    Path("empty.txt").write_text("\n")
+    done = optimize(*flags)
+    assert done.code in (2, 3), done.err
+    error, hint = done.err.splitlines()[-2:]
+    assert said in error
+    assert error.startswith("error: ")
+    assert hint.startswith("hint: ")
+    assert done.changed <= {"empty.txt"}
+
+
+def test_the_batch_is_no_length(optimize: Memopt) -> None:
+    done = optimize("--dim", "B=2:8", "--budget", "60%", spec=("-i", "Bx5x64"))
+    assert done.code == 2
+    assert "a plan by length is for another dimension than the batch, B" in done.err
+
+
+def test_a_model_that_does_not_run_at_another_length(optimize: Memopt) -> None:
+    torch.save(nn.Sequential(nn.Flatten(), nn.Linear(64 * HIGH, 4)), "net.pt")
+    done = optimize(*RANGE, "--budget", "60%")
+    assert done.code == 3
+    assert f"the model does not run at S={LOW}: " in done.err
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
+    torch.save(deep_net(1), "net.pt")
+    done = optimize(*RANGE, "--budget", "1KiB", "--level", "1")
+    assert done.code == 6
+    assert f"error: at S={HIGH} no plan found takes 1.0 KiB or less" in done.err
+    assert f"hint: Let the range end below S={HIGH}. Raise --budget" in done.err
+
+
+def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
+    Path("inputs.py").write_text("import torch\n\ndef make(batch, s):\n    return (torch.randn(batch, s, 64),)\n")
+    done = optimize(*RANGE, "--budget", "60%", spec=("--input-script", "inputs.py:make", "--dim", "B=4"))
+    assert done.code == 2
+    assert "which dimension of which input S is must be known, and no shape names it" in done.err
+
+
+def test_the_root_of_a_plan_by_length_knows_where_the_length_stands() -> None:
+    by = memopt_cli.InputDimension(dim="S", argument=0, axis=1)
+    model = memopt_cli.apply_plan(deep_net(1), Plan(by=by, ranges=(memopt_cli.PlanRange(up_to=4),)))
+    found = vars(model)["_memopt_segment"]
+    assert isinstance(found, ConfigsByLength)
+    assert found.length is not None
+
+
+def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(level: int, plan: Plan, step_s: float) -> LevelRow:
+        return LevelRow(
+            level=level,
+            plan=plan,
+            outcome=measured(100, step_s),
+            predicted_tensor_peak_bytes=None,
+            predicted_allocated_peak_bytes=None,
+            dry_runs=0,
+            search_s=0.0,
+        )
+
+    def found(self: Any, length: int) -> Any:
+        segments = 2 if length == max(counts) else 1
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(segments)))
+        rows = [row(0, Plan(), 1.0), row(1, plan, 1.0 + length / 100)]
+        return SimpleNamespace(rows=rows, applied_level=1, verification=SimpleNamespace(passed=True))
+
+    counts = dict.fromkeys(range(10, 101, 10), 1.0)
+    varied = DimRange(symbol="S", low=10, high=100)
+    request: Any = SimpleNamespace(interruptible=True)
+    given: Any = None
+    search = by_length._ByLength(request, given, varied, counts, given, Work.of(counts))
+    monkeypatch.setattr(by_length._ByLength, "find", found)
+    monkeypatch.setattr(by_length._ByLength, "_plain", lambda *given: iter(()))
+    parts = search.all_ranges(by_length._part(100, found(search, 100)), 100)
+    assert len(inner_bounds(search.work, plain=0, longest=100, slowdown=2.0)) > 1
+    assert [len(part.plan.segments) for part in parts] == [1, 2]

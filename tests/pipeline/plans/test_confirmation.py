@@ -1,0 +1,289 @@
+"""``memopt apply --confirm``: the estimate that a plan's file carries, held against a step that is run."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from memopt_cli.errors import UsageError
+from memopt_cli.files.contents import plan_yaml, read_plan, read_prediction
+from memopt_cli.measure.jobs import Measured, Subject
+from memopt_cli.pipeline.plans.confirmation import as_predicted, confirmed, off, unlike
+from memopt_cli.records import (
+    SCHEMA_VERSION,
+    ApplyResult,
+    Breakdown,
+    Confirmation,
+    DeviceEstimate,
+    FileHeader,
+    Fingerprint,
+    InputSpec,
+    Measurement,
+    ModelSource,
+    Plan,
+    PredictedStep,
+    SegmentPlan,
+    StepSettings,
+    TensorSpec,
+)
+from memopt_cli.records.progress import Progress
+from memopt_cli.report.text import TextReport
+
+MIB = 2**20
+ESTIMATE = DeviceEstimate(
+    device="a100-40gb",
+    memory_bytes=40 * 2**30,
+    allocated_peak_bytes=90 * MIB,
+    reserved_peak_bytes=110 * MIB,
+    fits=True,
+    step_s=0.002,
+)
+STEP = PredictedStep(estimate=ESTIMATE, settings=StepSettings(optimizer="adamw", micro_batches=2, clip_norm=1.0))
+HEADER = FileHeader(
+    schema_version=SCHEMA_VERSION,
+    memopt="0",
+    torch="2",
+    model="net.pt",
+    sha256=None,
+    spec=InputSpec(tensors=(TensorSpec(shape=("B", 32)),), dims={"B": 8}, source="-i"),
+    seed=0,
+    device="cpu",
+)
+PLAN = Plan(segments=(SegmentPlan(path="0"),))
+
+
+def written(tmp_path: Path, step: PredictedStep | None) -> Path:
+    path = tmp_path / "net.plan.yaml"
+    path.write_bytes(plan_yaml(HEADER, PLAN, 3, step))
+    return path
+
+
+@pytest.mark.parametrize("step", [STEP, None])
+def test_a_plan_carries_its_prediction(step: PredictedStep | None, tmp_path: Path) -> None:
+    path = written(tmp_path, step)
+    assert read_plan(path)[1] == PLAN
+    assert read_prediction(path) == step
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "why"),
+    [
+        ("step_s", float("nan"), "step_s is nan"),
+        ("step_s", -1.0, "step_s is -1"),
+        ("allocated_peak_bytes", -5, "allocated_peak_bytes is -5"),
+        ("allocated_peak_bytes", "much", "must be int"),
+        ("device", 3, "must be text"),
+        ("more", 3, "unknown key 'more'"),
+    ],
+)
+def test_a_prediction_that_is_none(at: str, value: Any, why: str, tmp_path: Path) -> None:
+    path = written(tmp_path, STEP)
+    data = yaml.safe_load(path.read_text())
+    data["predicted"]["estimate"][at] = value
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(UsageError) as error:
+        read_prediction(path)
+    assert why in error.value.message
+    assert "predicted.estimate" in error.value.message
+
+
+def test_the_step_is_that_of_the_prediction_unless_it_is_said() -> None:
+    asked = StepSettings(device="cuda:0", precision="bf16", micro_batches=4)
+    assert as_predicted(asked, None) == asked
+    assert as_predicted(asked, STEP) == StepSettings(
+        device="cuda:0", precision="bf16", micro_batches=4, optimizer="adamw", clip_norm=1.0
+    )
+
+
+@pytest.mark.parametrize("field", ["loss", "optimizer"])
+def test_a_plan_names_no_code(field: str) -> None:
+    step = replace(STEP, settings=replace(StepSettings(), **{field: "evil.py:f"}))
+    with pytest.raises(UsageError, match=rf"--{field} evil\.py:f, which is code"):
+        as_predicted(StepSettings(), step)
+    mine = replace(StepSettings(), **{field: "mine.py:f"})
+    assert as_predicted(mine, step) == mine
+
+
+def test_what_is_not_as_it_was() -> None:
+    subject = Subject(source=ModelSource(location="net.pt"), spec=HEADER.spec, settings=STEP.settings)
+    assert unlike(subject, STEP, HEADER) == ()
+    assert unlike(replace(subject, settings=replace(STEP.settings, device="cuda:0")), STEP, HEADER) == ()
+    other = replace(subject, settings=StepSettings(clip_norm=1.0), spec=replace(HEADER.spec, dims={"B": 9}))
+    assert unlike(other, STEP, HEADER) == ("optimizer", "accumulate", "inputs")
+    assert unlike(other, None, HEADER) == ()
+
+
+def test_how_far_off() -> None:
+    assert off(90, 100) == pytest.approx(-0.1)
+    assert off(0.3, 0.2) == pytest.approx(0.5)
+
+
+def measured() -> Measurement:
+    nothing = Breakdown(**dict.fromkeys(Breakdown.__dataclass_fields__, 0))
+    return Measurement(
+        tensor_peak_bytes=80 * MIB,
+        allocated_peak_bytes=100 * MIB,
+        resident_bytes=0,
+        reserved_peak_bytes=100 * MIB,
+        process_peak_bytes=0,
+        step_times_s=(0.004,),
+        breakdown=nothing,
+        holders=(),
+        backend="torch.cuda",
+        batch=8,
+        spent_s=0.1,
+    )
+
+
+def shown(**fields: Any) -> list[str]:
+    stream = io.StringIO()
+    found = Confirmation(**{"device": "cuda:0", "measurement": measured(), "predicted": ESTIMATE, **fields})
+    TextReport().applied(ApplyResult(files=("net.memopt.pt",), confirmation=found), stream)
+    return stream.getvalue().splitlines()
+
+
+def test_the_report() -> None:
+    lines = shown(allocated_off=-0.1, reserved_off=0.1, step_off=-0.5, unlike=("inputs",))
+    assert lines == [
+        "estimated for a100-40gb, and measured on cuda:0:",
+        "  allocated peak: 90.0 MiB estimated, 100.0 MiB measured; the estimate is 10.0% too low",
+        "  reserved peak: 110.0 MiB estimated, 100.0 MiB measured; the estimate is 10.0% too high",
+        "  step: 2.0 ms estimated, 4.0 ms measured; the estimate is 50.0% too low",
+        "the step is not the one that was estimated: other inputs",
+        "wrote net.memopt.pt",
+    ]
+
+
+def test_the_report_of_a_cpu_confirms_nothing() -> None:
+    lines = shown(device="cpu", allocated_off=-0.1, step_off=-0.5)
+    assert not any("reserved" in line for line in lines)
+    assert "this is no a100-40gb: its estimate is not confirmed; run this there, with --device cuda:0" in lines
+
+
+def test_the_report_says_what_is_not_in_it() -> None:
+    for predicted in (None, ESTIMATE):
+        assert "No optimizer." in shown(predicted=predicted, allocated_off=0.0, step_off=0.0, notes=("No optimizer.",))
+
+
+def test_the_report_without_a_prediction() -> None:
+    (line, _) = shown(predicted=None)
+    assert line.startswith("measured on cuda:0: allocated peak 100.0 MiB, step 4.0 ms; the plan predicts nothing")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_step_is_run_and_held_against_the_estimate(memopt: Callable[..., Any]) -> None:
+    torch.save(nn.Sequential(nn.Sequential(nn.Linear(32, 64), nn.Tanh()), nn.Linear(64, 4)), "net.pt")
+    written(Path(), STEP)
+    done = memopt("apply", "net.pt", "net.plan.yaml", "--confirm", "--json", "--device", "cpu")
+    found = json.loads(done.out)["confirmation"]
+    peak = found["measurement"]["allocated_peak_bytes"]
+    assert found["predicted"]["device"] == "a100-40gb"
+    assert found["allocated_off"] == (90 * MIB - peak) / peak
+    assert found["reserved_off"] is None
+    assert found["unlike"] == []
+    assert not found["confirms"]  # on a CPU
+    assert found["notes"] == []
+    assert found["measurement"]["breakdown"]["optimizer_bytes"] > 0  # adamw, as predicted
+    assert "net.memopt.pt" in done.changed
+
+
+@pytest.mark.parametrize(("flags", "is_said"), [((), True), (("--optimizer", "adamw"), False)])
+@pytest.mark.usefixtures("in_process")
+def test_a_plan_that_names_no_optimizer_is_confirmed_without_one_and_says_so(
+    flags: tuple[str, ...], is_said: bool, memopt: Callable[..., Any]
+) -> None:
+    torch.save(nn.Sequential(nn.Sequential(nn.Linear(32, 64), nn.Tanh()), nn.Linear(64, 4)), "net.pt")
+    written(Path(), None)
+    done = memopt("apply", "net.pt", "net.plan.yaml", "--confirm", *flags)
+    assert done.code == 0, done.err
+    assert ("No optimizer is counted; AdamW's state would add" in done.out) == is_said
+
+
+def test_what_a_gpu_measures_of_that_step_confirms_the_estimate() -> None:
+    subject = Subject(source=ModelSource(location="net.pt"), spec=HEADER.spec, settings=STEP.settings)
+    asked: Any = Asked(replace(subject, settings=replace(STEP.settings, device="cuda:0")))
+    assert confirmed(asked, PLAN, STEP, ()).confirms
+    assert not confirmed(asked, PLAN, STEP, ("inputs",)).confirms
+    assert not confirmed(asked, PLAN, None, ()).confirms
+    on_cpu: Any = Asked(subject)
+    assert not confirmed(on_cpu, PLAN, STEP, ()).confirms
+
+
+class Asked:
+    """A prepared model whose step takes what it is told to."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.facts, self.progress = subject, SimpleNamespace(trainable_bytes=0), Progress()
+
+    def ask(self, job: object) -> Measured:
+        return Measured(measurement=measured(), left=Fingerprint(tensors=(), put_off=(), repeats=True))
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("command", ["apply --confirm", "profile --plan"])
+def test_a_segment_that_runs_whole_is_told_of(memopt: Callable[..., Any], command: str) -> None:
+    torch.save(nn.Sequential(nn.Linear(33, 64), CumulativeSum()), "net.pt")
+    header = plan_yaml(HEADER, Plan(segments=(SegmentPlan(path="1", chunks=2),)), 3)
+    Path("net.plan.yaml").write_bytes(header)
+    name, flag = command.split()
+    files = ("net.plan.yaml", flag) if name == "apply" else (flag, "net.plan.yaml")
+    done = memopt(name, "net.pt", *files, "-i", "4x33", "--allow-package", "tests")
+    assert done.code == 0, done.err
+    assert "CumulativeSum at '1'" in done.out
+    assert "it runs whole from now on." in done.out
+
+
+class CumulativeSum(nn.Module):
+    """Along the batch: chunks differ from the whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(0)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_nothing_is_written_where_the_step_does_not_run(memopt: Callable[..., Any]) -> None:
+    torch.save(nn.Sequential(nn.Sequential(nn.Linear(33, 64), nn.Tanh())), "net.pt")
+    written(Path(), None)
+    done = memopt("apply", "net.pt", "net.plan.yaml", "--confirm")
+    assert done.code == 3, done.err
+    assert done.changed <= {"net.plan.yaml"}
+
+
+@pytest.mark.parametrize("device", ["a100\nverified", "\x1b[31m", "", 61 * "x"])
+def test_an_estimate_for_a_device_whose_name_is_no_line(device: str) -> None:
+    with pytest.raises(UsageError, match="it must be one line of 1 to 60 characters"):
+        replace(ESTIMATE, device=device)
+
+
+def test_an_optimizer_in_memory_of_a_plan_is_code() -> None:
+    with pytest.raises(UsageError, match="which is code and must be named here"):
+        as_predicted(StepSettings(), replace(STEP, settings=StepSettings(optimizer="evil.py:f (in memory)")))
+
+
+@pytest.mark.parametrize("loss", ["loss.pyc:run", "loss.so:run", "loss:run"])
+def test_a_loss_of_a_plan_is_code_whatever_its_file_is_called(loss: str) -> None:
+    with pytest.raises(UsageError, match="which is code and must be named here"):
+        as_predicted(StepSettings(), replace(STEP, settings=StepSettings(loss=loss)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"clip_norm": -3.0}, "clip_norm is -3"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan"),
+    ],
+)
+def test_settings_of_no_step(setting: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        StepSettings(**setting)

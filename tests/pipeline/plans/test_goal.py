@@ -1,0 +1,355 @@
+"""Budgets and frontiers: the measurement is believed, not the planner."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
+from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
+from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
+from memopt_cli.records import (
+    Budget,
+    Counted,
+    Dropped,
+    Failure,
+    LevelRow,
+    Measurement,
+    NotRun,
+    OutOfMemory,
+    Plan,
+    Reason,
+    SearchOptions,
+    SegmentPlan,
+    StepFailed,
+    TimedOut,
+)
+from memopt_cli.search.plan.questions import Priced
+from tests.pipeline import measurements
+from tests.pipeline.measurements import counted, measured, measurements_by, started
+
+
+def priced(peak: int) -> Priced:
+    """A plan that a dry run gives this peak; the smaller, the slower."""
+    segments = tuple(SegmentPlan(path=f"m{n}") for n in range((1000 - peak) // 100))
+    return measurements.priced(peak, Plan(segments=segments), 2 - peak / 1000)
+
+
+class FakeDryRuns:
+    """Plans of 1000, 900 … 300 bytes were counted."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
+        return next(p for p in reversed(FakePlanner.plans) if level or p.plan.is_empty)
+
+    def up_to(self, level: int) -> list[Priced]:
+        return list(FakePlanner.plans)
+
+    def known(self, plan: Plan) -> Priced | None:
+        return next((p for p in FakePlanner.plans if p.plan == plan), None)
+
+
+class FakePlanner:
+    """Knows plans of 1000, 900 … 300 bytes."""
+
+    dry_runs = FakeDryRuns()
+    plans = tuple(priced(peak) for peak in range(1000, 200, -100))
+
+    def within(self, level: int, budget: int) -> Priced | None:
+        return next((plan for plan in self.plans if plan.peak_bytes <= budget), None)
+
+    def least(self, level: int, most_slowdown: float) -> Priced:
+        return self.plans[-1]
+
+    def frontier(self, level: int, most_slowdown: float) -> list[Priced]:
+        return [plan for plan in self.plans if plan.slowdown <= most_slowdown]
+
+
+def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, list[int]]:
+    """``outcome``: predicted peak -> what the measurement says; and the peaks that were measured."""
+    asked: list[int] = []
+
+    def measure(plan: Plan) -> Any:
+        asked.append(1000 - 100 * len(plan.segments))
+        return outcome(asked[-1])
+
+    search = GoalSearch(
+        search=started(FakePlanner(), measured(1000), SearchOptions(level=3)),
+        measurements=measurements_by(measure),
+        in_backward=not_in_backward(),
+    )
+    return search, asked
+
+
+def not_in_backward() -> InBackwardPlans:
+    return plans_in_backward(lambda plan: counted(0), None, is_allowed=False)
+
+
+def plans_in_backward(count: Callable[[Plan], Counted], fault: Reason | None, *, is_allowed: bool) -> InBackwardPlans:
+    return InBackwardPlans(
+        count=count,
+        measurements=measurements_by(lambda plan: measured(1000)),
+        fault=lambda plan: fault,
+        most_slowdown=math.inf,
+        drop=DROPPED.append,
+        is_allowed=is_allowed,
+    )
+
+
+DROPPED: list[Dropped] = []
+"""What plans in backward were refused for."""
+
+
+@pytest.fixture(autouse=True)
+def _none_dropped() -> None:
+    DROPPED.clear()
+
+
+HELD = 150
+"""Bytes of gradients that stand at the peak of every plan but the original."""
+
+
+def in_backward(search: GoalSearch, fault: Reason | None = None) -> GoalSearch:
+    """The same, whose plans hold gradients at their peaks, and the optimizer may run in backward."""
+    planner: Any = search.search.planner
+    planner.plans = tuple(holding(found) for found in FakePlanner.plans)
+    planner.dry_runs = FakeDryRuns()
+    planner.dry_runs.up_to = lambda level: list(planner.plans)
+    planner.dry_runs.known = lambda plan: next(p for p in planner.plans if p.plan == plan)
+    planner.dry_runs.smallest = lambda level, most=math.inf: planner.plans[-1 if level else 0]
+    peaks = {found.plan: found.peak_bytes for found in planner.plans}
+
+    def count(plan: Plan) -> Counted:
+        return counted(peaks[plan.of_model] - (HELD if plan.segments else 0))
+
+    return replace(search, in_backward=plans_in_backward(count, fault, is_allowed=True))
+
+
+def holding(found: Priced) -> Priced:
+    gradients = HELD if found.plan.segments else 0
+    return replace(found, counted=counted(found.peak_bytes, gradients))
+
+
+def test_a_budget_takes_the_fastest_plan_with_the_optimizer_in_backward() -> None:
+    search = in_backward(goal(lambda peak: measured(peak - HELD))[0])
+    row = search.within(550)
+    assert row.plan == replace(priced(700).plan, in_backward=True)
+    assert row.predicted_allocated_peak_bytes == 550
+    assert search.within(1000).plan.is_empty
+
+
+def test_a_budget_below_the_least_plan_is_met_in_backward() -> None:
+    search = in_backward(goal(lambda peak: measured(peak - HELD))[0])
+    assert search.within(160).plan == replace(priced(300).plan, in_backward=True)
+    with pytest.raises(NothingFitsError, match="takes about 150 B"):
+        search.within(140)
+
+
+def test_a_plan_in_backward_that_fails_gives_way_to_the_next_best() -> None:
+    fault = NotRun(failure=StepFailed(message="no gradient"), in_verification=True)
+    search = in_backward(goal(measured)[0], fault)
+    row = replace(search, measurements=measurements_by(lambda plan: measured(550))).within(560)
+    assert row.plan == priced(500).plan
+    assert [dropped.why for dropped in DROPPED] == [fault]
+
+
+def test_a_plan_in_backward_that_cannot_be_measured_gives_way_to_the_next_best() -> None:
+    def measure(plan: Plan) -> Measurement | Failure:
+        return StepFailed(message="no gradient", hint="") if plan.in_backward else measured(500)
+
+    search = replace(in_backward(goal(measured)[0]), measurements=measurements_by(measure))
+    assert search.within(560).plan == priced(500).plan
+    (dropped,) = DROPPED
+    assert dropped.sentence == "The optimizer does not run in backward: its step cannot be run: no gradient."
+
+
+def test_a_frontier_has_plans_with_the_optimizer_in_backward() -> None:
+    search = in_backward(goal(measured)[0])
+    shown = search.worth_showing()
+    assert shown[0].plan.is_empty
+    assert all(found.plan.in_backward for found in shown[1:])
+    assert shown[-1].peak_bytes == 300 - HELD
+    points = search.frontier(shown)
+    assert search.row_of(points[-1], 0.0).predicted_allocated_peak_bytes == 300 - HELD
+
+
+def test_the_fastest_plan_within_the_budget() -> None:
+    search, asked = goal(measured)
+    row = search.within(750)
+    assert (asked, row.predicted_allocated_peak_bytes) == ([700], 700)
+
+
+def test_a_measurement_over_the_budget_asks_for_less() -> None:
+    search, asked = goal(lambda peak: measured(peak + 120))
+    row = search.within(750)
+    assert isinstance(row.outcome, Measurement)
+    assert row.outcome.allocated_peak_bytes <= 750
+    assert asked == [700, 600]
+
+
+def test_memory_that_runs_out_asks_for_less() -> None:
+    search, asked = goal(lambda peak: OutOfMemory(detail="") if peak > 500 else measured(peak))
+    assert search.within(750).predicted_allocated_peak_bytes == 500
+    assert asked == [700, 500]
+
+
+def test_where_memory_runs_out_the_least_plan_is_tried_in_the_end() -> None:
+    search, asked = goal(lambda peak: OutOfMemory(detail="") if peak > 350 else measured(peak))
+    assert search.within(450).predicted_allocated_peak_bytes == 300
+    assert asked == [400, 300]
+
+
+def test_where_measurements_pass_the_budget_the_least_plan_is_tried_in_the_end() -> None:
+    search, asked = goal(lambda peak: measured(peak + 150 if peak > 350 else peak))
+    assert search.within(440).predicted_allocated_peak_bytes == 300
+    assert asked == [400, 300]
+
+
+def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
+    search, asked = goal(lambda peak: OutOfMemory(detail=""))
+    with pytest.raises(NothingFitsError, match="within 750 B were found, but memory runs out here, with 300 B too"):
+        search.within(750)
+    assert asked == [700, 500, 300]
+
+
+def test_nothing_fits() -> None:
+    search, _ = goal(measured)
+    with pytest.raises(
+        NothingFitsError, match=r"no plan found takes 200 B or less; the smallest that was found takes about 300 B"
+    ) as error:
+        search.within(200)
+    assert error.value.exit_code == 6
+    search, asked = goal(lambda peak: measured(peak + 1000))
+    with pytest.raises(NothingFitsError, match="the smallest that was found"):
+        search.within(750)
+    assert len(asked) <= 6
+
+
+def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
+    search, asked = goal(lambda peak: measured(peak - 5))
+    row = search.within(296)
+    assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
+    search, asked = goal(measured)
+    with pytest.raises(NothingFitsError, match="the smallest that was found takes about 300 B"):
+        search.within(296)
+    assert asked == [300]
+    search, asked = goal(lambda peak: measured(peak - 50))
+    with pytest.raises(NothingFitsError):
+        search.within(290)
+    assert asked == []
+
+
+def test_a_measurement_that_fails_is_not_called_too_large() -> None:
+    search, _ = goal(lambda peak: TimedOut(limit_s=1.0))
+    with pytest.raises(MeasurementError, match="time limit"):
+        search.within(750)
+
+
+@pytest.mark.parametrize(("slow", "kept"), [((700,), 600), ((700, 600), 500), ((700, 600, 500, 400, 300), 700)])
+def test_a_step_far_longer_than_predicted_makes_it_try_others(slow: tuple[int, ...], kept: int) -> None:
+    """The fastest of those that were measured is kept: slow ones take the longer, the fewer bytes they hold."""
+
+    def outcome(peak: int) -> Measurement:
+        return measured(peak, 25 - peak / 100 if peak in slow else 1.5)
+
+    search, asked = goal(outcome)
+    row = search.within(750)
+    assert row.outcome == outcome(kept)
+    assert row.plan == FakePlanner.plans[(1000 - kept) // 100].plan
+    assert asked[0] == 700
+    assert len(asked) == min(len(slow) + 1, 5)
+
+
+@pytest.mark.parametrize("other", [OutOfMemory(detail=""), TimedOut(limit_s=1.0), measured(800, 1.5)])
+def test_what_fits_is_kept_where_another_does_not_run_or_fit(other: Measurement | Failure) -> None:
+    search, asked = goal(lambda peak: measured(700, 18.0) if peak == 700 else other)
+    assert search.within(750).outcome == measured(700, 18.0)
+    assert asked == [700, 600]
+
+
+def test_what_fits_is_kept_where_others_are_too_slow() -> None:
+    search, asked = goal(lambda peak: measured(peak, 18.0))
+    assert replace(search, most_slowdown=1.35).within(750).outcome == measured(700, 18.0)
+    assert asked == [700]
+
+
+def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> None:
+    search, asked = goal(measured)
+    points = search.frontier(search.worth_showing())
+    assert points[0].outcome is search.search.original.outcome
+    assert len(asked) <= 6
+    assert points[-1].predicted_allocated_peak_bytes == 300
+    peaks = [point.predicted_allocated_peak_bytes for point in points]
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
+def test_a_frontier_ends_where_steps_take_ten_times_as_long_if_nothing_is_said() -> None:
+    search, _ = goal(measured)
+    slow = {1000: 1.0, 900: 2.0, 890: 5.0, 700: 9.0, 400: 11.0}
+    search.search.planner.plans = tuple(replace(priced(peak), slowdown=slowdown) for peak, slowdown in slow.items())
+
+    def shown(most: float | None) -> list[int]:
+        return [found.peak_bytes for found in replace(search, most_slowdown=most).worth_showing()]
+
+    assert shown(None) == [1000, 900, 700]  # and 890 saves too little of 900
+    assert shown(math.inf) == [1000, 900, 700, 400]
+    assert shown(2.0) == [1000, 900]
+    assert search.within(400).predicted_allocated_peak_bytes == 400
+
+
+@pytest.mark.parametrize(("most", "shown", "limit"), [(None, [1000, 800], "10"), (1.6, [1000], "1.6")])
+def test_a_frontier_has_no_plan_that_is_measured_to_take_longer_than_it_may(
+    most: float | None, shown: list[int], limit: str
+) -> None:
+    times = {1000: 1.0, 800: 2.0, 600: 18.0, 500: 12.0}
+    search, _ = goal(lambda peak: measured(peak, times[peak]))
+    search.search.planner.plans = tuple(priced(peak) for peak in times)
+    points = replace(search, most_slowdown=most).frontier(search.search.planner.plans)
+    assert [point.predicted_allocated_peak_bytes for point in points] == shown
+    [note] = search.search.found.notes
+    assert f"more than {limit} times as long" in note
+    assert "600 B (18.00×), 500 B (12.00×)" in note
+
+
+def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier() -> None:
+    times = {1000: 1.0, 700: 18.0}
+    search, _ = goal(lambda peak: measured(peak, times[peak]))
+
+    def in_turns(row: LevelRow, most: float) -> LevelRow:
+        times[1000], times[700] = 2.0, 4.0
+        return replace(row, outcome=measured(700, 4.0))
+
+    search.search.planner.plans = (priced(1000), priced(700))
+    first, second = replace(search, measurements=measurements_by(search.measurements.measure, in_turns)).frontier(
+        search.search.planner.plans
+    )
+    assert (first.slowdown, second.slowdown) == (1.0, 2.0)
+    assert search.search.found.notes == []
+
+
+@pytest.mark.parametrize(("number", "is_there"), [(0, False), (1, True), (7, True), (8, False)])
+def test_what_is_picked_is_on_the_frontier(number: int, is_there: bool) -> None:
+    expected = contextlib.nullcontext() if is_there else pytest.raises(UsageError, match="plans on the frontier: 7")
+    with expected:
+        check_pick(number, 7)
+
+
+def test_plans_that_take_longer_than_they_may_are_left_out() -> None:
+    search = replace(goal(measured)[0], most_slowdown=1.3)
+    assert search.within(750).predicted_allocated_peak_bytes == 700
+    with pytest.raises(NothingFitsError, match=r"of 600 B, makes the step 1\.40 times as long"):
+        search.within(650)
+    points = search.frontier(search.worth_showing())
+    assert [point.predicted_slowdown for point in points] == [1.0, 1.1, 1.2, 1.3]
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(Budget(nbytes=123), 123), (Budget(share=0.6), 600)])
+def test_a_budget_in_bytes(budget: Budget, expected: int) -> None:
+    assert budget_bytes(budget, 1000) == expected

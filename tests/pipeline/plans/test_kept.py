@@ -1,0 +1,202 @@
+"""What was found is on the disk before anything follows from it, and stays there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt_cli
+from memopt_cli.errors import MeasurementError, UnsafeFileError
+from memopt_cli.files.write import write_all
+from memopt_cli.measure import model_file
+from memopt_cli.measure.jobs import VerifyJob
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.plans import kept
+from memopt_cli.records import Crashed, ModelSource, Plan, Trust
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+Memopt = Callable[..., Any]
+
+STEP = "-i 256x32 --level 1 --max-slowdown none".split()
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    """In ``net.pt``; segments pay."""
+    model = nn.Sequential(layer(), layer(), layer())
+    torch.save(model, "net.pt")
+    return model
+
+
+@pytest.fixture
+def step() -> list[str]:
+    """The same with inputs of a file, which cannot be resized: no batch is searched for."""
+    torch.save([torch.randn(256, 32)], "inputs.pt")
+    return ["--input-data", "inputs.pt", *STEP[2:]]
+
+
+def names(*ends: str) -> set[str]:
+    return {f"net.memopt.{end}" for end in ends}
+
+
+PLAN = names("plan.yaml", "summary.json")
+
+
+@pytest.mark.slow
+def test_the_plan_is_there_before_anything_follows(
+    memopt: Memopt, net: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[set[str]] = []
+    save, advise = kept.saved_model, kept.advise
+    monkeypatch.setattr(kept, "saved_model", lambda *given: found.append({*os.listdir()}) or save(*given))
+    monkeypatch.setattr(kept, "advise", lambda *given: found.append({*os.listdir()}) or advise(*given))
+    done = memopt("optimize", "net.pt", *STEP)
+    assert done.code == 0, done.err
+    assert found == [{"net.pt", *PLAN}, {"net.pt", *PLAN, "net.memopt.pt"}]
+    assert done.changed == PLAN | names("pt", "batch.yaml")
+    _, plan = memopt_cli.read_plan("net.memopt.plan.yaml")
+    assert memopt_cli.plan_of(memopt_cli.load("net.memopt.pt")).segments == plan.segments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    ["faulty:CannotBeSaved", pytest.param("leaky:build", marks=pytest.mark.exhaustive)],  # fails in torch.save, too
+)
+def test_a_model_that_cannot_be_saved(
+    model: str, memopt: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if model.startswith("leaky"):
+        pytest.importorskip("snntorch")
+    name = model.partition(":")[0]
+    command = ["optimize", model, "-i", "8x32", "--code-path", user_code, "--level", "1"]
+    plan_path = f"{name}.memopt.plan.yaml"
+    done = memopt(*command)
+    assert done.code == 3
+    assert done.changed == {plan_path, f"{name}.memopt.summary.json"}
+    assert "error: the model could not be saved: " in done.err
+    assert "memopt_cli.apply_plan(model, " in done.err
+    assert f"The verified plan is in {plan_path}.\n" in done.err
+    assert "verified: " in done.out
+
+    done = memopt(*command, "--plan-only", "--force", "--no-recommend-batch")
+    assert (done.code, f"{name}.memopt.pt" in done.changed) == (0, False), done.err
+    (line,) = (line for line in done.out.splitlines() if line.startswith("No model is written, as asked."))
+    monkeypatch.syspath_prepend(user_code)
+    built = __import__(name).build() if name == "leaky" else __import__(name).CannotBeSaved()
+    exec(line.partition("In the training script: ")[2].rstrip("."), {"memopt_cli": memopt_cli, "model": built})
+    _, plan = memopt_cli.read_plan(plan_path)
+    assert memopt_cli.plan_of(built).segments == plan.segments
+
+
+@pytest.mark.slow
+def test_a_plan_alone_leaves_a_model_of_that_name_alone(memopt: Memopt, net: nn.Module, step: list[str]) -> None:
+    Path("net.memopt.pt").write_text("mine")
+    assert memopt("optimize", "net.pt", *step).code == 2
+    done = memopt("optimize", "net.pt", *step, "--plan-only")
+    assert (done.code, done.changed) == (0, PLAN | names("batch.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--force",)])
+def test_a_file_that_has_come_to_exist_meanwhile(
+    flags: tuple[str, ...], memopt: Memopt, net: nn.Module, step: list[str], answered: Callable[..., None]
+) -> None:
+    """It costs neither its owner's content nor the plan."""
+
+    def meanwhile(session: Session, job: VerifyJob, ask: Callable[..., Any]) -> Any:
+        Path("net.memopt.pt").write_text("theirs")
+        return ask(job)
+
+    answered(VerifyJob, meanwhile)
+    done = memopt("optimize", "net.pt", *step, *flags)
+    assert done.code == 0, done.err
+    if flags:
+        assert done.changed == PLAN | names("pt", "batch.yaml")
+    else:
+        assert done.changed == {"net.memopt.pt"} | {
+            f"net.memopt-2.{end}" for end in ("pt", "plan.yaml", "summary.json", "batch.yaml")
+        }
+        assert Path("net.memopt.pt").read_text() == "theirs"
+        assert "Files of net.memopt have come to exist meanwhile; these are net.memopt-2." in done.out
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_a_plan_is_verified_keeps_nothing(
+    memopt: Memopt, user_code: str, answered: Callable[..., None]
+) -> None:
+    """Pressed while the plan that failed is narrowed: none of its parts has been proven as a whole."""
+    asked = []
+
+    def pressed(session: Session, job: VerifyJob, ask: Callable[..., Any]) -> Any:
+        asked.append(job.plan)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return ask(job)
+
+    answered(VerifyJob, pressed)
+    done = memopt("optimize", "faulty:one_sees_backward", *STEP, "--code-path", user_code)
+    assert (done.code, done.out, done.changed) == (130, "", set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+def test_what_fails_in_the_advice_costs_the_advice_alone(
+    flags: tuple[str, ...], memopt: Memopt, net: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise memopt_cli.errors.MeasurementError("no more", hint="Less.")
+
+    monkeypatch.setattr(kept, "advise", fail)
+    done = memopt("optimize", "net.pt", *STEP, *flags)
+    assert (done.code, "verified: " in done.out) == (3, True)
+    assert done.changed == (set() if flags else PLAN | names("pt"))
+    where = "" if flags else "      The verified plan is in net.memopt.plan.yaml.\n"
+    assert done.err.endswith(f"error: no more\nhint: Less.\n{where}")
+
+
+# ---------------------------------------------------------------------------------------------- what comes back
+
+
+class Attack:
+    """Runs a program as soon as it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch canary",)
+
+
+@pytest.mark.parametrize("sandbox", [True, False])
+def test_what_a_subprocess_returns_in_place_of_the_model(
+    sandbox: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not written; but for what is not confined, which could write it by itself."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(layer(), "net.pt")
+    monkeypatch.setattr(model_file, "write_model", lambda model, plan, file: torch.save(Attack(), file))
+    source = ModelSource(location="net.pt", trust=Trust(sandbox=sandbox))
+    with contextlib.nullcontext() if not sandbox else pytest.raises(UnsafeFileError, match=RETURNED):
+        write_all({Path("out.pt"): kept.saved_model(source, Plan(), 60.0)}, force=False)
+    assert {path.name for path in Path().iterdir()} == {"net.pt", *(() if sandbox else ("out.pt",))}
+
+
+RETURNED = "^no model is written: the subprocess returned what is no optimized model: the file .*posix.system runs"
+
+
+def test_nobody_is_sent_to_run_elsewhere_what_crashed_here() -> None:
+    """A file may have made the subprocess crash where it is confined."""
+    with pytest.raises(MeasurementError, match="killed by SIGSEGV") as error:
+        raise_failure(Crashed(reason="killed by SIGSEGV", output_tail=""))
+    assert error.value.hint.startswith("If you trust the model, ")

@@ -1,0 +1,105 @@
+"""Less of a plan that differs is applied only where that is worth its time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.plans.proof import Prover
+from memopt_cli.records import (
+    Differs,
+    Failure,
+    LeftOut,
+    LevelRow,
+    Measurement,
+    NotRun,
+    Outlook,
+    Plan,
+    SavesTooLittle,
+    SearchOptions,
+    SegmentPlan,
+    StepFailed,
+    Verification,
+)
+from tests.pipeline.measurements import measured, measurements_by, started
+
+FIRST, SECOND = SegmentPlan(path="0"), SegmentPlan(path="1")
+BOTH, LESS = Plan(segments=(FIRST, SECOND)), Plan(segments=(FIRST,))
+IN_CHUNKS = Plan(segments=(replace(SECOND, chunks=2),))
+LEFT_OUT = (LeftOut(segment="1", difference="output[0] differs by 0.5"),)
+
+
+def verification(*, passed: bool) -> Verification:
+    return Verification(
+        passed=passed,
+        exact=True,
+        precision="stored",
+        tolerance=0.0,
+        compared=1,
+        worst_name="" if passed else "output[0]",
+        worst_difference=0.0 if passed else 0.5,
+        batch=2,
+        full_size=True,
+    )
+
+
+def prover(
+    monkeypatch: pytest.MonkeyPatch, found: dict[Plan, Verification | Failure], peaks: dict[Plan, Measurement]
+) -> Prover:
+    """What verification finds of plans, and what was measured of them, in rows from level 0 on."""
+    monkeypatch.setattr(Prover, "_verify", lambda self, plan: found[plan])
+    monkeypatch.setattr(Prover, "_agreeing", lambda self, plan, failed: (LESS, LEFT_OUT))
+    findings = started(None, peaks[ORIGINAL], SearchOptions(level=3, max_slowdown=1.33)).found
+    plans = [plan for plan in peaks if plan != LESS or BOTH not in peaks]
+    findings.rows = [
+        LevelRow(level=level, plan=plan, outcome=peaks[plan], dry_runs=0, search_s=0.0)
+        for level, plan in enumerate(plans)
+    ]
+    return Prover(measurements=measurements_by(peaks.__getitem__), found=findings)
+
+
+@pytest.mark.parametrize(
+    ("less", "applied"), [(measured(700, 1.2), True), (measured(995, 1.2), False), (measured(700, 1.5), False)]
+)
+def test_what_is_left_of_a_plan_is_judged_as_any_plan_is(
+    less: Measurement, applied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[Any, Any] = {plan: verification(passed=plan != BOTH) for plan in (ORIGINAL, LESS, BOTH)}
+    peaks = {ORIGINAL: measured(1000), BOTH: measured(600, 1.2), LESS: less}
+    made = prover(monkeypatch, found, peaks)
+    made.found.faster = Outlook(peak_bytes=900, slowdown=1.1)
+    row, _ = made.prove(made.found.rows[1])
+    assert made.found.faster is None
+    assert row.plan == (LESS if applied else ORIGINAL)
+    first, *others = made.found.dropped
+    assert first.why == Differs(verification=found[BOTH], left_out=LEFT_OUT)
+    assert (first.peak_bytes, first.original_bytes) == (600, 1000)
+    assert [dropped.plan for dropped in others] == ([] if applied else [LESS])
+    made.found.plan = row.plan
+    assert made.found.decisive == (None if applied else first)
+
+
+def test_so_is_the_row_without_chunks_that_cannot_be_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = StepFailed(message="no float64")
+    found: dict[Any, Any] = {IN_CHUNKS: failure, LESS: verification(passed=True), ORIGINAL: verification(passed=True)}
+    peaks = {ORIGINAL: measured(1000), LESS: measured(999, 1.2), IN_CHUNKS: measured(600, 1.2)}
+    made = prover(monkeypatch, found, peaks)
+    row, _ = made.prove(made.found.rows[-1])
+    assert row.plan == ORIGINAL
+    reasons = [dropped.why for dropped in made.found.dropped]
+    assert reasons[0] == NotRun(failure=failure, in_verification=True)
+    assert isinstance(reasons[1], SavesTooLittle)
+    assert made.found.decisive == made.found.dropped[0]
+
+
+def test_where_nothing_is_left_of_a_plan_its_neighbours_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[Any, Any] = {plan: verification(passed=plan != BOTH) for plan in (ORIGINAL, BOTH)}
+    made = prover(monkeypatch, found, {ORIGINAL: measured(1000), BOTH: measured(600, 1.2)})
+    monkeypatch.setattr(Prover, "_agreeing", lambda self, plan, failed: (Plan(), LEFT_OUT))
+    made.found.faster = made.found.smaller = Outlook(peak_bytes=900, slowdown=1.1)
+    row, _ = made.prove(made.found.rows[1])
+    assert row.plan == ORIGINAL
+    assert (made.found.faster, made.found.smaller) == (None, None)

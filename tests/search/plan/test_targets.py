@@ -1,0 +1,124 @@
+"""Which modules may become segments, as they are named: by class, by path or by object."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memopt_cli.errors import PlanError
+from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan
+from memopt_cli.search.plan.levels import allowed_at
+from memopt_cli.search.plan.targets import asked_for, left_out, matching_targets, outermost, refused, segment
+from memopt_cli.search.plan.ways import Limits
+
+
+def module(path: str, class_name: str = "Layer", refusal: str = "") -> ModuleTrace:
+    return ModuleTrace(
+        path=path,
+        class_name=class_name,
+        calls=1,
+        order=0,
+        forward_s=0.0,
+        input_bytes=8,
+        input_shape=(8, 4),
+        packed_input_bytes=1,
+        compressor="bit",
+        output_bytes=1,
+        saved_bytes=100,
+        refusal=refusal,
+    )
+
+
+def in_order(*modules: ModuleTrace) -> tuple[ModuleTrace, ...]:
+    """Adds the root."""
+    return tuple(replace(m, order=i) for i, m in enumerate((module("", "Net"), *modules)))
+
+
+BLOCKS = in_order(
+    module("a"),
+    module("a.x", "Attention"),
+    module("a.y", "Mlp"),
+    module("b", "Other"),
+    module("b.x", "Attention", refusal="it is parametrized"),
+    module("b.y", "Mlp"),
+)
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (("Attention",), ["a.x"]),
+        (("Mlp", "Attention"), ["a.x", "a.y", "b.y"]),
+        (("a",), ["a"]),
+        (("?",), ["a", "b"]),
+        (("*.y",), ["a.y", "b.y"]),
+        (("a.y", "a"), ["a"]),
+        (("Net",), [""]),
+        (("Net", "Mlp"), [""]),
+    ],
+)
+def test_targets_asked_for(targets: tuple[str, ...], expected: list[str]) -> None:
+    assert [m.path for m in matching_targets(BLOCKS, targets)] == expected
+    assert asked_for(BLOCKS, SearchOptions(targets=targets)) == matching_targets(BLOCKS, targets)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("Conv2d", "target 'Conv2d' matches no module that the training step calls .*Attention, Layer, Mlp, Net"),
+        ("mlp", "target 'mlp' matches no module"),
+        ("b.x", "target 'b.x' matches 'b.x', which cannot be a segment: it is parametrized"),
+    ],
+)
+@pytest.mark.parametrize("level", [1, 4])
+def test_targets_that_match_nothing(level: int, target: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        allowed_at(level, SearchOptions(targets=("a", target)), BLOCKS, Limits())
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [(None, None), ((), []), (("b.y", "a.x", "a"), ["a", "b.y"]), (("b.x", "b.z"), [])],
+)
+def test_modules_asked_for_by_path(modules: tuple[str, ...] | None, expected: list[str] | None) -> None:
+    found = asked_for(BLOCKS, SearchOptions(modules=modules))
+    assert (None if found is None else [m.path for m in found]) == expected
+
+
+def test_targets_come_before_modules() -> None:
+    found = asked_for(BLOCKS, SearchOptions(targets=("b",), modules=("a",)))
+    assert found is not None
+    assert [m.path for m in found] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("level", "allowed"), [(1, ["b", "a.y"]), (2, ["b", "b.x", "b.y", "a.y"]), (4, ["b", "b.x", "b.y", "a.y"])]
+)
+def test_from_level_2_on_what_lies_in_a_target_is_one(level: int, allowed: list[str]) -> None:
+    means = allowed_at(level, SearchOptions(targets=("b", "a.y")), BLOCKS, Limits())
+    assert {m.path for m in BLOCKS if means.targets(m.path)} == {*allowed}
+
+
+def test_without_targets_every_module_is_one() -> None:
+    means = allowed_at(1, SearchOptions(), BLOCKS, Limits())
+    assert all(means.targets(m.path) for m in BLOCKS)
+
+
+def test_what_was_asked_for_and_cannot_be_is_noted() -> None:
+    (note,) = left_out(refused(BLOCKS, SearchOptions(modules=("a", "b.x", "c"))))
+    assert note == "Not candidates: 'b.x' (it is parametrized), 'c' (the step never calls it)."
+    (note,) = left_out(refused(BLOCKS, SearchOptions(modules=("c", "d", "e", "f", "g"))))
+    assert note.endswith("and 2 more.")
+    assert left_out(refused(BLOCKS, SearchOptions(modules=("a",)))) == []
+
+
+def test_the_outermost_are_in_the_order_of_first_call() -> None:
+    by_path = {m.path: m for m in BLOCKS}
+    chosen = [by_path[path] for path in ("b", "a.y", "a.x", "b.y")]
+    assert [m.path for m in outermost(chosen)] == ["a.x", "a.y", "b"]
+
+
+@pytest.mark.parametrize(("compress", "codec"), [(True, "bit"), (False, "null")])
+def test_inputs_are_packed_if_that_is_wanted(compress: bool, codec: str) -> None:
+    assert segment(BLOCKS[1], compress) == SegmentPlan(path="a", compressor=codec)

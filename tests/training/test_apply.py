@@ -1,0 +1,310 @@
+"""A plan goes onto a model whole or not at all, and comes off without a trace."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt_cli
+from memopt_cli.errors import PlanError, VerificationError
+from memopt_cli.files.contents import plan_yaml
+from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, Plan, SegmentPlan, TensorSpec
+from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
+from memopt_cli.training.apply import apply_plan, plan_of, remove_plan, taken_off
+
+
+class Splitting(nn.Sequential):
+    def __spatial_split__(self) -> list[nn.Module]:
+        return list(self)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), Splitting(nn.Linear(4, 4), nn.Tanh()), nn.ModuleList([nn.Linear(4, 4)]))
+
+
+def plan(*paths: str) -> Plan:
+    return Plan(segments=tuple(SegmentPlan(path=path) for path in paths))
+
+
+def test_a_plan_and_the_runtime_say_the_same_of_a_segment() -> None:
+    planned = {field.name: field.default for field in fields(SegmentPlan) if field.name != "path"}
+    running = {field.name: field.default for field in fields(SegmentConfig) if field.name not in ("path", "recompute")}
+    assert planned == running
+
+
+def test_every_field_reaches_the_segment() -> None:
+    model = net()
+    segments = (
+        SegmentPlan(path="0", compressor="bit", chunks=3, axis=1, seq_inputs=2, seq_outputs=4),
+        SegmentPlan(path="1", compressor="sparse", spatial_split=True),
+    )
+    assert apply_plan(model, Plan(segments=segments)) is model
+    assert segment_of(model[0]) == SegmentConfig(compressor="bit", chunks=3, axis=1, seq_inputs=2, seq_outputs=4)
+    assert segment_of(model[1]) == SegmentConfig(compressor="sparse", spatial_split=True)
+    assert isinstance(model[0], TCGCContainer)
+    assert not isinstance(model[1], TCGCContainer)
+
+
+def test_root_and_nested_targets() -> None:
+    model = apply_plan(net()[:2], plan("", "1", "1.0"))
+    assert all(isinstance(m, GCContainer) for m in (model, model[1], model[1][0]))
+    assert segment_of(model[0]) is None
+    model(torch.randn(3, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (("0", "1.7"), "the plan names module '1.7', which Sequential does not have"),
+        (("0", "nowhere.at.all"), "the plan names module 'nowhere.at.all'"),
+        (("0", ".."), "the plan names module '..', which Sequential does not have"),
+        (("0.",), "the plan names module '0.', which Sequential does not have"),
+        (("0", "_modules.1"), "the plan names module '_modules.1'"),
+        (("0", "2"), "module '2' cannot be a segment: ModuleList has no forward"),
+        (("1", "0", "1"), "the plan names module '1' twice"),
+    ],
+)
+def test_all_or_nothing(paths: tuple[str, ...], message: str) -> None:
+    model = net()
+    before = [(type(m), sorted(vars(m))) for m in model.modules()]
+    with pytest.raises(PlanError) as error:
+        apply_plan(model, plan(*paths))
+    assert message in str(error.value)
+    assert [(type(m), sorted(vars(m))) for m in model.modules()] == before
+
+
+def test_a_failed_plan_leaves_an_earlier_one_alone() -> None:
+    model = apply_plan(net(), plan("1"))
+    with pytest.raises(PlanError):
+        apply_plan(model, plan("0", "1"))
+    assert segment_of(model[1]) is not None
+    assert segment_of(model[0]) is None
+
+
+@pytest.mark.parametrize("second", [plan("0"), Plan(packed=True)])
+def test_a_plan_over_another_is_told_how_to_take_that_off(second: Plan) -> None:
+    model = apply_plan(net(), replace(plan("0"), packed=True))
+    with pytest.raises(PlanError, match="it is a segment already") as caught:
+        apply_plan(model, second)
+    assert "memopt_cli.remove_plan(model)" in caught.value.hint
+    apply_plan(remove_plan(model), second)
+
+
+def test_a_module_of_two_names_is_one_module() -> None:
+    model = net()
+    model.append(model[0])
+    with pytest.raises(PlanError, match="the plan names module '3' twice, the first time as '0'"):
+        apply_plan(model, plan("0", "3"))
+    assert segment_of(model[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"compressor": "zip"}, "unknown compressor 'zip'; known: null, boolean, uint8, bit, sparse, two-valued"),
+        ({"compressor": "own"}, "its compressor is to be its own, but Linear has no x_compressor"),
+        ({"chunks": 0}, "chunks must be 1 or more, not 0"),
+        ({"chunks": -2}, "chunks must be 1 or more, not -2"),
+        ({"seq_inputs": -1}, "seq_inputs must be 1 or more, not -1"),
+        ({"seq_outputs": 0}, "seq_outputs must be 1 or more, not 0"),
+        ({"spatial_split": True}, "it is to be split in space, but Linear has no method __spatial_split__"),
+    ],
+)
+def test_what_a_hand_edited_plan_may_say(fields: dict[str, Any], reason: str) -> None:
+    model = net()
+    with pytest.raises(PlanError) as error:
+        apply_plan(model, Plan(segments=(SegmentPlan(path="1"), SegmentPlan(path="0", **fields))))
+    assert str(error.value).startswith(f"module '0' cannot be a segment: {reason}")
+    assert "'0' in the plan" in error.value.hint
+    assert segment_of(model[1]) is None
+
+
+def test_split_or_in_chunks() -> None:
+    bad = Plan(segments=(SegmentPlan(path="1", spatial_split=True, chunks=2),))
+    with pytest.raises(PlanError, match="split in space or run in 2 chunks, not both"):
+        apply_plan(net(), bad)
+
+
+def test_the_root_is_named() -> None:
+    with pytest.raises(PlanError, match=r"module '\(root\)' cannot be a segment"):
+        apply_plan(nn.ModuleList(), plan(""))
+
+
+def test_removal_restores_the_classes() -> None:
+    model = net()
+    before = [(type(m), sorted(vars(m))) for m in model.modules()]
+    apply_plan(model, plan("", "0", "1", "1.0"))
+    assert remove_plan(model) is model
+    assert [(type(m), sorted(vars(m))) for m in model.modules()] == before
+    assert remove_plan(model) is model
+
+
+def test_it_is_public() -> None:
+    assert memopt_cli.apply_plan(net(), plan()).__class__ is nn.Sequential
+    assert memopt_cli.remove_plan is remove_plan
+
+
+# ---------------------------------------------------------------------------------------------- compared first
+
+
+class Ending(nn.Module):
+    """Ends in an error where it is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if memopt_cli.is_recomputing():
+            raise ValueError("not again")
+        return self.linear(x).tanh()
+
+
+def test_an_error_in_the_comparison_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(Ending())
+    with pytest.raises(ValueError, match="not again"):
+        memopt_cli.apply_plan(model, plan("0"), verify=torch.ones(3, 4))
+    assert segment_of(model[0]) is None
+
+
+class Masked(nn.Module):
+    """Computes something else in a recomputation where an item of its input is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 2 if memopt_cli.is_recomputing() and bool((x == 0).any()) else 1
+        return (self.linear(x) * factor).tanh()
+
+
+def test_a_plan_is_compared_on_the_inputs_given_before_it_stays() -> None:
+    model = nn.Sequential(Masked(), nn.Dropout(0.5))
+    model[0].linear.weight.grad = kept = torch.ones(4, 4)
+    full, padded = torch.ones(3, 4), torch.ones(5, 4).index_fill(0, torch.tensor([4]), 0)
+    before = torch.get_rng_state()
+    with pytest.raises(VerificationError, match=r"gradient of .* for inputs of the shape 5x4"):
+        memopt_cli.apply_plan(model, plan("0"), verify=[(full,), {"input": padded}])
+    assert segment_of(model[0]) is None
+    assert model[0].linear.weight.grad is kept
+    assert torch.equal(torch.get_rng_state(), before)
+    assert memopt_cli.apply_plan(model, plan("0"), verify=full) is model
+    assert segment_of(model[0]) == SegmentConfig()
+    assert model[0].linear.weight.grad is kept
+
+
+def test_inputs_that_the_model_rejects_leave_it_as_it_was() -> None:
+    model = net()[:2]
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        memopt_cli.apply_plan(model, plan("0"), verify=torch.ones(3, 5))
+    assert segment_of(model[0]) is None
+
+
+def test_a_plan_may_be_given_by_its_file(tmp_path: Path) -> None:
+    header = FileHeader(
+        schema_version=SCHEMA_VERSION,
+        memopt="0",
+        torch="2",
+        model="net.pt",
+        sha256=None,
+        spec=InputSpec(tensors=(TensorSpec(shape=(2, 4)),), source="-i"),
+        seed=0,
+        device="cpu",
+    )
+    (tmp_path / "net.plan.yaml").write_bytes(plan_yaml(header, plan("0"), 3))
+    model = memopt_cli.apply_plan(net(), tmp_path / "net.plan.yaml")
+    assert memopt_cli.plan_of(model).segments == plan("0").segments
+
+
+# ---------------------------------------------------------------------------------------------- in backward
+
+
+def test_a_plan_brings_the_optimizer_into_backward_and_out_again() -> None:
+    model = net()[:2]
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = Plan(segments=(SegmentPlan(path="1"),), in_backward=True)
+    memopt_cli.apply_plan(model, given, optimizer=optimizer)
+    assert memopt_cli.plan_of(model) == given
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+    remove_plan(model)
+    assert memopt_cli.plan_of(model) == Plan()
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_model_that_has_its_segments_takes_the_optimizer_alone() -> None:
+    model = apply_plan(net()[:2], plan("1"))
+    optimizer = torch.optim.SGD(model.parameters())
+    memopt_cli.apply_plan(model, Plan(in_backward=True), optimizer=optimizer)
+    assert memopt_cli.plan_of(model) == Plan(segments=(SegmentPlan(path="1"),), in_backward=True)
+
+
+def test_without_an_optimizer_such_a_plan_is_refused() -> None:
+    model = net()
+    with pytest.raises(PlanError, match="runs the optimizer in backward, and there is none") as refused:
+        memopt_cli.apply_plan(model, Plan(segments=(SegmentPlan(path="0"),), in_backward=True))
+    assert "optimizer=optimizer" in (refused.value.hint or "")
+    assert memopt_cli.plan_of(model) == Plan()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(torch.optim.LBFGS, "closure"), (lambda _: torch.optim.SGD(net().parameters()), "no parameter of the model")],
+)
+def test_an_optimizer_that_cannot_run_in_backward_leaves_the_model_as_it_was(make: Any, reason: str) -> None:
+    model = net()
+    optimizer = make(model.parameters())
+    with pytest.raises(PlanError, match=reason) as refused:
+        memopt_cli.apply_plan(model, Plan(segments=(SegmentPlan(path="0"),), in_backward=True), optimizer=optimizer)
+    assert type(optimizer).__name__ in refused.value.message
+    assert memopt_cli.plan_of(model) == Plan()
+
+
+class _Tells(nn.Sequential):
+    @property
+    def device(self) -> str:
+        raise RuntimeError("a property was asked")
+
+
+def test_a_path_of_a_plan_asks_no_property() -> None:
+    with pytest.raises(PlanError, match=r"the plan names module 'device\.x'"):
+        apply_plan(_Tells(nn.Linear(2, 2)), Plan(segments=(SegmentPlan(path="device.x"),)))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_plan_that_was_taken_off_is_put_back_where_something_fails(error: type[BaseException]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = Plan(segments=(SegmentPlan(path="0-1"), SegmentPlan(path="2", chunks=2)), packed=True, in_backward=True)
+    apply_plan(model, plan, optimizer)
+    carried = plan_of(model)
+
+    def fails() -> None:
+        with taken_off(model):
+            assert plan_of(model).is_empty
+            apply_plan(model, Plan(segments=(SegmentPlan(path="1"),)))
+            raise error
+
+    with pytest.raises(error):
+        fails()
+    assert plan_of(model) == carried
+    assert {segment.path for segment in carried.segments} == {"0-1", "2"}
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters()), "updated in backward"
+
+
+def test_a_plan_that_was_taken_off_stays_off_where_nothing_fails() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    apply_plan(model, Plan(segments=(SegmentPlan(path="0"),)))
+    with taken_off(model):
+        pass
+    assert plan_of(model).is_empty
