@@ -73,8 +73,8 @@ check-docs: $(SAMPLES)
 	$(BIN)/python docs/check.py $(if $(SLOW),--slow) $(if $(UPDATE),--update)
 
 fuzz: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz training --count $(COUNT) --seed $(SEED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz peaks --count $$(($(COUNT) / 20)) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz training --count $(COUNT) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz peaks --count $$(($(COUNT) / 20)) --seed $(SEED)
 
 check-memory: $(MODELS:%=check-memory-%)
 

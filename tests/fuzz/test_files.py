@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fuzz import files
 from memopt_cli.errors import UsageError
 from memopt_cli.loading import load_model
 from memopt_cli.records import ModelSource
-from tests.fuzz import files
 from tests.rows import quick
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fuzz.cases import Case, drawn_case, from_text
+from fuzz.models import Block
+from fuzz.peaks import LEFT_OUT, Peaks, outcome
 from memopt_cli.records import SegmentPlan
-from tests.fuzz.cases import Case, drawn_case, from_text
-from tests.fuzz.models import Block
-from tests.fuzz.peaks import LEFT_OUT, Peaks, outcome
 from tests.rows import quick
 
 

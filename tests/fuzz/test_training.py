@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuzz.cases import Case, build, drawn_case, from_text, to_text
+from fuzz.models import KINDS, Block
+from fuzz.scenarios import Scenario
+from fuzz.shrinking import shrunk
+from fuzz.training import Outcome, outcome
 from memopt_cli.records import SegmentPlan
 from memopt_cli.runtime.generators import Generators
-from tests.fuzz.cases import Case, build, drawn_case, from_text, to_text
-from tests.fuzz.models import KINDS, Block
-from tests.fuzz.scenarios import Scenario
-from tests.fuzz.shrinking import shrunk
-from tests.fuzz.training import Outcome, outcome
 from tests.rows import quick
 
 CASES = 150

@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from tests.fuzz.layers import STEPS, WIDTH
+from fuzz.layers import STEPS, WIDTH
 
 Forward = Callable[[Tensor], Any]
 

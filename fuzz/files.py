@@ -1,7 +1,7 @@
 """Broken files of every format that memopt reads: each is read, or refused by a sentence.
 
-    python -m tests.fuzz files                          # a hundred thousand of each, for hours
-    python -m tests.fuzz files zip.pt plan.yaml --count 1000
+    python -m fuzz files                          # a hundred thousand of each, for hours
+    python -m fuzz files zip.pt plan.yaml --count 1000
 
 A sound file is taken into pieces (opcodes, words, bytes; of an archive those of one record), a few pieces are changed,
 and what that gives is read in a process of its own.  What is neither read nor refused is printed, and kept in
@@ -410,7 +410,7 @@ def _recorded() -> list[bytes]:
 
 def _measured() -> list[bytes]:
     """The last one is of a rank of many, and has what shorter inputs need."""
-    folder = Path(__file__).parents[2] / "benchmarks" / "baselines"
+    folder = Path(__file__).parents[1] / "benchmarks" / "baselines"
     plain = [(folder / f"{name}.json").read_bytes() for name in ("char_rnn", "lif_rnn")]
     data = json.loads(plain[0])
     data["conditions"]["layout"] = {"ranks": 8, "parallel": "fsdp", "mesh": {"dp": 4, "tp": 2}}
@@ -566,5 +566,5 @@ def run(given: argparse.Namespace) -> int:
     for name in given.formats or FORMATS:
         found = failures(name, given.seed, given.count, Path("fuzz-failures"))
         failed += len(found)
-        print(f"{name}: {given.count} files, {len(found)} failures", *found, sep="\n  ", flush=True)  # noqa: T201
+        print(f"{name}: {given.count} files, {len(found)} failures", *found, sep="\n  ", flush=True)
     return failed

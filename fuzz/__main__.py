@@ -1,10 +1,10 @@
 """Random inputs for what memopt takes.
 
 export OMP_NUM_THREADS=1
-python -m tests.fuzz training --count 1000          # models, plans and trainings: the plan changes nothing
-python -m tests.fuzz training --seed 7 --first 500  # others; a failure is made as small as it gets, and printed
-python -m tests.fuzz training --case '{"blocks":[{"kind":"lstm"}],"packed":true}'
-python -m tests.fuzz files zip.pt plan.yaml         # broken files of every format
+python -m fuzz training --count 1000          # models, plans and trainings: the plan changes nothing
+python -m fuzz training --seed 7 --first 500  # others; a failure is made as small as it gets, and printed
+python -m fuzz training --case '{"blocks":[{"kind":"lstm"}],"packed":true}'
+python -m fuzz files zip.pt plan.yaml         # broken files of every format
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.fuzz import files, peaks, training
-from tests.fuzz.cases import Case, drawn_case, from_text, to_text
-from tests.fuzz.shrinking import shrunk
-from tests.fuzz.training import Outcome
+from fuzz import files, peaks, training
+from fuzz.cases import Case, drawn_case, from_text, to_text
+from fuzz.shrinking import shrunk
+from fuzz.training import Outcome
 
 Judge = Callable[[Case], Outcome]
 
@@ -47,7 +47,7 @@ def _add_arguments(parser: argparse.ArgumentParser, judge: Judge) -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="where the cases are run")
-    parser.set_defaults(run=_run, judge=judge, name=f"tests.fuzz {parser.prog.split()[-1]}")
+    parser.set_defaults(run=_run, judge=judge, name=f"fuzz {parser.prog.split()[-1]}")
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -61,12 +61,12 @@ def _run(given: argparse.Namespace) -> int:
         result = given.judge(case)
         found[result.kind] += 1
         if given.case or result.kind == "refused":
-            print(f"{name}: {result.kind} {result.reason}", flush=True)  # noqa: T201
+            print(f"{name}: {result.kind} {result.reason}", flush=True)
         if result.is_failure:
-            print(_report(given, name, case, result), flush=True)  # noqa: T201
+            print(_report(given, name, case, result), flush=True)
         if index % _PROGRESS == 0:
-            print(f"{index} cases: {_counts(found)}", flush=True)  # noqa: T201
-    print(_counts(found))  # noqa: T201
+            print(f"{index} cases: {_counts(found)}", flush=True)
+    print(_counts(found))
     return found["differs"] + found["fails"]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz.layers import WIDTH, Kind
+from fuzz.layers import WIDTH, Kind
 
 GENERATOR, BY_NAME = torch.Generator(), dict[str, torch.Generator]()
 NUMPYS, PYTHONS = np.random.default_rng(), random.Random()

@@ -9,14 +9,14 @@ from typing import Final
 import torch
 
 import memopt_cli
+from fuzz.cases import Case, build
+from fuzz.layers import STEPS, WIDTH
+from fuzz.models import placed
+from fuzz.training import Outcome, told
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.records import StepSettings
 from memopt_cli.trace import FakeStep, count, resident_bytes
 from memopt_cli.training.step import Step
-from tests.fuzz.cases import Case, build
-from tests.fuzz.layers import STEPS, WIDTH
-from tests.fuzz.models import placed
-from tests.fuzz.training import Outcome, told
 
 _BATCH: Final = 64
 _TOLERANCE: Final = 0.05

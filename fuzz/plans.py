@@ -10,10 +10,10 @@ from typing import Any, Final
 from torch import nn
 
 import memopt_cli
+from fuzz.models import KINDS, Block, placed
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import find_part
-from tests.fuzz.models import KINDS, Block, placed
 
 _COMPRESSORS: Final = ("null", "null", "null", "bit", "boolean", "uint8", "sparse", "parts", "parts")
 _KEPT: Final = (

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
+from fuzz.cases import Case, build
+from fuzz.scenarios import AFTER, AROUND, BACKWARDS, CALLS, EVENTS, UPDATES, batch_of
 from memopt_cli.errors import MemoptError
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.verification.equality import TOLERANCE, bit_equal, difference
-from tests.fuzz.cases import Case, build
-from tests.fuzz.scenarios import AFTER, AROUND, BACKWARDS, CALLS, EVENTS, UPDATES, batch_of
 
 Kind = Literal["same", "plain fails", "refused", "noisy", "differs", "fails"]
 

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.fuzz.layers import STEPS, WIDTH, Kind
+from fuzz.layers import STEPS, WIDTH, Kind
 
 
 class Mixing(nn.Module):

@@ -10,10 +10,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from fuzz.forwards import FORWARDS
+from fuzz.layers import LAYERS, WIDTH, Kind
+from fuzz.outside import OUTSIDE
 from memopt_cli.records import SegmentPlan
-from tests.fuzz.forwards import FORWARDS
-from tests.fuzz.layers import LAYERS, WIDTH, Kind
-from tests.fuzz.outside import OUTSIDE
 
 KINDS: Final[dict[str, Kind]] = LAYERS | FORWARDS | OUTSIDE
 """Name of a block -> its kind."""

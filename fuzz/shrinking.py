@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
+from fuzz.cases import Case
+from fuzz.models import Block
+from fuzz.scenarios import PLAIN, Scenario
 from memopt_cli.records import SegmentPlan
-from tests.fuzz.cases import Case
-from tests.fuzz.models import Block
-from tests.fuzz.scenarios import PLAIN, Scenario
 
 
 def shrunk(case: Case, still_fails: Callable[[Case], bool]) -> Case:

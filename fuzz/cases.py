@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import torch
 
+from fuzz.models import Block, Network, drawn_blocks, placed
+from fuzz.outside import OUTSIDE
+from fuzz.plans import drawn_around, drawn_segments, plan_of
+from fuzz.scenarios import PLAIN, Scenario, drawn_scenario
 from memopt_cli.records import Plan, SegmentPlan, from_data
-from tests.fuzz.models import Block, Network, drawn_blocks, placed
-from tests.fuzz.outside import OUTSIDE
-from tests.fuzz.plans import drawn_around, drawn_segments, plan_of
-from tests.fuzz.scenarios import PLAIN, Scenario, drawn_scenario
 
 
 @dataclass(frozen=True, slots=True)
