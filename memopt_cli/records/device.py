@@ -157,5 +157,5 @@ class Confirmation:
     allocated_off: float | None = None
     """(Predicted − measured) / measured for the allocated peak; ``None`` where nothing was predicted, as below."""
     reserved_off: float | None = None
-    """The same for the reserved peak; ``None`` on the CPU, too, which reserves nothing."""
+    """(Predicted − measured) / measured for the reserved peak; ``None`` on the CPU, too, which reserves nothing."""
     step_off: float | None = None

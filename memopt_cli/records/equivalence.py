@@ -17,7 +17,7 @@ class EquivalenceRequest:
 
     reference: ModelSource
     candidate: ModelSource
-    """The same model or step, trained in another way."""
+    """Candidate: the same model or step, trained in another way."""
     spec: InputSpec | None
     """Inputs of both; ``None`` to look for them beside the reference, then guess."""
     settings: StepSettings = StepSettings()
