@@ -1,4 +1,4 @@
-"""What is in the files memopt writes, and how it is read back."""
+"""Contents of the files that memopt writes, and their reading."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from memopt_cli.text.documents import (
 
 
 def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
-    """The content of ``*.summary.json``: the header's keys, then ``summary``."""
+    """Return the content of ``*.summary.json``: the keys of ``header``, then ``summary``."""
     return json_text({**to_data(header), "summary": to_data(summary)}).encode()
 
 
@@ -55,11 +55,11 @@ def plan_yaml(
     layout: Layout | None = None,
     turns_off: Sequence[str] = (),
 ) -> bytes:
-    """The content of ``*.plan.yaml``: the header's keys, the ``level`` that the plan was made at, and the plan.
+    """Return the content of ``*.plan.yaml``: the keys of ``header``, the ``level`` of the search, and ``plan``.
 
-    ``predicted``: what is estimated for a device elsewhere, below ``predicted``; ``layout``: of the ranks that the plan
-    was searched for, below ``parallel``; ``turns_off``: attributes of the model that are off under the plan.  Whoever
-    applies the plan needs none of these.
+    For readers, it also has the estimate for a device elsewhere (``predicted``), the ``layout`` of the ranks that the
+    plan was searched for (``parallel``) and the attributes of the model that are off under the plan (``turns_off``).
+    Nothing of this is needed to apply the plan.
     """
     said = {"level": level, **_short(plan)}
     if plan.ranges:
@@ -81,10 +81,22 @@ def _named(segment: SegmentPlan) -> dict[str, Any]:
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
-    """The inverse of :func:`plan_yaml`.
+    """Read a plan and its header from a ``*.plan.yaml`` file.
 
-    Raises :class:`UsageError` for a file that cannot be read, is no plan, has an unknown or missing key or a value of
-    the wrong type, or was written by a later memopt.
+    Parameters
+    ----------
+    path:
+        The file.
+
+    Returns
+    -------
+    Where the plan comes from, and the plan.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be read, is no plan, has an unknown or missing key or a value of the wrong type, or was
+        written by a later memopt.
     """
     data = _plan_data(path)
     of_plan = [f.name for f in fields(Plan)]
@@ -93,14 +105,20 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
 
 
 def the_plan(given: Plan | str | os.PathLike[str]) -> Plan:
-    """One, or that of a file.  Raises :class:`OptionError`, and :class:`UsageError` for a file as :func:`read_plan`."""
+    """Return ``given``, or the plan in the file at that path.
+
+    Raises :class:`OptionError` for anything else, and :class:`UsageError` for a file as :func:`read_plan`.
+    """
     if not isinstance(given, Plan | str | os.PathLike):
         raise OptionError(f"plan is {told(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
     return given if isinstance(given, Plan) else read_plan(given)[1]
 
 
 def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
-    """What a plan's file predicts for a device elsewhere, if anything.  Raises :class:`UsageError`."""
+    """Read the estimate for a device elsewhere from a plan's file; ``None`` if it has none.
+
+    Raises :class:`UsageError`.
+    """
     data = _plan_data(path).get(_PREDICTED)
     return None if data is None else from_data(PredictedStep, data, where=f"{path}.{_PREDICTED}")
 
@@ -124,7 +142,7 @@ _PLAN = "Give a *.plan.yaml that memopt optimize wrote; its header belongs to it
 
 
 def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
-    """Where a file says that it comes from; its inputs are looked at as those that a user types."""
+    """Read the header of a file; its inputs are checked as strictly as those that a user types."""
     header = from_data(FileHeader, data, where=where)
     try:
         check_spec(header.spec)
@@ -134,7 +152,7 @@ def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
 
 
 def baseline_json(baseline: Baseline) -> bytes:
-    """The content of a baseline: the header's keys, ``conditions``, ``memory``, and ``shorter`` steps if it has some.
+    """Return the content of a baseline file: the header's keys, ``conditions``, ``memory``, and any ``shorter`` steps.
 
     :func:`read_measured` reads it.
     """
@@ -144,7 +162,7 @@ def baseline_json(baseline: Baseline) -> bytes:
 
 
 def read_measured(path: str | os.PathLike[str]) -> Baseline:
-    """What a step needed, from a baseline or from a ``*.summary.json``.
+    """Read the needs of a step from a baseline or from a ``*.summary.json``.
 
     Raises :class:`BaselineError` for a file that is missing, is neither, or was written by a later memopt.
     """
@@ -185,9 +203,9 @@ def _measurable(found: Baseline) -> Baseline:
 
 
 def _checked(found: Baseline) -> Baseline:
-    """What a user could have recorded.
+    """Return ``found`` if memopt could have recorded it.  Raises :class:`UsageError`.
 
-    Renames are looked for at every level of every path: thousands of levels would keep memopt busy for minutes.
+    Renames are looked for at every level of every path, so thousands of levels would keep memopt busy for minutes.
     """
     if found.conditions is not None and (layout := found.conditions.layout) is not None:
         check_layout(layout)
@@ -200,7 +218,7 @@ def _checked(found: Baseline) -> Baseline:
 
 
 def _check_shorter(found: Baseline) -> None:
-    """Each is measured again by ``memopt check``."""
+    """Raise :class:`UsageError` for shorter steps that memopt would not have recorded, or too many to measure again."""
     sizes = [step.size for step in found.shorter]
     are_shorter = all(0 < step.size < found.header.spec.dims.get(step.dim, 0) for step in found.shorter)
     if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in found.shorter}) > 1:
@@ -210,7 +228,7 @@ def _check_shorter(found: Baseline) -> None:
 
 
 def _as_of_today(data: Any) -> Any:
-    """JSON of version 1 by the keys of today; nothing depended on those that are gone."""
+    """Convert JSON of version 1 to the present keys; nothing depended on those that are gone."""
     if isinstance(data, list):
         return [_as_of_today(item) for item in data]
     if not isinstance(data, dict):
@@ -232,7 +250,7 @@ _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 
 def _summarized(summary: MemOptSummary) -> StepMemory:
-    """What the step of the applied level needs; raises :class:`UsageError` if it was not measured."""
+    """Return the needs of the step of the applied level; raises :class:`UsageError` if it was not measured."""
     outcomes = (row.outcome for row in summary.levels if row.level == summary.applied_level)
     measured = next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
     if measured is None:
@@ -241,7 +259,7 @@ def _summarized(summary: MemOptSummary) -> StepMemory:
 
 
 def _shorter(summary: MemOptSummary) -> Iterator[ShorterStep]:
-    """Of the ranges of a plan by length, all but the longest."""
+    """Yield the ranges of a plan by length as steps, all but the longest."""
     by = None if summary.plan is None else summary.plan.by
     if by is not None:
         for row in summary.ranges[:-1]:
@@ -261,12 +279,12 @@ def _as_measured(plan: Plan, measured: Measurement) -> StepMemory:
 
 
 def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: Mapping[str, Any]) -> bytes:
-    """The content of ``*.batch.yaml``: ``batch_shaping``, the configuration, and ``recommended``, what it rests on."""
+    """Return the content of ``*.batch.yaml``: ``batch_shaping`` configures batches, ``recommended`` says why."""
     return yaml_text({**_header(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}).encode()
 
 
 def recommended_data(advice: BatchAdvice) -> dict[str, Any]:
-    """Advice as it stands below ``recommended``; sizes in bytes, times in seconds."""
+    """Return ``advice`` as it is written below ``recommended``; sizes in bytes, times in seconds."""
     return {
         "batch_size": advice.recommended_batch,
         "verified": True,  # by a run: memopt recommends nothing else
@@ -281,7 +299,7 @@ def recommended_data(advice: BatchAdvice) -> dict[str, Any]:
 
 
 def fastest_data(found: FastestTraining, plan: str) -> dict[str, Any]:
-    """The fastest pair as it stands below ``recommended``; ``plan`` is the file that has its plan."""
+    """Return the fastest pair as it is written below ``recommended``; ``plan`` is the file that has its plan."""
     answer = found.answer
     assert isinstance(answer.outcome, BatchProbe), "it was run"
     data = {
@@ -302,7 +320,7 @@ def fastest_data(found: FastestTraining, plan: str) -> dict[str, Any]:
 
 
 def replicas_data(advice: ReplicaAdvice) -> dict[str, Any]:
-    """How many copies, as it stands below ``recommended``; ``route`` is what ran them."""
+    """Return the number of copies as it is written below ``recommended``; ``route`` is the class that ran them."""
     route = next(probe.route for probe in advice.probes if probe.replicas == advice.fastest)
     return {
         "replicas": advice.fastest,
@@ -317,7 +335,7 @@ def _header(header: FileHeader) -> dict[str, Any]:
 
 
 def _short(record: Any) -> Any:
-    """As :func:`to_data`, less the fields that hold their default: a file for people."""
+    """Convert ``record`` like :func:`to_data`, without fields that have their default, for files that people read."""
     if isinstance(record, list | tuple):
         return [_short(item) for item in record]
     if not is_dataclass(record):

@@ -1,4 +1,4 @@
-"""The files memopt writes: their names, and how they reach the disk, all or none."""
+"""Names of the files that memopt writes, and the writing itself: all files of a command, or none."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ Fill = Callable[[BinaryIO], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPaths:
-    """Where the four files of one optimization go."""
+    """Paths of the four files of one optimization."""
 
     model: Path
     plan_only: bool = False
-    """The model is not written; its name is the one that the others follow."""
+    """Whether the model is not written; the other files are named after it all the same."""
 
     @property
     def summary(self) -> Path:
-        """``model.memopt.summary.json``."""
+        """Path of the summary: ``model.memopt.summary.json``."""
         return self.model.with_name(f"{self.model.stem}.summary.json")
 
     @property
     def plan(self) -> Path:
-        """``model.memopt.plan.yaml``."""
+        """Path of the plan: ``model.memopt.plan.yaml``."""
         return self.model.with_name(f"{self.model.stem}.plan.yaml")
 
     @property
     def batch(self) -> Path:
-        """``model.memopt.batch.yaml``."""
+        """Path of the batch configuration: ``model.memopt.batch.yaml``."""
         return self.model.with_name(f"{self.model.stem}.batch.yaml")
 
     def all(self) -> tuple[Path, ...]:
-        """Those that are written, the model first."""
+        """Return the paths that are written, the model's first."""
         others = self.summary, self.plan, self.batch
         return others if self.plan_only else (self.model, *others)
 
     def free(self) -> OutputPaths:
-        """The same, or if one of them has come to exist the first with a number: ``model.memopt-2.pt``."""
+        """Return these paths or, if one exists by now, the first free ones with a number: ``model.memopt-2.pt``."""
         numbered = (self.model.with_stem(f"{self.model.stem}-{number}") for number in itertools.count(2))
         candidates = (replace(self, model=model) for model in itertools.chain([self.model], numbered))
         return next(paths for paths in candidates if not any(map(os.path.lexists, paths.all())))
 
 
 def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
-    """Where a batch and the plan that goes with it are written: ``fast.batch.yaml`` and ``fast.plan.yaml``.
+    """Return the paths of a batch and of the plan that goes with it: ``fast.batch.yaml`` and ``fast.plan.yaml``.
 
-    ``output``: that of the batch; ``None``: as :func:`output_paths`, beside the model.  Raises as that does.
+    ``output`` is the path of the batch; ``None`` puts both beside the model.  Raises as :func:`output_paths`.
     """
     paths = output_paths(location, output)
     if output is None:
@@ -70,10 +70,11 @@ def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
 
 
 def output_paths(location: str, output: str | None, *, plan_only: bool = False) -> OutputPaths:
-    """``model.pt`` -> ``model.memopt.pt`` beside it; ``package.module:callable`` -> ``module.memopt.pt`` here.
+    """Return the paths for an optimization of the model at ``location``.
 
-    ``output`` names the model's file instead; the other three follow its stem.
-    Raises :class:`UsageError` if ``output`` names no file, or that of the model.
+    ``model.pt`` gives ``model.memopt.pt`` beside it, ``package.module:callable`` gives ``module.memopt.pt`` in the
+    working directory.  ``output`` names the model's file instead; the other three follow its stem.  Raises
+    :class:`UsageError` if ``output`` names no file, or that of the original model.
     """
     model = _beside(location) if output is None else Path(output)
     if not model.name:
@@ -83,7 +84,7 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
 
 
 def _spare_model(path: Path, location: str) -> None:
-    """Raises :class:`UsageError` for the file that the model, or what builds it, is read from."""
+    """Raise :class:`UsageError` if ``path`` is the file that the model, or the code that builds it, is read from."""
     factory = parse_factory(location)
     file = factory[0] if factory and not os.path.exists(location) else location
     if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
@@ -100,19 +101,19 @@ def _beside(location: str) -> Path:
     return path.parent / f"{path.resolve().name if path.is_dir() else path.stem}.memopt.pt"
 
 
-# ---------------------------------------------------------------------------------------------- to the disk
+# ---------------------------------------------------------------------------------------------- writing
 
 _MODE = 0o666
-"""Permissions of a new file, less what the process's mask takes."""
+"""Permissions of a new file, before the process's umask."""
 _LONGEST_STEM = 60
-"""Characters of a name that stay in a temporary one: 255 bytes are the most, and a character may take four."""
+"""Characters of a name that a temporary name keeps: a name may have 255 bytes, and a character may take four."""
 
 
 def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> None:
-    """Raise now what writing would raise later.
+    """Raise the errors that writing to ``paths`` would raise later.
 
-    :class:`UsageError` for a path that is a folder or a device, exists and may not be replaced, or is the ``model``,
-    wherever that is; :class:`WriteError` for a folder that is missing or not writable.
+    They are :class:`UsageError` for a path that is a folder or a device, exists and may not be replaced, or is the
+    ``model`` by whatever name; and :class:`WriteError` for a folder that is missing or not writable.
     """
     for path in paths:
         _spare_model(path, model)
@@ -135,22 +136,22 @@ def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> Non
 
 
 def _is_special(path: Path) -> bool:
-    """A device, a named pipe or a socket, or a name of the system's for one, such as ``/dev/stdout``."""
+    """Return whether ``path`` is a device, a named pipe or a socket, or stands for one, like ``/dev/stdout``."""
     is_named = os.path.lexists(path) and os.path.realpath(path.parent) == os.path.dirname(os.devnull)
     return is_named or (os.path.exists(path) and not os.path.isfile(path))
 
 
 def content(data: bytes) -> Fill:
-    """Fills a file with bytes that are known already."""
+    """Return a function that fills a file with ``data``."""
     return lambda file: file.write(data)
 
 
 def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
     """Write every file or none, and return their paths.
 
-    Each is filled under a temporary name in its own folder and flushed to the disk; only then are all renamed.
-    Whatever goes wrong, Ctrl-C included, temporary files are removed and files that were there before are as before.
-    Raises as :func:`check_targets`, and :class:`WriteError` when the disk is full or fails.
+    Each file is filled under a temporary name in its own folder and flushed to the disk; only then are all renamed.  If
+    anything goes wrong, Ctrl-C included, temporary files are removed and existing files are as before.  Raises as
+    :func:`check_targets`, and :class:`WriteError` when the disk is full or fails.
     """
     check_targets(files, force=force)
     staged: dict[Path, Path] = {}
@@ -159,11 +160,11 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
             with _os_errors(path):
                 staged[path] = _sibling(path)
                 _fill(staged[path], fill)
-        check_targets(files, force=force)  # someone else may have written there meanwhile
+        check_targets(files, force=force)  # another process may have written there meanwhile
         try:
             _rename_all(staged, force=force)
         except FileExistsError:
-            check_targets(files, force=force)  # between then and now
+            check_targets(files, force=force)  # and even since the last check: this raises the right error
             raise
     finally:
         for temporary in staged.values():
@@ -173,7 +174,7 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
 
 
 def _fill(path: Path, fill: Fill) -> None:
-    # A new file of this process's own: nobody can have put a link in its place.
+    # The file must be new, so that nobody can have put a link in its place.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(path, "wb", opener=lambda name, _: os.open(name, flags, _MODE)) as file:
         fill(file)
@@ -182,7 +183,7 @@ def _fill(path: Path, fill: Fill) -> None:
 
 
 def _rename_all(staged: Mapping[Path, Path], *, force: bool) -> None:
-    """Raises :class:`FileExistsError` for a file that is there and may not be replaced."""
+    """Rename all files, or none.  Raises :class:`FileExistsError` for a file that may not be replaced."""
     backups = {path: _sibling(path) for path in staged}
     begun: list[Path] = []
     try:
@@ -204,7 +205,7 @@ def _rename_all(staged: Mapping[Path, Path], *, force: bool) -> None:
 
 
 def _back_up(path: Path, backup: Path) -> None:
-    """Give a file another name, beside its own: whoever is killed now leaves it where it is."""
+    """Link a file to a second name; if this process is killed now, the file is still where it was."""
     try:
         os.link(path, backup, follow_symlinks=False)
     except OSError:  # a disk without hard links
@@ -212,7 +213,7 @@ def _back_up(path: Path, backup: Path) -> None:
 
 
 def _rename_to_new(temporary: Path, path: Path) -> None:
-    """Unlike a rename, a link replaces nothing that has come to be there a moment ago."""
+    """Rename a file by a link, which never replaces a file that appeared a moment ago."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -229,19 +230,19 @@ def _rename_to_new(temporary: Path, path: Path) -> None:
 def _restore(path: Path, backup: Path, *, renamed: bool) -> None:
     if os.path.lexists(backup):
         os.replace(backup, path)
-        backup.unlink(missing_ok=True)  # two names of one file stay as they are
+        backup.unlink(missing_ok=True)  # a rename onto another name of the same file does nothing
     elif renamed:
         path.unlink()
 
 
 def _sibling(path: Path) -> Path:
-    """A name in the same folder that nobody can foresee."""
+    """Return an unpredictable name in the same folder."""
     return path.with_name(f".{path.name[:_LONGEST_STEM]}.{secrets.token_hex(8)}.memopt")
 
 
 @contextmanager
 def _os_errors(path: Path) -> Iterator[None]:
-    """Turn a failing disk into :class:`WriteError`, also where ``torch.save`` raises something else on top of it."""
+    """Turn an :class:`OSError` in the block into :class:`WriteError`, even if ``torch.save`` raised another from it."""
     try:
         yield
     except Exception as err:

@@ -1,1 +1,1 @@
-"""The inputs of a step: how they are written, and which of their dimensions is the batch."""
+"""The inputs of a step: their notation, and the dimension that is the batch."""

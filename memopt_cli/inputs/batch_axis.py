@@ -1,4 +1,4 @@
-"""Which dimension of described inputs is the batch, and the same inputs at another batch size."""
+"""The batch dimension of described inputs, and the same inputs at another batch size."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ NO_BATCH_ARGUMENT = "Let the function of the script take an argument batch, and 
 
 
 def check_batch(spec: InputSpec, batch: int) -> None:
-    """Raise :class:`UsageError` for inputs whose batch cannot be varied: of a data file or a script that takes none,
-    and those of which not all have the dimension that would be taken for it."""
+    """Raise :class:`UsageError` for inputs whose batch cannot be varied.
+
+    They come from a data file or from a script without a batch argument, or do not share their first dimension.
+    """
     with_batch(spec, batch + 1)
     sized = [tensor for tensor in spec.tensors if tensor.shape]
     if BATCH in spec.dims or len({tensor.shape[0] for tensor in sized}) <= 1:
@@ -31,9 +33,9 @@ def check_batch(spec: InputSpec, batch: int) -> None:
 
 
 def with_batch(spec: InputSpec, batch: int) -> InputSpec:
-    """The same inputs at another batch size.
+    """Return the inputs of ``spec`` at ``batch`` samples.
 
-    The symbol ``B`` is given the size; without it, dimension 0 of every tensor that shares the first one's is.
+    The symbol ``B`` gets the size; without it, dimension 0 of every tensor in which it equals that of the first one.
     Raises :class:`UsageError` for a data file, and for a script that does not take ``B``.
     """
     if spec.data_file is not None:

@@ -1,5 +1,4 @@
-"""What users type: inputs ``[name:]SHAPE[@dtype][=values]``, ``SYMBOL=SIZE``, ``METRIC:LIMIT`` and
-``package.module:callable``.
+"""Notation that users type: ``[name:]SHAPE[@dtype][=values]``, ``SYMBOL=SIZE``, ``METRIC:LIMIT``, ``module:callable``.
 
 :func:`parse_tensor` and :func:`format_tensor` are exact inverses.
 """
@@ -30,7 +29,7 @@ DTYPES = (*_FLOATING, *_INTEGER_RANGES)
 """Names of the dtypes that an input may have."""
 
 MODEL_SETTINGS, ADAPTER_SETTINGS = "config.json", "adapter_config.json"
-"""What a folder of ``save_pretrained`` holds."""
+"""Files of settings in a folder written by ``save_pretrained``."""
 
 _SYMBOL = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
 _SIZE = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
@@ -44,12 +43,12 @@ _EXAMPLE = "Write [name:]SHAPE[@dtype][=values], for example 4x3x224x224 or inpu
 
 
 def parse_tensor(text: str) -> TensorSpec:
-    """``"x:TxBx2x48x48=spikes:0.2"`` -> the tensor it describes.
+    """Parse the description of a tensor, such as ``"x:TxBx2x48x48=spikes:0.2"``.
 
-    The shape is written ``4x10x2``, ``4,10,2`` or ``[4,10,2]`` (``[]``: a scalar); a symbol starts with an uppercase
-    letter, and one that contains an ``x`` needs the commas.  Without a dtype it is ``float32``; without values they are
-    ``normal`` for a floating dtype and ``0..2`` (zeros and ones) for an integer or ``bool``.
-    Raises :class:`UsageError` that quotes the text and the piece that is wrong.
+    The shape is written ``4x10x2``, ``4,10,2`` or ``[4,10,2]`` (``[]`` for a scalar).  A symbol starts with an
+    uppercase letter, and one that contains an ``x`` needs commas.  The default dtype is ``float32``; default values are
+    ``normal`` for a floating dtype and ``0..2`` (zeros and ones) for an integer or ``bool``.  Raises
+    :class:`UsageError` that quotes the text and the piece that is wrong.
     """
     try:
         head, has_values, values = text.replace(" ", "").partition("=")
@@ -66,7 +65,7 @@ def parse_tensor(text: str) -> TensorSpec:
 
 
 def format_tensor(spec: TensorSpec) -> str:
-    """The shortest text that :func:`parse_tensor` reads back as ``spec``."""
+    """Return the shortest text that :func:`parse_tensor` reads back as ``spec``."""
     sizes = [str(size) for size in spec.shape]
     plain = bool(sizes) and not any("x" in size for size in sizes)
     name = f"{spec.name}:" if spec.name is not None else ""
@@ -76,7 +75,7 @@ def format_tensor(spec: TensorSpec) -> str:
 
 
 def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str) -> None:
-    """Raise :class:`UsageError` for the first of the dimensions that is in no shape: its size would change nothing."""
+    """Raise :class:`UsageError` for the first of ``names`` that is in no shape, so that its size changes nothing."""
     symbols = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}
     for name in names:
         if name not in symbols:
@@ -88,7 +87,7 @@ def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str
 
 
 def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> None:
-    """Raise :class:`UsageError` that names every symbol in the shapes that has no size."""
+    """Raise :class:`UsageError` that names every symbol in the shapes without a size in ``dims``."""
     symbols = [size for tensor in tensors for size in tensor.shape if isinstance(size, str)]
     if unsized := [symbol for symbol in dict.fromkeys(symbols) if symbol not in dims]:
         flags = " ".join(f"--dim {symbol}=8" for symbol in unsized)
@@ -98,7 +97,7 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
 
 
 def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
-    """Raise :class:`UsageError` for too many inputs, or two of one name, sizes that cannot be, and a symbol without."""
+    """Raise :class:`UsageError` for too many inputs, two of one name, impossible sizes, and symbols without a size."""
     _require_few(tensors)
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     for name in names:
@@ -110,9 +109,9 @@ def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None
 
 
 def parse_dims(texts: Iterable[str]) -> dict[str, int]:
-    """``["B=8", "S=128"]`` -> the size of each dimension.
+    """Parse the sizes of dimensions, such as ``["B=8", "S=128"]``.
 
-    A name is any identifier, as an input script may name its arguments; the symbols of a shape are a part of these.
+    A name is any identifier, since it may be an argument of an input script; symbols of shapes are a subset.
     Raises :class:`UsageError` for anything else and for a dimension with two sizes.
     """
     dims: dict[str, int] = {}
@@ -128,7 +127,7 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
 
 
 def parse_limit(text: str) -> Limit:
-    """``"peak:5%"``, ``"peak:64MiB"``, ``"step:50ms"``, ``"peak:0"`` -> how much a metric may grow.
+    """Parse how much a metric may grow: ``"peak:5%"``, ``"peak:64MiB"``, ``"step:50ms"``, ``"peak:0"``.
 
     Raises :class:`UsageError` for anything else.
     """
@@ -151,16 +150,16 @@ def parse_limit(text: str) -> Limit:
 
 
 def parse_device(text: str) -> str:
-    """Text that names a device, there or not.  Raises :class:`UsageError`."""
+    """Return ``text`` if it names a device, present or not.  Raises :class:`UsageError`."""
     if not _DEVICE.fullmatch(text):
         raise UsageError(f"'{text}' is none of auto, cpu, cuda:N")
     return text
 
 
 def parse_factory(text: str) -> tuple[str, str] | None:
-    """``"package.module:callable"`` or ``"file.py:function"`` -> the module or file, and the name in it.
+    """Split ``"package.module:callable"`` or ``"file.py:function"`` into the module or file, and the name in it.
 
-    ``None`` if the text is of another form.
+    ``None`` if ``text`` has another form.
     """
     match = _FACTORY.fullmatch(text)
     if match:
@@ -170,23 +169,23 @@ def parse_factory(text: str) -> tuple[str, str] | None:
 
 
 def is_factory(location: str) -> bool:
-    """Whether a location names code rather than a file."""
+    """Return whether ``location`` names code rather than a file."""
     return parse_factory(location) is not None and not Path(location).exists()
 
 
 def is_pretrained(location: str) -> bool:
-    """Whether a folder holds the settings of a model, or of an adapter."""
+    """Return whether ``location`` is a folder with the settings of a model, or of an adapter."""
     return any(os.path.isfile(os.path.join(location, name)) for name in (MODEL_SETTINGS, ADAPTER_SETTINGS))
 
 
 def base_of(folder: str, named: object) -> str | None:
-    """The folder of an adapter's base, as its settings name it: from here, or from its own folder."""
+    """Return the folder of an adapter's base model, ``named`` from here or from ``folder``; ``None`` if neither."""
     bases = (named, os.path.join(folder, named)) if isinstance(named, str) else ()
     return next(filter(is_pretrained, bases), None)
 
 
 def parse_shape(text: str) -> tuple[int | str, ...]:
-    """``"BxSx3"``, ``"B,S,3"`` or ``"[B,S,3]"`` -> sizes and symbols; raises :class:`UsageError`."""
+    """Parse a shape, ``"BxSx3"``, ``"B,S,3"`` or ``"[B,S,3]"``, to sizes and symbols; raises :class:`UsageError`."""
     listed = text.startswith("[") and text.endswith("]")
     if listed and text == "[]":
         return ()
@@ -197,14 +196,14 @@ def parse_shape(text: str) -> tuple[int | str, ...]:
 
 
 def parse_dtype(text: str) -> str:
-    """A dtype's name, if memopt can make inputs of it; raises :class:`UsageError`."""
+    """Return ``text`` if it names a dtype that inputs may have; raises :class:`UsageError`."""
     if text not in DTYPES:
         raise UsageError(f"{shortened(text)} is not a known dtype", hint=f"Known dtypes: {', '.join(DTYPES)}.")
     return text
 
 
 def parse_values(text: str, dtype: str) -> str:
-    """How a tensor of ``dtype`` is filled, if it can hold such values; raises :class:`UsageError`."""
+    """Return ``text`` if it names values that a tensor of ``dtype`` can hold; raises :class:`UsageError`."""
     rate, bounds = _RATE.fullmatch(text), _BOUNDS.fullmatch(text)
     if bounds:
         _check_bounds(int(bounds[1]), int(bounds[2]), dtype)
@@ -219,7 +218,7 @@ def parse_values(text: str, dtype: str) -> str:
 
 
 def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
-    """Raise :class:`UsageError` for a tensor of more dimensions, or of more bytes, than any has."""
+    """Raise :class:`UsageError` for a tensor of more dimensions, or more bytes, than any can have."""
     if len(tensor.shape) > _MOST_SIZES:
         raise UsageError(f"an input has {len(tensor.shape)} dimensions", hint=_FEWER)
     items = math.prod(size if isinstance(size, int) else dims.get(size, 1) for size in tensor.shape)
@@ -228,14 +227,14 @@ def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
 
 
 _MOST_SIZES, _ITEM_BYTES = 64, 8
-"""Dimensions of a tensor: most of PyTorch's operators take no more.  Bytes of an item, at most."""
+"""Most dimensions of a tensor, as most of PyTorch's operators take no more; and most bytes of an item."""
 _FEWER = f"Give at most {_MOST_SIZES}."
 
 
 def check_spec(spec: InputSpec) -> None:
-    """Make sure that a file describes inputs as a user could: what it says is run.
+    """Raise :class:`UsageError` if ``spec``, read from a file, has inputs that a user could not describe.
 
-    A size may be 0, as one that an exported program carries can be.  Raises :class:`UsageError`.
+    Only a size of 0 is allowed besides, which an exported program can carry.
     """
     _require_few(spec.tensors)
     for name, size in spec.dims.items():
@@ -302,9 +301,9 @@ def _check_bounds(low: int, high: int, dtype: str) -> None:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """``"dp=32,tp=2"`` -> the axes of a mesh of ranks, the outermost first; -1 is a length that the others leave.
+    """Parse the axes of a mesh of ranks, ``"dp=32,tp=2"``, the outermost first; -1 stands for the remaining length.
 
-    Raises :class:`UsageError` for what is no list of them, an axis twice, and another length below 1.
+    Raises :class:`UsageError` for another form, an axis given twice, and any other length below 1.
     """
     axes: dict[str, int] = {}
     for part in text.replace(" ", "").split(","):
@@ -322,16 +321,16 @@ _MESH = f"Write its axes and their lengths, the outermost first: dp=32,tp=2. {_R
 
 
 def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) -> Layout:
-    """How a model is spread; without a mesh, all ranks lie on one axis, ``dp``.
+    """Return the layout of a model over ``ranks``; without ``mesh``, all of them are on one axis, ``dp``.
 
-    Raises :class:`UsageError` for a mesh of another number of ranks, or with more axes than a built-in way has.
+    Raises :class:`UsageError` for a mesh of another number of ranks, or with more axes than FSDP or DDP takes.
     """
     axes = {"dp": ranks} if mesh is None else _completed(mesh, ranks)
     product = math.prod(axes.values())
     if product != ranks:
-        told = " × ".join(map(str, axes.values()))
+        lengths = " × ".join(map(str, axes.values()))
         raise UsageError(
-            f"the mesh has {told} = {product} ranks, not {ranks}", hint=f"Let its lengths give {ranks}. {_REST}"
+            f"the mesh has {lengths} = {product} ranks, not {ranks}", hint=f"Let its lengths give {ranks}. {_REST}"
         )
     most = {"ddp": 1, "fsdp": 2}.get(parallel, len(axes))
     if len(axes) > most:
@@ -343,35 +342,39 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
 
 
 def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """The axes, the one of length -1 as long as the others leave.  Raises :class:`UsageError`."""
-    told = ",".join(f"{name}={length}" for name, length in mesh.items())
+    """Return ``mesh`` with the remaining length in place of -1.  Raises :class:`UsageError`."""
+    text = _mesh_text(mesh)
     rest = [name for name, length in mesh.items() if length == -1]
     if any(length < 1 and name not in rest for name, length in mesh.items()):
-        raise UsageError(f"the mesh {told} has an axis of a length below 1", hint=_MESH)
+        raise UsageError(f"the mesh {text} has an axis of a length below 1", hint=_MESH)
     if len(rest) > 1:
-        raise UsageError(f"the mesh {told} has {len(rest)} axes of length -1", hint="Give all but one a length.")
+        raise UsageError(f"the mesh {text} has {len(rest)} axes of length -1", hint="Give all but one a length.")
     others = math.prod(length for name, length in mesh.items() if name not in rest)
     if rest and ranks % others:
-        raise UsageError(f"the mesh {told} does not divide {ranks} ranks", hint=f"Take a multiple of {others} ranks.")
+        raise UsageError(f"the mesh {text} does not divide {ranks} ranks", hint=f"Take a multiple of {others} ranks.")
     return {name: ranks // others if name in rest else length for name, length in mesh.items()}
 
 
 def check_layout(layout: Layout) -> None:
-    """Make sure that a file tells a layout as a user could.  Raises :class:`UsageError`."""
+    """Raise :class:`UsageError` if ``layout``, read from a file, is one that a user could not describe."""
     if not 1 <= layout.ranks <= MOST_RANKS:
         raise UsageError(f"it is of {layout.ranks} ranks", hint=f"There may be 1 to {MOST_RANKS}.")
-    told = ",".join(f"{name}={length}" for name, length in layout.mesh.items())
-    if layout_of(layout.ranks, layout.parallel, parse_mesh(told)) != layout:
-        raise UsageError(f"its mesh has an axis without a length: {told}")
+    text = _mesh_text(layout.mesh)
+    if layout_of(layout.ranks, layout.parallel, parse_mesh(text)) != layout:
+        raise UsageError(f"its mesh has an axis without a length: {text}")
+
+
+def _mesh_text(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={length}" for name, length in mesh.items())
 
 
 MOST_RANKS = 2**20
 
 
 def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:
-    """The ranks to be predicted: the one that is named, else the first and the last.
+    """Return the ranks to predict: ``rank``, or the first and the last for ``None``.
 
-    Raises :class:`UsageError` for one that there is not.
+    Raises :class:`UsageError` for a rank that does not exist.
     """
     if rank is None:
         return tuple(sorted({0, layout.ranks - 1}))
@@ -381,10 +384,10 @@ def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:
 
 
 def format_layout(layout: Layout) -> str:
-    """``"train.py:shard over dp 32 × tp 2"``."""
+    """Format ``layout`` for people: ``"train.py:shard over dp 32 × tp 2"``."""
     return f"{layout.parallel} over {' × '.join(f'{name} {length}' for name, length in layout.mesh.items())}"
 
 
 def is_built_in(parallel: str) -> bool:
-    """Whether a way to spread a model needs no function of the user's."""
+    """Return whether ``parallel`` is FSDP or DDP, which need no function of the user's."""
     return parallel in BUILT_IN

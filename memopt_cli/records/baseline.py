@@ -1,4 +1,4 @@
-"""``memopt baseline``, ``check`` and ``compare``: what a step needs, against what it needed before."""
+"""Records of ``memopt baseline``, ``check`` and ``compare``: the needs of a step, now and before."""
 
 from __future__ import annotations
 
@@ -37,113 +37,114 @@ METRICS: tuple[Metric, ...] = typing.get_args(Metric)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How much a metric may grow over its baseline (``--fail-on``)."""
+    """The growth over the baseline that is allowed to a metric (``--fail-on``)."""
 
     text: str
-    """As typed: ``peak:5%``."""
+    """Limit as typed: ``peak:5%``."""
     metric: Metric
     amount: float
-    """Percent of the baseline if relative; else bytes, of ``step`` seconds."""
+    """Per cent of the baseline if relative; otherwise bytes, or seconds for ``step``."""
     relative: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Under what a step was measured."""
+    """The conditions under which a step was measured."""
 
     settings: StepSettings
     backend: tuple[str, ...]
-    """Libraries that PyTorch may take kernels from (``mkldnn``, ``cudnn`` …): with others, other tensors are saved."""
+    """Libraries that PyTorch may take kernels from (``mkldnn``, ``cudnn`` …), which decide what is saved for
+    backward."""
     device_name: str
     python: str
     threads: int
     layout: Layout | None = None
-    """How the model was spread; the step is that of one rank, predicted.  ``None``: it was measured on one device."""
+    """Layout of the model, for the predicted step of one rank; ``None`` if the step was measured on one device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPlace:
-    """What runs when the tensor peak is reached."""
+    """The operator that runs when the tensor peak is reached."""
 
     op: str
-    """Empty before the first operator."""
+    """Name of the operator; empty before the first."""
     module: str
     phase: Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleBytes:
-    """One module's own part of the tensor peak, the modules below it left out."""
+    """One module's own part of the tensor peak, without the modules below it."""
 
     path: str
     class_name: str
     output_bytes: int
-    """Of its output tensors, over all calls; whatever the peak."""
+    """Bytes of its output tensors over all calls, alive at the peak or not."""
     held_bytes: dict[str, int]
     """Category -> bytes alive at the instant of the tensor peak; categories that hold nothing are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """What one training step needs."""
+    """The needs of one training step."""
 
     plan: Plan
-    """What the step ran under."""
+    """Plan under which the step ran."""
     tensor_peak_bytes: int
     allocated_peak_bytes: int
     step_s: float
     """Median wall time of a step; it depends on the machine and its load."""
     breakdown: Breakdown
-    """At the instant of the tensor peak."""
+    """Bytes alive at the instant of the tensor peak."""
     peak: PeakPlace | None = None
-    """``None`` where no step was recorded, as in a summary."""
+    """Operator at the peak; ``None`` where no step was recorded, as in a summary."""
     modules: tuple[ModuleBytes, ...] = ()
-    """In the order of first call."""
+    """Modules in the order of first call."""
     saved: tuple[SavedTensor, ...] = ()
-    """The largest that autograd keeps for backward."""
+    """Largest tensors that autograd keeps for backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShorterStep:
-    """What a step needs whose input is shorter: as long as one range of a plan by length goes."""
+    """The needs of a step on a shorter input, at the largest length of one range of a plan by length."""
 
     dim: str
-    """The symbol of the dimension whose size is the length."""
+    """Symbol of the dimension whose size is the length."""
     size: int
     memory: StepMemory
-    """Its plan is what acts at that length."""
+    """Needs at that length, with the plan that acts there."""
 
     @property
     def name(self) -> str:
-        """``S=512``."""
+        """Length in words: ``S=512``."""
         return f"{self.dim}={self.size}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What one training step needed when it was last looked at, and under what conditions."""
+    """The recorded needs of a training step, and the conditions of the measurement."""
 
     header: FileHeader
     conditions: Conditions | None
-    """``None``: read from a summary, which does not say."""
+    """Conditions; ``None`` if read from a summary, which lacks them."""
     memory: StepMemory
     shorter: tuple[ShorterStep, ...] = ()
-    """Of a plan by length, at the largest length of each range that ends before that of the inputs."""
+    """Steps of a plan by length, at the largest length of each range but the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineResult:
-    """What ``memopt baseline`` did."""
+    """The result of ``memopt baseline``."""
 
     baseline: Baseline
     file: str
     notes: tuple[str, ...] = ()
-    """Of a plan by length, which lengths are not recorded, and why."""
+    """Notes on lengths of a plan by length that are not recorded, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Something that is not the same in two measurements."""
+    """A fact that differs between two measurements."""
 
     name: str
     before: str
@@ -152,7 +153,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A metric before and after: bytes, of ``step`` seconds."""
+    """A metric before and after, in bytes, or seconds for ``step``."""
 
     metric: Metric
     before: float
@@ -167,83 +168,83 @@ class Verdict:
     change: Change
     exceeded: bool
     at: str = ""
-    """Of a plan by length, at which length if that is not the one of the inputs: ``S=512``."""
+    """Length, ``S=512``, of a shorter range of a plan by length; empty at the length of the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleChange:
-    """A module that holds more or less at the tensor peak than before; its own bytes, those below it left out."""
+    """A module that holds more or less at the tensor peak than before, the modules below it left out."""
 
     path: str
     was: str
-    """Its path before, if that was another; else empty."""
+    """Its path before, if it has changed; else empty."""
     class_name: str
     before_bytes: int
     after_bytes: int
     growth_bytes: dict[str, int]
-    """Category -> how much more it holds, where that is not zero."""
+    """Category -> bytes that it holds more, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rename:
-    """Modules with the same classes and bytes under another path."""
+    """A group of modules with the same classes and bytes under another path."""
 
     before: str
-    """What their paths began with; empty: the root."""
+    """Beginning of their paths before; empty for the root."""
     after: str
     modules: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
-    """Paths of segments that one of two plans has alone, or that both have in different ways."""
+    """The paths of segments that only one of two plans has, or that differ between them."""
 
     dropped: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     packing: Literal["same", "dropped", "added"] = "same"
-    """Of what is saved outside of segments."""
+    """Change of packing outside of segments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What one training step needs, against what it needed before, and why."""
+    """The comparison of the needs of a training step with those before, and the reasons for changes."""
 
     before: FileHeader
     after: FileHeader
     changes: tuple[Change, ...]
-    """Of every metric."""
+    """Changes of all metrics."""
     verdicts: tuple[Verdict, ...]
-    """None if there were no limits."""
+    """Verdicts on the limits; empty if there were none."""
     modules: tuple[ModuleChange, ...]
-    """Largest growth first."""
+    """Modules that changed, largest growth first."""
     new_saved: tuple[SavedTensor, ...]
-    """Of the largest tensors kept for backward, those without a counterpart before."""
+    """Tensors without a counterpart before, among the largest kept for backward."""
     renames: tuple[Rename, ...]
     plan: PlanChange
     peak_before: PeakPlace | None
     peak_after: PeakPlace | None
     peak_moved: bool
-    """It is reached in another operator or module; a rename is no move."""
+    """Whether the peak is in another operator or module; renames do not count."""
     unlike: tuple[Difference, ...]
-    """What the two would have to agree in to tell of the model alone; never any in a check."""
+    """Differences for which the comparison is not about the model alone; never any in a check."""
     surroundings: tuple[Difference, ...]
-    """Versions and machines that differ; most of them leave the tensor peak alone."""
+    """Differences in versions and machines, most of which leave the tensor peak alone."""
     layout: Layout | None = None
-    """How the model is spread now; both peaks are predicted, of one rank.  ``None``: over one device."""
+    """Layout of the model now, for predicted peaks of one rank; ``None`` for one device."""
     at: str = ""
-    """As of its verdicts."""
+    """Length, as in :class:`Verdict`."""
     shorter: tuple[Comparison, ...] = ()
-    """Of a plan by length, at the largest length of each shorter range."""
+    """Comparisons at the largest length of each shorter range of a plan by length."""
 
     @property
     def parts(self) -> tuple[Comparison, ...]:
-        """This one, and those of shorter inputs."""
+        """This comparison, and those of shorter inputs."""
         return (self, *self.shorter)
 
     @property
     def exceeded(self) -> tuple[Verdict, ...]:
-        """The limits that were passed, at any length."""
+        """Verdicts of limits that were exceeded, at any length."""
         return tuple(verdict for part in self.parts for verdict in part.verdicts if verdict.exceeded)
 
 
@@ -253,17 +254,17 @@ class BaselineRequest(StepRequest):
 
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
-    """A plan to run the step under; ``None``: the one that the file carries, if it does."""
+    """Path of a plan to run the step under; ``None`` for the one that the file carries, if any."""
     layout: Layout | None = None
-    """Predict the step of one rank of many, without data."""
+    """Layout of ranks, of one of which the step is predicted without data; ``None`` for one device."""
     output: str = "memopt-baseline.json"
     force: bool = False
-    """An existing file may be replaced."""
+    """Whether an existing file may be replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest(StepRequest):
-    """Everything ``memopt check`` was asked for; ``None``: as in the baseline."""
+    """Everything ``memopt check`` was asked for; ``None`` stands for the value in the baseline."""
 
     baseline_path: str
     limits: tuple[Limit, ...]
@@ -274,5 +275,5 @@ class CheckRequest(StepRequest):
     optimizer: str | None = None
     seed: int | None = None
     plan_path: str | None = None
-    """A plan to run the step under; ``None``: the one that the file carries, if it does."""
+    """Path of a plan to run the step under; ``None`` for the one that the file carries, if any."""
     layout: Layout | None = None

@@ -1,4 +1,4 @@
-"""How large a step fits."""
+"""Records of ``memopt recommend-batch``: how large a step fits."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class BatchProbe:
     """One point of the memory model: the allocated peak at a batch size."""
 
     batch: int
-    """Of each replica."""
+    """Batch of each replica."""
     allocated_peak_bytes: int
     step_s: float
     """Wall time of a step."""
     update_s: float = 0.0
-    """Of it, what clipping and the optimizers took, as far as that was measured."""
+    """Part of it that clipping and the optimizers took; 0 where it was not measured."""
     replicas: int = 1
     """Copies of the model that took the step at once."""
     route: str = ""
-    """What ran the copies (``BatchModule``); empty for one, which runs as it is."""
+    """Class that ran the copies (``BatchModule``); empty for one copy, which runs as it is."""
 
     @property
     def samples_per_s(self) -> float:
-        """Of all copies together."""
+        """Samples a second of all copies together."""
         return self.replicas * self.batch / self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAdvice:
-    """How large a batch fits: ``peak = intercept + slope * batch`` near the answer."""
+    """The largest batch that fits; ``peak = intercept + slope * batch`` near it."""
 
     recommended_batch: int
-    """The largest batch that was run and stayed within the budget."""
+    """Largest batch that was run and stayed within the budget."""
     fastest_batch: int
-    """Of the batches that did, the one with most samples per second."""
+    """Batch with most samples per second of those that did."""
     estimated_batch: int
-    """The largest batch by the model; equal to ``recommended_batch`` when that was verified by a run."""
+    """Largest batch by the model; equal to ``recommended_batch`` if no larger one is expected to fit."""
     probes: tuple[BatchProbe, ...]
     intercept_bytes: float
     slope_bytes: float
@@ -53,12 +53,12 @@ class BatchAdvice:
     budget_bytes: int
     device_bytes: int
     limited_by: str
-    """What bounds the recommendation: the budget, the longest step that may be run, or a failed run."""
+    """Limit of the recommendation: the budget, the longest step that may be run, or a failed run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEstimate:
-    """How large a batch would fit by the model; none was run."""
+    """The largest batch that fits by the model; none was run."""
 
     batch: int
     predicted_peak_bytes: int
@@ -67,13 +67,13 @@ class BatchEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoBatchFits:
-    """Not even the smallest batch fits."""
+    """The answer that not even the smallest batch fits."""
 
     batch: int
-    """The smallest."""
+    """Smallest batch."""
     budget_bytes: int
     reason: str
-    """What became of it."""
+    """Reason why it does not fit."""
 
 
 BatchOutcome = BatchAdvice | BatchEstimate | NoBatchFits
@@ -81,25 +81,25 @@ BatchOutcome = BatchAdvice | BatchEstimate | NoBatchFits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaAdvice:
-    """How many copies of a model train fastest as one, each with the batch that is described."""
+    """The number of copies of a model that train fastest as one, each with the batch that is described."""
 
     fastest: int
     """Number of copies with most samples per second, of those within the budget."""
     probes: tuple[BatchProbe, ...]
     """One run for each number of copies that was tried, ascending; the last may be over the budget."""
     limited_by: str
-    """Why no more copies were tried."""
+    """Reason why no more copies were tried."""
 
     @property
     def best(self) -> BatchProbe:
-        """The run of the fastest."""
+        """Run of the fastest number of copies."""
         return next(run for run in self.probes if run.replicas == self.fastest)
 
 
 Objective = Literal["max", "throughput"]
 
 LONGEST_STEP_S: Final = 60.0
-"""How long a step may take that is run to find a batch."""
+"""Longest seconds of a step that is run to find a batch, by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class DimRange:
     high: int
 
     def sizes(self) -> tuple[int, ...]:
-        """``low``, twice that … and ``high``."""
+        """Return ``low``, twice that … and ``high``."""
         doubled = [self.low]
         while doubled[-1] * 2 < self.high:
             doubled.append(doubled[-1] * 2)
@@ -120,46 +120,46 @@ class DimRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """What fits in one case."""
+    """The answer for one case."""
 
     planned: bool
-    """Under the plan."""
+    """Whether the step runs under the plan."""
     dims: dict[str, int]
-    """The size of the symbol that has a range; empty without one."""
+    """Size of the symbol that has a range; empty without one."""
     outcome: BatchOutcome
-    """With copies: the batch of each of the fastest number of them."""
+    """Batch that fits; with copies, the batch of each of the fastest number of them."""
     replicas: ReplicaAdvice | None = None
-    """``None``: not asked for."""
+    """Numbers of copies that were tried; ``None`` if not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulation:
-    """How a step of the optimizer is made of steps that fit."""
+    """A step of the optimizer made up of several steps that fit."""
 
     global_batch: int
     """Samples per optimizer step, as asked for: by ``--global-batch``, or by ``--accumulate`` as so many batches."""
     batch: int
-    """Of one forward and backward; it was run."""
+    """Samples of one forward and backward, which was run."""
     steps: int
     """Forward and backward passes per optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBatching:
-    """What an epoch of the user's sequences costs, batched one way."""
+    """The cost of an epoch of the user's sequences under one strategy."""
 
     name: str
     batch: int | None
-    """Sequences of a batch; ``None``: as many as ``max_tokens`` allows."""
+    """Sequences in a batch; ``None`` for as many as ``max_tokens`` allows."""
     max_tokens: int | None
-    """Positions of a batch, padding too; ``None``: the batch has a number of sequences."""
+    """Most positions in a batch, padding included; ``None`` where ``batch`` is given."""
     batches: int
     waste: float
     """Share of computed positions that are padding."""
     peak_bytes: int
-    """Of the batch that needs most, by the fit."""
+    """Predicted peak of the batch that needs most."""
     epoch_s: float
-    """By the fit."""
+    """Predicted seconds of an epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,28 +175,29 @@ class BatchRequest(StepRequest):
     multiple_of: int = 1
     dim_range: DimRange | None = None
     replicas: DimRange | None = None
-    """Numbers of copies of the model; ``None``: one model is trained."""
+    """Numbers of copies of the model to try; ``None`` for a single model."""
     plan_path: str | None = None
-    """A plan to recommend for, too."""
+    """Path of a plan to recommend for as well; ``None`` for none."""
     lengths_path: str | None = None
-    """A file of sequence lengths."""
+    """Path of a file of sequence lengths; ``None`` for none."""
     strategies: tuple[StrategyName, ...] = ()
-    """Ways to learn sequences, to be compared over ``dim_range`` instead."""
+    """Strategies to learn sequences, which are compared over ``dim_range`` instead."""
     search: SearchOverrides | None = None
-    """Look for the batch and the plan that train fastest together, with these limits of plans."""
+    """Limits on plans in a search for the batch and the plan that train fastest together; ``None`` for no such
+    search."""
     card: DeviceProfile | None = None
-    """Estimate for a device that is not here; nothing is run at full size."""
+    """Device that is not here, to estimate for without any run at full size; ``None`` for the one here."""
     fake: bool = False
-    """Estimate on tensors without data; nothing is run at full size."""
+    """Whether to estimate on tensors without data, without any run at full size."""
     layouts: tuple[Layout, ...] = ()
-    """Of each, predict one rank; empty: one device."""
+    """Layouts, of each of which one rank is predicted; empty for a single device."""
     search_limit_s: float | None = None
-    """No pair is tried any more when that search has taken this long: the best so far is taken."""
+    """Seconds after which that search tries no more pairs; ``None`` for no limit."""
     output: str | None = None
-    """Path of the batch configuration; ``None``: none is written, or with a ``search`` one beside the model."""
+    """Path of the batch configuration; ``None`` to write none, or with a ``search`` one beside the model."""
     force: bool = False
     longest_step_s: float = LONGEST_STEP_S
-    """No step that is run is to take longer."""
+    """Longest seconds of a step that is run."""
 
     @property
     def runs(self) -> bool:
@@ -206,36 +207,35 @@ class BatchRequest(StepRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecommendation:
-    """What ``memopt recommend-batch`` found."""
+    """The result of ``memopt recommend-batch``."""
 
     header: FileHeader
     objective: Objective
     limit: str
-    """The memory limit, and what sets it."""
+    """Memory limit in words, with its source."""
     rows: tuple[BatchRow, ...]
-    """Without the plan first; sizes ascending."""
+    """Cases, those without the plan first; sizes ascending."""
     chosen: int
-    """Index of the row that the recommendation is of: of the largest size at which a batch was run, the better by the
-    objective."""
+    """Index of the recommended row: at the largest size at which a batch was run, the better one by the objective."""
     batch: int
-    """By the objective, of that row."""
+    """Batch of that row by the objective."""
     verified: bool
-    """It was run; if not, it is an estimate."""
+    """Whether it was run; if not, it is an estimate."""
     accumulation: Accumulation | None
-    """``None``: not asked for."""
+    """Steps that make up one of the optimizer; ``None`` if not asked for."""
     lengths: tuple[LengthBatching, ...]
-    """Ways to batch the user's sequences; empty: not asked for."""
+    """Strategies to batch the user's sequences; empty if not asked for."""
     notes: tuple[str, ...]
     probes: int
-    """Steps that were run on data, failed ones too."""
+    """Number of runs on data, failed ones included."""
     dry_runs: int
     files: tuple[str, ...]
     spent_s: float
     interrupted: bool = False
-    """Something was still to be run; what is recommended is the best of what had been."""
+    """Whether the search was interrupted; the recommendation is the best of the runs until then."""
     step: StepSettings = StepSettings()
-    """How a step was run: a training script that is to take its memory and its time does the same."""
+    """Settings of the step that was run, which a training script must share to need the same memory and time."""
     plan: str = ""
-    """Path of the plan's file; empty: no plan was asked for, or the model's file carries it."""
+    """Path of the plan's file; empty if no plan was asked for, or the model's file carries it."""
     card: str = ""
-    """The device that is not here, for which it is an estimate; empty: the one here."""
+    """Name of the device that is not here, for which it is an estimate; empty for the one here."""

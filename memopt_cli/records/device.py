@@ -1,4 +1,4 @@
-"""A device that is not here, and what a step is estimated to need on it."""
+"""Devices that are not here, and the estimated needs of a step on them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from memopt_cli.records.measurement import Measurement
 from memopt_cli.records.settings import StepSettings
 
 Rate = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
-"""How products are computed; ``tf32``: what PyTorch lets cuDNN do with convolutions in fp32."""
+"""Precision of products; ``tf32`` is that of convolutions in fp32 by cuDNN, which PyTorch allows by default."""
 
 RATES: tuple[Rate, ...] = typing.get_args(Rate)
 
 _MOST = 2.0**60
-"""No size in bytes and no rate is larger."""
+"""Largest size in bytes, and largest rate, that is accepted."""
 
 
 def check_amounts(record: Any, *, least: int) -> None:
-    """Raise :class:`UsageError` for a number of a record that is negative, not finite or absurd."""
+    """Raise :class:`UsageError` for a number in ``record`` that is below ``least``, not finite or absurd."""
     for f in fields(record):
         value = getattr(record, f.name)
         if isinstance(value, int | float) and not (math.isfinite(value) and least <= value <= _MOST):
@@ -33,14 +33,14 @@ LONGEST_NAME = 60
 
 
 def _check_name(key: str, name: str) -> None:
-    """Raise :class:`UsageError` for a name that does not stand in a line of a report."""
+    """Raise :class:`UsageError` for a ``name`` that does not fit a line of a report."""
     if not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
         raise UsageError(f"{key} is {shortened(name)}; it must be one line of 1 to {LONGEST_NAME} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorRules:
-    """How a device's caching allocator rounds, in bytes.
+    """The rounding rules of a device's caching allocator, in bytes.
 
     The defaults are the constants of PyTorch's ``c10/cuda/CUDACachingAllocator.cpp``.
     """
@@ -50,11 +50,11 @@ class AllocatorRules:
     small_bytes: int = 1 << 20
     """Blocks up to this size come from small segments (``kSmallSize``)."""
     small_segment_bytes: int = 2 << 20
-    """Size of those (``kSmallBuffer``)."""
+    """Size of a small segment (``kSmallBuffer``)."""
     large_bytes: int = 10 << 20
     """Blocks below this size come from middle segments (``kMinLargeAlloc``)."""
     middle_segment_bytes: int = 20 << 20
-    """Size of those (``kLargeBuffer``)."""
+    """Size of a middle segment (``kLargeBuffer``)."""
     round_bytes: int = 2 << 20
     """Larger blocks have a segment of their own, a multiple of this (``kRoundLarge``)."""
 
@@ -69,23 +69,23 @@ class AllocatorRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """What a device has: memory, bandwidth, rates, and the rules of its allocator."""
+    """The memory, bandwidth and rates of a device, and the rules of its allocator."""
 
     name: str
     memory_bytes: int
-    """What a process can allocate there: without what the driver, ECC and the process's context take."""
+    """Memory that a process can allocate: without that of the driver, ECC and the process's context."""
     bandwidth_bytes_per_s: float
-    """Between memory and processors."""
+    """Bandwidth between memory and processors."""
     flops_per_s: Mapping[Rate, float]
-    """Of matrix products; a multiply-add counts as two.  ``fp32`` is always there; products of a rate that is not
-    are computed at that of fp32."""
+    """Rates of matrix products, a multiply-add counted as two.  ``fp32`` is always there, and stands in for rates that
+    are missing."""
     launch_s: float = 5e-6
-    """The least that an operator takes, however small its tensors are: the host's time to launch it."""
+    """Least seconds of an operator, however small its tensors are: the host's time to launch it."""
     library_bytes: int = 0
-    """What the matrix library keeps for products, once in forward and once in backward."""
+    """Bytes that the matrix library keeps for products, once in forward and once in backward."""
     allocator: AllocatorRules = AllocatorRules()
     source: str = ""
-    """Where the figures come from."""
+    """Source of the figures."""
 
     def __post_init__(self) -> None:
         check_amounts(self, least=0)
@@ -102,20 +102,20 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEstimate:
-    """What a step needs on a device that is not here: computed from its operators, not measured."""
+    """The needs of a step on a device that is not here, computed from its operators."""
 
     device: str
     """Name of the profile."""
     memory_bytes: int
-    """Of the profile."""
+    """Memory of the device, as in its profile."""
     allocated_peak_bytes: int
-    """As the device's allocator would count it, in whole blocks."""
+    """Peak that the device's allocator would count, in whole blocks."""
     reserved_peak_bytes: int
-    """What that allocator would take from the device."""
+    """Bytes that the allocator would take from the device."""
     fits: bool
-    """The allocator finds room for every block, giving unused segments back where it has to."""
+    """Whether the allocator finds room for every block, giving unused segments back where it has to."""
     step_s: float
-    """By a roofline through the figures of the profile, which kernels do not reach: most steps take longer."""
+    """Seconds by a roofline of the profile's figures, which kernels do not reach: most steps take longer."""
 
     def __post_init__(self) -> None:
         check_amounts(self, least=0)
@@ -124,7 +124,7 @@ class DeviceEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEstimates:
-    """A step on a device that is not here, as it is and under the plan that is applied."""
+    """The needs of a step on a device that is not here, as it is and under the applied plan."""
 
     original: DeviceEstimate
     planned: DeviceEstimate
@@ -132,30 +132,30 @@ class PlanEstimates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
-    """What a plan file says of the plan on a device, and how the step was run of which it says that."""
+    """The prediction in a plan file for a device, and the settings of the step that it is for."""
 
     estimate: DeviceEstimate
     settings: StepSettings
-    """A loss and an optimizer in it may be functions: code, which the command line alone may name."""
+    """Settings of the step.  Its loss and optimizer may be functions: code, which only the command line may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """The step under a plan, measured, and how far off its plan's prediction was."""
+    """A step under a plan, measured, and the error of the plan's prediction."""
 
     device: str
-    """Where it was measured."""
+    """Device on which it was measured."""
     measurement: Measurement
     predicted: DeviceEstimate | None
-    """``None``: the plan's file predicts nothing."""
+    """Prediction in the plan's file; ``None`` if it has none."""
     confirms: bool = False
-    """Whether the estimate is held against what it is of: that step, on a GPU."""
+    """Whether the measurement is of the same step on a GPU, so that it can confirm the estimate."""
     notes: tuple[str, ...] = ()
-    """What of training is not in the measurement."""
+    """Notes on parts of training that the measurement lacks."""
     unlike: tuple[str, ...] = ()
-    """What of the step is not as it was when that was predicted."""
+    """Conditions that differ from those of the prediction."""
     allocated_off: float | None = None
-    """Predicted less measured, over measured; as the two that follow, ``None`` where nothing was predicted."""
+    """(Predicted − measured) / measured for the allocated peak; ``None`` where nothing was predicted, as below."""
     reserved_off: float | None = None
-    """The CPU reserves nothing: ``None`` there, too."""
+    """(Predicted − measured) / measured for the reserved peak; ``None`` on the CPU, too, which reserves nothing."""
     step_off: float | None = None

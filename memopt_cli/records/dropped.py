@@ -1,4 +1,4 @@
-"""Plans that were found and are not applied: each with its reason, as a type that reports put into words."""
+"""Plans that were found and are not applied, each with a reason, which is a type that knows its words."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from memopt_cli.text.units import counted, format_apart, format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooSlow:
-    """Its step takes longer than it may."""
+    """The reason that a step takes longer than allowed."""
 
     slowdown: float
-    """Measured step time over that of the original."""
+    """Measured step time divided by that of the original."""
     most: float
-    """The largest that was allowed."""
+    """Largest slowdown that was allowed."""
 
     @property
     def because(self) -> str:
@@ -34,14 +34,14 @@ class TooSlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavesTooLittle:
-    """Its step saves too little for the time that it takes, or nothing."""
+    """The reason that a step saves too little for the time that it takes, or nothing."""
 
     saved: float
-    """Share of the original's allocated peak; zero or less where the peak is no lower."""
+    """Saved share of the original's allocated peak; zero or less where the peak is no lower."""
     slowdown: float
-    """Step time over that of the original."""
+    """Step time divided by that of the original."""
     is_predicted: bool = False
-    """Both numbers are predictions: it was not measured."""
+    """Whether both numbers are predictions."""
 
     @property
     def because(self) -> str:
@@ -58,16 +58,16 @@ class SavesTooLittle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A part of a plan that makes it differ from the original."""
+    """A part that was left out of a plan because it makes the step differ from the original."""
 
     segment: str | None
-    """Path of the module that was a segment; ``None``: the packing of what is saved outside of segments."""
+    """Path of the module that was a segment; ``None`` for packing outside of segments."""
     difference: str
-    """What differs with it, and where."""
+    """Difference with that part, in words."""
 
     @property
     def sentence(self) -> str:
-        """In words."""
+        """Sentence that says so."""
         if self.segment is None:
             return f"What is saved outside of segments is not packed: with that {self.difference}."
         return f"'{self.segment or '(root)'}' is not a segment: with it {self.difference}."
@@ -75,11 +75,11 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differs:
-    """Verification failed: a step with it computes something else than one of the original."""
+    """The reason that verification failed: a step with the plan computes something else than the original."""
 
     verification: Verification
     left_out: tuple[LeftOut, ...] = ()
-    """The parts of it that are at fault, where they were looked for."""
+    """Parts of the plan that are at fault, where they were looked for."""
 
     @property
     def because(self) -> str:
@@ -99,11 +99,11 @@ class Differs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotRun:
-    """A step with it could not be taken, or not be verified."""
+    """The reason that a step with the plan could not be run, or not be verified."""
 
     failure: Failure
     in_verification: bool = False
-    """It was measured; the comparison with the original is what could not be run."""
+    """Whether it was measured, and only the comparison with the original could not be run."""
 
     @property
     def because(self) -> str:
@@ -126,14 +126,14 @@ class Dropped:
 
     plan: Plan
     peak_bytes: int | None
-    """Its allocated peak, as measured or else as predicted; ``None``: it was neither."""
+    """Its allocated peak, measured or else predicted; ``None`` if neither."""
     original_bytes: int | None
-    """That of the original; ``None``: it does not run here."""
+    """Allocated peak of the original; ``None`` if it does not run here."""
     why: Reason
 
     @property
     def found(self) -> str:
-        """What was found: ``147.0 MiB of 200.0 MiB``, or ``2.6 MiB (2.4 MiB without it)``; of no known peak, a plan."""
+        """Finding in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
         if self.peak_bytes is None:
             return f"a plan of {counted(len(self.plan.segments), 'segment')}"
         if self.original_bytes is None:
@@ -145,7 +145,7 @@ class Dropped:
 
     @property
     def sentence(self) -> str:
-        """That it is not applied, and why."""
+        """Sentence that says that it is not applied, and why."""
         if self.plan.in_backward:
             return f"The optimizer does not run in backward: {self.why.because}."
         what = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
@@ -155,8 +155,8 @@ class Dropped:
 def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
     """Return the one of ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
-    That is the last one that was verified; else the fastest that was too slow; else the last that saved too little, or
-    that could not be run.  An optimizer that cannot run in backward is no plan that was found.
+    It is the last one that was verified; else the fastest of those too slow; else the last that saved too little, or
+    could not be run.  An optimizer that cannot run in backward does not count as a plan.
     """
     found = [each for each in dropped if not (each.plan.in_backward and isinstance(each.why, NotRun))]
     return min(reversed(found), key=_distance, default=None)

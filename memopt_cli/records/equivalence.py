@@ -1,4 +1,4 @@
-"""``memopt verify``: whether two models, or two steps, train alike."""
+"""Records of ``memopt verify``, which compares how two models, or two steps, train."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class EquivalenceRequest:
 
     reference: ModelSource
     candidate: ModelSource
-    """The same model or step, trained in another way."""
+    """Candidate: the same model or step, trained in another way."""
     spec: InputSpec | None
-    """Of both; ``None``: look for it beside the reference, then guess."""
+    """Inputs of both; ``None`` to look for them beside the reference, then guess."""
     settings: StepSettings = StepSettings()
     steps: int = 3
-    """Consecutive ones, with an optimizer."""
+    """Number of consecutive steps, with an optimizer."""
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPrint:
-    """A call of a module."""
+    """One call of a module."""
 
     path: str
     class_name: str
     recomputed: bool
-    """It was called by backward."""
+    """Whether backward called it."""
     training: bool
-    """The module was in training mode."""
+    """Whether the module was in training mode."""
     begun: str
-    """A digest of where the random generators stood when it began, the model's own too."""
+    """Digest of the random generators' state when it began, the model's own included."""
     inputs: tuple[TensorPrint, ...]
     outputs: tuple[TensorPrint, ...]
-    """None of a call that was not finished: a checkpoint stops its recomputation where it has all it needs."""
+    """Outputs; empty for an unfinished call, as where a checkpoint stops its recomputation once it has all it needs."""
     finished: bool
     draws: bool
-    """The generators moved meanwhile."""
+    """Whether it drew random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,34 +53,34 @@ class ChoicePrint:
 
     operator: str
     path: str
-    """Of the module that ran it."""
+    """Path of the module that ran it."""
     recomputed: bool
     values: TensorPrint
     chosen: TensorPrint
-    """Their indices."""
+    """Indices of the values chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrint:
-    """What one of several steps left."""
+    """The record of one of several steps."""
 
     left: tuple[TensorPrint, ...]
     """Outputs, inputs, gradients before the update, buffers, state, generators, and the parameters after the update."""
     others: tuple[TensorPrint, ...]
     """Numbers among the outputs; numbers and generators among the attributes, where they have moved since the start."""
     hooks: tuple[str, ...]
-    """Calls of the user's hooks, in turn: ``forward hook record of block1``."""
+    """Calls of the user's hooks, in order: ``forward hook record of block1``."""
     calls: tuple[CallPrint, ...] = ()
-    """Of a step that was watched, in the order in which they ended."""
+    """Calls in a watched step, in the order in which they ended."""
     choices: tuple[ChoicePrint, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What Python warned of."""
+    """Warnings by Python."""
     nested_backward: bool = False
-    """Of a step that was watched: backward ran within backward, as a reentrant checkpoint has it."""
+    """Whether backward ran within backward in a watched step, as a reentrant checkpoint does."""
     failed: str = ""
-    """What the step raised: it left nothing, and none follows it."""
+    """Error of the step, which then left nothing and is the last; empty if it succeeded."""
     updated: bool = True
-    """An optimizer stepped, if there is one: a scaler skips the first updates of a step of one's own."""
+    """Whether an optimizer updated, if there is one: the scaler of a user's own step skips the first updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,23 +93,23 @@ class Followed:
     """Names of the attributes that hold numbers or generators."""
     steps: tuple[StepPrint, ...]
     draws: bool
-    """Random numbers were drawn."""
+    """Whether random numbers were drawn."""
     is_compiled: bool
-    """Modules in it go through ``torch.compile``, and were not watched."""
+    """Whether modules in it are compiled by ``torch.compile``, and were not watched."""
     evaluating: tuple[str, ...] = ()
-    """Paths of modules that came in eval mode, of those that training mode is for."""
+    """Paths of modules in eval mode, of those that behave differently in training mode."""
     frozen: tuple[str, ...] = ()
-    """Names of the parameters that want no gradient."""
+    """Names of the parameters that require no gradient."""
 
     @property
     def failed(self) -> str:
-        """What the last step raised; empty: nothing."""
+        """Error of the last step; empty if it succeeded."""
         return self.steps[-1].failed
 
 
 Likeness = Literal["to the bit", "within noise", "up to rounding", "as far as can be told", "not"]
-"""How far two trainings are alike: to the bit; no further apart than two runs of the reference; in float64 to 1e-9;
-within half of the digits, where float64 tells nothing; not."""
+"""Likeness of two trainings: to the bit; no further apart than two runs of the reference; in float64 to 1e-9; within
+half of the digits, where float64 cannot decide; not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,27 +117,27 @@ class TensorGap:
     """A tensor that differs between two trainings."""
 
     name: str
-    """As ``gradient of block1.weight``."""
+    """Name such as ``gradient of block1.weight``."""
     apart: float
-    """The distance over the norm of the reference's; infinite where one has none, or another shape."""
+    """Distance divided by the norm of the reference's tensor; infinite if one is missing, or has another shape."""
     missing: Literal["", "reference", "candidate"] = ""
-    """Who has none."""
+    """Side that lacks the tensor; empty if neither does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Where a difference comes from, as far as a second look at the step tells."""
+    """The cause of a difference, as far as a second run of the step shows."""
 
     module: str
-    """Path of the first module that differs; empty: it is not known, or the model itself."""
+    """Path of the first module that differs; empty if it is not known, or the model itself."""
     class_name: str
     text: str
-    """The likely cause; empty if nothing is known."""
+    """Likely cause; empty if nothing is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equivalence:
-    """Two trainings, compared."""
+    """The comparison of two trainings."""
 
     reference: str
     candidate: str
@@ -145,24 +145,24 @@ class Equivalence:
     steps: int
     batch: int
     compared: int
-    """Tensors of a step."""
+    """Number of tensors compared in a step."""
     precision: str
-    """That of the comparison which decided."""
+    """Precision of the comparison that decided."""
     worst: float
-    """The largest distance that was found in float32 or what else was asked for; relative."""
+    """Largest relative distance in the precision asked for."""
     differs_in_step: int = 0
-    """The first one in which they differ; 0: none."""
+    """First step in which they differ; 0 if none."""
     gaps: tuple[TensorGap, ...] = ()
-    """All that differs in that step, what people look at first in front."""
+    """Tensors that differ in that step, the most telling ones first."""
     failed: str = ""
-    """What the candidate's step raised, where the reference's raises nothing: that which ``differs_in_step`` names."""
+    """Error of the candidate in step ``differs_in_step``, where the reference raises none; empty if there is none."""
     hooks: str = ""
-    """How the calls of hooks differ."""
+    """Difference in the calls of hooks, in words; empty if there is none."""
     cause: Cause | None = None
     notes: tuple[str, ...] = ()
     spent_s: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs by more than it may."""
+        """Whether nothing differs by more than is allowed."""
         return self.alike != "not"

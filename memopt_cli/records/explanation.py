@@ -1,4 +1,4 @@
-"""``memopt explain``: why a step does not fit, and what would make it fit."""
+"""Records of ``memopt explain``: why a step does not fit, and changes with which it does."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ class ExplainRequest:
     """Everything ``memopt explain`` was asked for."""
 
     source: ModelSource | None
-    """``None``: there is a snapshot alone."""
+    """Model; ``None`` if there is only a snapshot."""
     spec: InputSpec | None = None
-    """``None``: look for it beside the model, then guess."""
+    """Inputs; ``None`` to look for them beside the model, then guess."""
     settings: StepSettings = StepSettings()
     memory: int | float | None = None
-    """Bytes, or a share of what the device has free; ``None``: what the log or the snapshot tells, else 0.9."""
+    """Bytes, or a share of the free memory; ``None`` for the memory in the log or snapshot, or else 0.9."""
     log_path: str | None = None
-    """A file with the text of an out-of-memory error."""
+    """Path of a file with the text of an out-of-memory error; ``None`` for none."""
     snapshot_path: str | None = None
-    """A pickle of ``torch.cuda.memory._snapshot()``."""
+    """Path of a pickle of ``torch.cuda.memory._snapshot()``; ``None`` for none."""
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""
     flags: tuple[str, ...] = ()
-    """How the user told of the model, its inputs and its step: the commands that are suggested repeat it."""
+    """Flags by which the user described the model, its inputs and its step; suggested commands repeat them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemoryText:
-    """What PyTorch's message of an out-of-memory error says, in bytes; 0: it does not say."""
+    """The numbers in PyTorch's message of an out-of-memory error, in bytes; 0 where it does not give one."""
 
     asked_bytes: int
-    """What could not be had."""
+    """Bytes of the failed allocation."""
     free_bytes: int = 0
-    """Of the device."""
+    """Bytes of the device that were free."""
     allocated_bytes: int = 0
-    """Held by tensors."""
+    """Bytes held by tensors."""
     reserved_bytes: int = 0
-    """Held by PyTorch's allocator, and by no tensor."""
+    """Bytes held by PyTorch's allocator and by no tensor."""
     line: str = ""
-    """``train.py:31``: the innermost line of the traceback that is no library's."""
+    """Innermost line of the traceback outside of libraries, ``train.py:31``; empty if there is none."""
 
     @property
     def available_bytes(self) -> int:
-        """What a step surely has: what tensors held, and what was free; 0: not known."""
+        """Bytes that a step surely has: those that tensors held, and those free; 0 if not known."""
         return self.allocated_bytes + self.free_bytes if self.allocated_bytes else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who holds memory, and how much."""
+    """A module or line, and the memory that it holds."""
 
     name: str
     nbytes: int
@@ -66,18 +66,18 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotFacts:
-    """What a snapshot of PyTorch's allocator tells."""
+    """Facts from a snapshot of PyTorch's allocator."""
 
     allocated_bytes: int
-    """Held by tensors."""
+    """Bytes held by tensors."""
     reserved_bytes: int
-    """Held by the allocator, for tensors or for none."""
+    """Bytes held by the allocator, unused ones included."""
     asked_bytes: int
-    """What could not be had; 0: it is not in it."""
+    """Bytes of the failed allocation; 0 if it is not in the snapshot."""
     free_bytes: int
-    """Of the device, then."""
+    """Bytes of the device that were free then."""
     lines: tuple[Holder, ...]
-    """By the line of the code that made the tensors, most first; an empty name: no stack was recorded."""
+    """Bytes by the line of code that made the tensors, most first; an empty name where no stack was recorded."""
 
 
 Change = Literal["plan", "optimizer in backward", "micro-batches", "autocast"]
@@ -85,52 +85,52 @@ Change = Literal["plan", "optimizer in backward", "micro-batches", "autocast"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A change with which the step fits; it was run."""
+    """A change with which the step fits, as a run has shown."""
 
     change: Change
     text: str
     command: str
-    """What to type, or to write."""
+    """Command to type, or code to write."""
     plan: Plan = field(default_factory=Plan)
-    """The one under which it was run."""
+    """Plan under which it was run."""
     batch: int | None = None
-    """Of a micro-batch; ``None``: the whole."""
+    """Samples of a micro-batch; ``None`` for the whole batch."""
     predicted_bytes: int | None
-    """By a dry run; ``None``: there was none."""
+    """Peak of a dry run; ``None`` if there was none."""
     peak_bytes: int
-    """The allocated peak, as measured."""
+    """Measured allocated peak."""
     seconds: float
-    """Of as many samples as the step has."""
+    """Seconds for all samples of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Who held what when the memory ran out, and what would fit."""
+    """The result of ``memopt explain``: who held the memory when it ran out, and changes that fit."""
 
     header: FileHeader | None
-    """``None``: of a snapshot alone."""
+    """Header; ``None`` if there is only a snapshot."""
     limit_bytes: int
-    """0: not known."""
+    """Memory limit; 0 if not known."""
     limit: str
-    """Where that comes from."""
+    """Source of the limit."""
     needed_bytes: int
-    """The allocated peak of the step as it is, predicted; of a snapshot alone what was held."""
+    """Predicted allocated peak of the step as it is; with only a snapshot, the bytes held in it."""
     asked_bytes: int = 0
-    """What could not be had, as the error says."""
+    """Bytes of the failed allocation, by the error; 0 if not known."""
     instant: Instant | None = None
-    """The first at which more is held than there is; ``None``: the step fits, or there is no model."""
+    """First instant at which more is held than there is; ``None`` if the step fits, or there is no model."""
     line: str = ""
-    """Of the model's code, at that instant; at the peak of a step that fits."""
+    """Line of the model's code at that instant, or at the peak of a step that fits."""
     raised_at: str = ""
-    """The line of the traceback; empty: there is none."""
+    """Line of the traceback; empty if there is none."""
     breakdown: Breakdown | None = None
     modules: tuple[Holder, ...] = ()
-    """Activations by the module that made them, most first."""
+    """Activation bytes by the module that made them, most first."""
     lines: tuple[Holder, ...] = ()
-    """The same by line of the model's code, or of a snapshot's stacks."""
+    """Activation bytes by line of the model's code, or by the stacks of a snapshot."""
     suggestions: tuple[Suggestion, ...] = ()
-    """Fastest first; what rounds comes last."""
+    """Changes that fit, fastest first, those that change rounding last."""
     refused: tuple[str, ...] = ()
-    """What was tried and does not fit, and why."""
+    """Changes that were tried and do not fit, each with the reason."""
     notes: tuple[str, ...] = ()
     spent_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Which batch and which plan train fastest together."""
+"""Records of a search for the batch and the plan that train fastest together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt_cli.records.verification import Verification
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRun:
-    """A batch and a plan that were run together."""
+    """One run of a batch and a plan together."""
 
     plan: Plan
     batch: int
@@ -23,51 +23,51 @@ class PairRun:
     """Forward and backward passes for each step of the optimizer."""
     outcome: BatchProbe | Failure
     samples_per_s: float | None
-    """With one step of the optimizer for so many passes; ``None``: it did not run."""
+    """Rate with one step of the optimizer for so many passes; ``None`` if it did not run."""
     usable: bool
-    """It could be the answer: it is within the memory and the time of a step, and the samples of an optimizer step are
-    those asked for.  Where no step is in time, the shortest is of use."""
+    """Whether it could be the answer: it is within the limits on memory and time, and a step of the optimizer has the
+    samples asked for.  Where no step is in time, the shortest counts."""
     late: bool = False
-    """Its step takes longer than it may."""
+    """Whether its step takes longer than allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastestTraining:
-    """What ``memopt recommend-batch --search`` found."""
+    """The result of ``memopt recommend-batch --search``."""
 
     header: FileHeader
-    """The inputs are those of the answer."""
+    """Header, with the inputs of the answer."""
     budget_bytes: int
     limit: str
-    """The memory limit, and what sets it."""
+    """Memory limit in words, with its source."""
     runs: tuple[PairRun, ...]
-    """In the order in which they were run."""
+    """Runs in their order."""
     chosen: int
     """Index of the answer."""
     original: int | None
-    """Index of the fastest without a plan, of those as fast the smallest batch; ``None``: none fits."""
+    """Index of the fastest run without a plan, of equal ones the smallest batch; ``None`` if none fits."""
     level: int
-    """The highest that plans were searched at."""
+    """Highest level at which plans were searched."""
     accumulation: Accumulation | None
-    """``None``: not asked for."""
+    """Steps that make up one of the optimizer; ``None`` if not asked for."""
     verification: Verification | None
-    """Of the answer's plan; ``None``: it has none."""
+    """Verification of the answer's plan; ``None`` if it has none."""
     priced: int
-    """Plans whose peak and time were worked out by sums."""
+    """Number of plans whose peak and time were predicted."""
     dry_runs: int
     times_run: int
-    """Runs on data; the best pairs are run twice."""
+    """Number of runs on data; the best pairs are run twice."""
     notes: tuple[str, ...]
     files: tuple[str, ...]
     spent_s: float
     step: StepSettings = StepSettings()
-    """How a step was run: a training script that is to take its memory and its time does the same."""
+    """Settings of the step that was run, which a training script must share to need the same memory and time."""
     interrupted: bool = False
-    """Something was still to be run; the answer is the best of what had been."""
+    """Whether the search was interrupted; the answer is the best of the runs until then."""
     dropped: tuple[Dropped, ...] = ()
-    """Plans that were run, train faster than the answer, and fail verification."""
+    """Plans that train faster than the answer but fail verification."""
 
     @property
     def answer(self) -> PairRun:
-        """The pair that trains most samples a second."""
+        """Pair that trains most samples a second."""
         return self.runs[self.chosen]

@@ -1,4 +1,4 @@
-"""What every written file says of its origin."""
+"""The header of written files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileHeader:
-    """What every written file says of its origin."""
+    """The origin of a written file.
+
+    Every file that memopt writes begins with it.
+    """
 
     schema_version: int
     memopt: str
     torch: str
     model: str
-    """Location of the original, as given."""
+    """Location of the original model, as given."""
     sha256: str | None
     spec: InputSpec
     seed: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from memopt_cli.errors import UsageError
 
 GUESS = "a guess from "
-"""How the source of a spec begins that memopt has made up itself."""
+"""Beginning of the source of inputs that memopt has guessed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,27 +28,28 @@ class TensorSpec:
 class InputSpec:
     """The inputs of one training step, by one of ``tensors``, ``data_file`` and ``script``.
 
-    With none of them its ``dims`` resize those that are found elsewhere.  Raises :class:`UsageError` for two at once:
-    whoever looked at the one would run the other.
+    With none of them, its ``dims`` resize inputs that are found elsewhere.  Raises :class:`UsageError` for two at once,
+    since one could be checked and the other be run.
     """
 
     tensors: tuple[TensorSpec, ...] = ()
     dims: dict[str, int] = field(default_factory=dict)
     """Size of each symbol, e.g. ``{"B": 8, "S": 128}``."""
     optional_dims: tuple[str, ...] = ()
-    """Those of ``dims`` that are left out where nothing takes them: a config file may be of other models, too."""
+    """Names in ``dims`` that are ignored where nothing takes them, since a config file may serve several models."""
     data_file: str | None = None
-    """``--input-data``: a file that holds the inputs."""
+    """Path of a file that holds the inputs (``--input-data``); ``None`` for none."""
     data_sha256: str | None = None
-    """Hash of that file when it was first read: one that has become another is refused.  ``None``: not read yet."""
+    """Hash of that file when it was first read, by which a changed file is refused; ``None`` if it has not been
+    read."""
     script: str | None = None
-    """``--input-script``: ``file.py:function``, called with the dimensions it names."""
+    """Function ``file.py:function``, called with the dimensions it names (``--input-script``); ``None`` for none."""
     source: str
-    """Where the spec was found, for people: ``--input``, ``model.inputs.yaml``, ``a guess from conv1`` …"""
+    """Source of the description in words: ``--input``, ``model.inputs.yaml``, ``a guess from conv1`` …"""
 
     @property
     def is_guess(self) -> bool:
-        """Nobody has said it: it is memopt's own."""
+        """Whether memopt guessed the inputs."""
         return self.source.startswith(GUESS)
 
     def __post_init__(self) -> None:

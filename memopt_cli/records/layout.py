@@ -1,16 +1,16 @@
-"""How a training step is spread over many ranks, and what they tell each other."""
+"""The layout of a training step over many ranks, and their exchange."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BUILT_IN = ("fsdp", "ddp")
-"""Ways to spread a model that need no function of the user's."""
+"""Names of layouts that need no function of the user's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model is spread over ranks, each of which is a process with a device."""
+    """The distribution of a model over ranks, each of which is a process with a device."""
 
     ranks: int
     parallel: str
@@ -27,4 +27,4 @@ class Collective:
     """``all-gather``, ``reduce-scatter``, ``all-reduce``, ``broadcast``, ``all-to-all`` …"""
     calls: int
     whole_bytes: int
-    """Of the tensors as a whole: what is gathered, or what each rank gives to be reduced."""
+    """Bytes of the whole tensors: those gathered, or those that each rank gives to be reduced."""

@@ -1,4 +1,4 @@
-"""Ways to learn sequences, compared."""
+"""Records of a comparison of strategies to learn sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from memopt_cli.records.header import FileHeader
 
 StrategyName = Literal["bptt", "plan", "online"]
-"""Ways to learn sequences: back-propagation through time, the same under a plan, and online learning."""
+"""Strategy to learn sequences: back-propagation through time, the same under a plan, or online learning."""
 
 OnlineRule = Literal["D-RTRL", "ES-D-RTRL"]
 
@@ -20,57 +20,57 @@ ONLINE_RULES: tuple[OnlineRule, ...] = typing.get_args(OnlineRule)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientAgreement:
-    """A gradient of online learning against that of back-propagation through time, all parameters as one vector."""
+    """The agreement of online learning's gradient with that of back-propagation through time, as one vector."""
 
     rule: OnlineRule
     steps: int
-    """Time steps of the sequence that both were taken of."""
+    """Time steps of the sequence that both gradients are for."""
     cosine: float
     relative_error: float
-    """Norm of the difference over that of the latter."""
+    """Norm of the difference, divided by that of back-propagation through time."""
     exact: bool
-    """The relative error is that of rounding."""
+    """Whether the relative error is within rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyPoint:
-    """Memory of a training step of so many time steps."""
+    """The memory of a training step with a number of time steps."""
 
     steps: int
     allocated_peak_bytes: int
     measured: bool
-    """If not, it is by the line through those that were."""
+    """Whether it was measured; if not, it lies on the line through measured points."""
     step_s: float | None
     """Wall time of the whole sequence; ``None`` if it was not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyCurve:
-    """One way to learn sequences."""
+    """The memory of one strategy to learn sequences."""
 
     strategy: StrategyName
     label: str
-    """The strategy, and its rule if it has one."""
+    """Strategy in words, with its rule if it has one."""
     points: tuple[StrategyPoint, ...]
-    """By the number of steps; empty if it cannot be run."""
+    """Points by the number of steps; empty if the strategy cannot be run."""
     slope_bytes: float | None
-    """Bytes per time step; ``None``: not known, as fewer than two sizes could be measured."""
+    """Bytes per time step; ``None`` if fewer than two sizes could be measured."""
     exact: bool | None
-    """Its gradient is that of back-propagation through time; ``None``: not known."""
+    """Whether its gradient is that of back-propagation through time; ``None`` if not known."""
     remark: str
-    """How that is known, or why it cannot be run."""
+    """Evidence for that, or the reason why the strategy cannot be run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyComparison:
-    """What ``memopt recommend-batch --strategy`` found."""
+    """The result of ``memopt recommend-batch --strategy``."""
 
     header: FileHeader
     symbol: str
     batch: int
     budget_bytes: int
     limit: str
-    """The memory limit, and what sets it."""
+    """Memory limit in words, with its source."""
     curves: tuple[StrategyCurve, ...]
     notes: tuple[str, ...]
     spent_s: float

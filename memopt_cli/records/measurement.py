@@ -1,4 +1,4 @@
-"""What a training step needs: predicted, counted, measured, or why there is no measurement."""
+"""The needs of a training step: predicted, counted or measured, or the reason why there is no measurement."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from memopt_cli.records.trace import Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model says of a plan, without running anything."""
+    """A prediction of the cost model for a plan."""
 
     allocated_peak_bytes: int
     module: str
-    """The module that runs when the peak is reached."""
+    """Path of the module that runs when the peak is reached."""
     step_s: float
-    """Time of a step: the recorded operators', and what the plan runs again."""
+    """Seconds of a step: the recorded operators, and those that the plan runs again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Breakdown:
 
     parameters_bytes: int
     gathered_bytes: int = 0
-    """Parameters that are whole for a while, gathered from other ranks, and the buffers in which they arrive."""
+    """Parameters gathered from other ranks for a while, and the buffers in which they arrive."""
     buffers_bytes: int
     gradients_bytes: int
     reduction_bytes: int = 0
@@ -43,7 +43,7 @@ class Breakdown:
 
 
 def break_down(sizes: Iterable[tuple[str, int]]) -> Breakdown:
-    """From (kind, bytes) of the storages that are alive."""
+    """Add up ``sizes``, pairs of kind and bytes of the storages alive."""
     total: Counter[str] = Counter()
     for kind, nbytes in sizes:
         total[kind] += nbytes
@@ -67,7 +67,7 @@ class PhasePeak:
     allocated_peak_bytes: int
 
     def raised(self, tensor_bytes: int, allocated_bytes: int) -> PhasePeak:
-        """Of an instant more."""
+        """Return the peaks raised to those of one more instant."""
         if tensor_bytes <= self.tensor_peak_bytes and allocated_bytes <= self.allocated_peak_bytes:
             return self
         return PhasePeak(
@@ -79,21 +79,21 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """One step's tensor peak and who holds it, from a run on real or fake tensors."""
+    """The peaks of one step and the modules that hold them, from a run on real or fake tensors."""
 
     tensor_peak_bytes: int
     allocated_peak_bytes: int
-    """The tensor peak with the workspaces that kernels were seen to take."""
+    """Peak with the workspaces that kernels took in a real step."""
     resident_bytes: int
     """All parameters, buffers, gradients, optimizer state and inputs at full size."""
     breakdown: Breakdown
-    """At the instant of the tensor peak."""
+    """Bytes alive at the instant of the tensor peak."""
     holders: tuple[ModuleShare, ...]
     """Modules that hold most at the instant of the allocated peak, largest first."""
     phases: tuple[PhasePeak, ...] = ()
-    """In turn, those that the step has."""
+    """Phases that the step has, in order."""
     collectives: tuple[Collective, ...] = ()
-    """By kind, those first that exchange most."""
+    """Collectives by kind, those that exchange most first."""
     operators: int = 0
     """Operators that ran."""
     data_ranks: int = 1
@@ -109,7 +109,7 @@ class Measurement:
     resident_bytes: int
     """All parameters, buffers, gradients, optimizer state and inputs at full size."""
     reserved_peak_bytes: int
-    """CUDA: what the caching allocator held; CPU: the same as the allocated peak."""
+    """Peak of the caching allocator on CUDA; on the CPU equal to the allocated peak."""
     process_peak_bytes: int
     """Largest resident set of the subprocess, interpreter and libraries included."""
     step_times_s: tuple[float, ...]
@@ -118,14 +118,14 @@ class Measurement:
     holders: tuple[ModuleShare, ...]
     """Modules that hold most at the tensor peak, largest first."""
     backend: str
-    """What counted the allocated peak, e.g. ``cpu profiler``."""
+    """Source of the allocated peak: ``cpu profiler`` …"""
     batch: int
     spent_s: float
-    """Wall time of all its steps, those among them that are not timed."""
+    """Wall time of all steps, untimed ones included."""
     update_s: float = 0.0
-    """Of a step, what clipping and the optimizers took, median; 0 where it was not timed."""
+    """Median time of clipping and the optimizers in a step; 0 where it was not timed."""
     phases: tuple[PhasePeak, ...] = ()
-    """In turn, those that the step has; empty in files from before they were recorded."""
+    """Phases that the step has, in order; empty in files from before they were recorded."""
 
     @property
     def step_s(self) -> float:
@@ -133,12 +133,12 @@ class Measurement:
         return statistics.median(self.step_times_s)
 
     def slowdown(self, original: Measurement) -> float:
-        """Median step time over the original's, to the two decimals that are shown and that limits are held to."""
+        """Return the median step time divided by that of ``original``, to two decimals, as in limits and reports."""
         return round(self.step_s / original.step_s, 2)
 
     @property
     def step_variation(self) -> float:
-        """Interquartile range of the step times over their median; 0 of a single step."""
+        """Interquartile range of the step times divided by their median; 0 for a single step."""
         if len(self.step_times_s) < 2:
             return 0.0
         first, median, third = statistics.quantiles(self.step_times_s, n=4, method="inclusive")
@@ -150,49 +150,49 @@ class Measurement:
         return max(0, self.allocated_peak_bytes - self.resident_bytes)
 
 
-# A measurement that gave no numbers says why, as a type.
+# A measurement that failed is a type that says why.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """The step needs more memory than the subprocess may have."""
+    """A step that needs more memory than its subprocess may have."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOut:
-    """The subprocess passed its time limit and was ended."""
+    """A subprocess that was ended at its time limit."""
 
     limit_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crashed:
-    """The subprocess ended without an answer."""
+    """A subprocess that ended without an answer."""
 
     reason: str
     """``killed by SIGSEGV``, ``exit code 7`` …"""
     output_tail: str
-    """The last lines it printed."""
+    """Last lines that it printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed:
-    """The model's own code raised, or its step has no usable result."""
+    """A step in which the model's own code raised, or that has no usable result."""
 
     message: str
     hint: str = ""
     exit_code: int = 3
     wanted: tuple[WantedGlobal, ...] = ()
-    """What the model's file would have to be allowed, where a yes would do."""
+    """Imports of the model's file that the user could allow; empty if that would not help."""
 
 
 Failure = OutOfMemory | TimedOut | Crashed | StepFailed
 
 
 def describe(failure: Failure) -> str:
-    """One sentence on why there is no measurement."""
+    """Say in one sentence why there is no measurement."""
     match failure:
         case OutOfMemory(detail=detail):
             return f"out of memory ({detail})" if detail else "out of memory"

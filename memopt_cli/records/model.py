@@ -1,4 +1,4 @@
-"""A model: where it comes from, what the user vouched for, and what is known of it once it is loaded."""
+"""A model: its source, the trust that its file needs, and facts about it once it is loaded."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """What the user vouched for when a file is loaded."""
+    """Code that the user vouches for when a file is loaded."""
 
     libraries: tuple[str, ...] = ()
     """Packages whose ``nn.Module`` classes may be built (``trust:``), like those of well-known model libraries."""
     packages: tuple[str, ...] = ()
-    """Top-level packages vouched for (``--allow-package``): the classes that they define may be built, and their
-    functions referred to; a function that the file itself calls must be named in :attr:`globals`."""
+    """Top-level packages (``--allow-package``) whose classes may be built and whose functions may be referred to; a
+    function that the file itself calls must be named in :attr:`globals`."""
     globals: tuple[str, ...] = ()
     """Single qualified names that may be imported (``--allow-global``)."""
     code_paths: tuple[str, ...] = ()
     """Files or folders made importable, whose module classes are trusted (``--code-path``)."""
     pickle: bool = False
-    """No check at all (``--trust-pickle``)."""
+    """Whether nothing is checked at all (``--trust-pickle``)."""
     sandbox: bool = True
-    """Subprocesses that load and run the model are confined, unless nothing is checked (``--no-sandbox`` says no)."""
+    """Whether subprocesses that load and run the model are confined (not with ``--no-sandbox``, nor if nothing is
+    checked)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +53,27 @@ class ModelSource:
     weights: str | None = None
     """Path of a state dict that fills the model (``--weights``)."""
     key: str | None = None
-    """Which entry is meant of a file that holds several, as keys joined by dots (``--key``)."""
+    """Entry to take from a file that holds several, as keys joined by dots (``--key``); ``None`` for the file
+    itself."""
     trust: Trust = Trust()
     keeps_compiled: bool = False
-    """What ``torch.compile`` made of a model that code builds is run so; otherwise the model within is run as it is
-    written."""
+    """Whether a model that code compiles with ``torch.compile`` is run compiled; otherwise the model within is run."""
     own_checkpoints: bool = True
-    """The model checkpoints as it comes; otherwise the attributes that ask for that are off."""
+    """Whether the model's own checkpointing stays as it is; otherwise the attributes that control it are off."""
     sha256: str | None = None
-    """Hash of the model file when it was first read: one that has become another is refused.  ``None``: not read yet,
-    or a callable."""
+    """Hash of the model file when it was first read, by which a changed file is refused; ``None`` if it has not been
+    read yet, or is a callable."""
     weights_sha256: str | None = None
-    """The same of the file of weights."""
+    """Hash of the file of weights when it was first read; ``None`` if it has not been read yet, or there is none."""
 
 
 STEP = "step"
-"""The format of the models of a step of the user's own, which has an optimizer, losses and all."""
+"""Format of the models of a user's own step, which brings its optimizers and losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model in memory, with what is known of the file it came from."""
+    """A model in memory, with facts about the file it came from."""
 
     module: nn.Module
     source: ModelSource
@@ -84,39 +85,38 @@ class LoadedModel:
     """Hash of the file of weights; ``None`` if there is none."""
     notes: tuple[str, ...] = ()
     example_spec: InputSpec | None = None
-    """The inputs that the file carries, if it does (``.pt2``)."""
+    """Inputs that the file carries (``.pt2``); ``None`` if it carries none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a command must know of a model that was loaded in another process."""
+    """Facts about a model that was loaded in another process."""
 
     format: str
-    """As of :class:`LoadedModel`."""
+    """Format, as in :class:`LoadedModel`."""
     class_name: str
-    """Of the model itself."""
+    """Class of the model itself."""
     sha256: str | None
     weights_sha256: str | None
     notes: tuple[str, ...]
     spec: InputSpec | None
-    """The inputs of its step; ``None`` if they were not asked for."""
+    """Inputs of its step; ``None`` if they were not asked for."""
     batch: int | None
-    """How many samples they are, which a file of inputs may have to tell; ``None`` if they were not asked for."""
+    """Number of samples of the inputs, which may come from a file; ``None`` if they were not asked for."""
     carried: Plan
-    """The plan that the file carries."""
+    """Plan that the file carries; empty if none."""
     asked_codecs: tuple[str, ...]
     """Paths of the modules that name a codec, other than none, for their inputs (``x_compressor``)."""
     fixed_sizes: bool
-    """The file was made for inputs of one size (``torch.export`` without ``dynamic_shapes``)."""
+    """Whether the file takes inputs of one size only (``torch.export`` without ``dynamic_shapes``)."""
     indices: dict[str, int]
-    """Its buffers and attributes that hold integers -> the largest in each: they may point at samples, as the edges of
-    a graph do."""
+    """Buffer or attribute of integers -> the largest of them; it may refer to samples, as the edges of a graph do."""
     batch_norms: bool
-    """A layer of it normalizes by statistics of the batch."""
+    """Whether a layer of it normalizes by statistics of the batch."""
     trainable_bytes: int
-    """Of the parameters that require gradients, as they are stored."""
+    """Bytes of the parameters that require gradients, as they are stored."""
     held_bytes: int
-    """Of all parameters and buffers, as they are stored."""
+    """Bytes of all parameters and buffers, as they are stored."""
     sync_norms: tuple[str, ...]
     """Paths of batch norms that need all processes."""
     checkpoint_switches: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""``memopt optimize`` and ``memopt apply``: what they were asked for, and what they did."""
+"""Requests and results of ``memopt optimize`` and ``memopt apply``."""
 
 from __future__ import annotations
 
@@ -27,36 +27,37 @@ class OptimizeRequest(StepRequest):
     search: SearchOverrides = field(default_factory=SearchOverrides)
     goal: SearchGoal = SearchGoal()
     dim_range: DimRange | None = None
-    """The least and the largest size of a dimension: a plan for each of a few ranges, within the goal's budget.  The
-    inputs have the largest."""
+    """Least and largest size of a dimension, for a plan with a few ranges of it within the goal's budget; the inputs
+    have the largest.  ``None`` for a plan at one size."""
     lengths: str | Mapping[int, int] | None = None
-    """A file of the sizes that it has in training, or how often each occurs; ``None``: all of its range alike."""
+    """Path of a file of the sizes in training, or size -> its count; ``None`` if all sizes are equally frequent."""
     output: str | None = None
-    """Path of the optimized model; ``None``: beside the original."""
+    """Path of the optimized model; ``None`` for beside the original."""
     dry_run: bool = False
-    """Search and report, write nothing."""
+    """Whether to search and report without writing anything."""
     card: DeviceProfile | None = None
-    """A device that is not here, for which the plan is searched; nothing is measured."""
+    """Device that is not here, to search the plan for without measuring anything; ``None`` for the one here."""
     layout: Layout | None = None
-    """Many ranks, for one of which the plan is searched; nothing is measured."""
+    """Layout of many ranks, for one of which the plan is searched without measuring; ``None`` for a single device."""
     plan_only: bool = False
-    """Write no model: the plan is applied where it trains."""
+    """Whether to write no model, because the plan is applied where it trains."""
     unverified: bool = False
-    """A plan for a step elsewhere is not compared with the original: this machine may not hold the model."""
+    """Whether a plan for a step elsewhere is not compared with the original, since this machine may not hold the
+    model."""
     force: bool = False
-    """Existing files may be replaced."""
+    """Whether existing files may be replaced."""
     longest_step_s: float | None = None
-    """The step that verifies the recommended batch is to take no longer; ``None``: see ``pipeline.batch_advice``."""
+    """Longest seconds of the step that verifies the recommended batch; ``None`` for the default of the advice."""
     recommend_batch: bool = True
-    """Find the batch that fits, too."""
+    """Whether to find the batch that fits as well."""
     record_steps: bool = False
-    """Record a step before and after, for a report that shows them."""
+    """Whether to record a step before and after, for a report that shows them."""
     search_limit_s: float | None = None
-    """No plan is tried any more when the search has taken this long: the best so far is taken."""
+    """Seconds after which the search tries no more plans; ``None`` for no limit."""
     measure_levels: bool = False
-    """Measure the plan of every level, not the applied one alone."""
+    """Whether to measure the plan of every level, and not only the applied one."""
     interruptible: bool = False
-    """Ctrl-C in the search ends the search alone: the best so far is measured, verified and written."""
+    """Whether Ctrl-C in the search only ends the search: the best plan so far is measured, verified and written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,34 +66,34 @@ class ApplyRequest(StepRequest):
 
     plan_path: str
     spec: InputSpec | None = None
-    """As in :class:`OptimizeRequest`; only needed to verify."""
+    """Inputs, which are needed only to verify or confirm; ``None`` to look for them beside the model, then guess."""
     settings: StepSettings = StepSettings()
     verify: bool = False
-    """Compare with the original first; nothing is written if they differ."""
+    """Whether to compare with the original first, and to write nothing if they differ."""
     confirm: bool = False
-    """Run the step under the plan first, and hold what the plan's file predicts against it."""
+    """Whether to run the step under the plan first, and to compare it with the prediction in the plan's file."""
     output: str | None = None
     force: bool = False
     timeout_s: float = 600.0
-    """Of loading the model, of the comparison, and of each piece of the file that is written."""
+    """Time limit, in seconds, of loading the model, of the comparison, and of each piece of the file written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyResult:
-    """What ``memopt apply`` did."""
+    """The result of ``memopt apply``."""
 
     files: tuple[str, ...]
     verification: Verification | None = None
-    """``None`` unless asked for; of a plan by length at the largest."""
+    """Verification, for a plan by length at the largest length; ``None`` unless asked for."""
     shorter: tuple[Verification, ...] = ()
-    """Of a plan by length, at the largest length of each other range."""
+    """Verifications of a plan by length at the largest length of each other range."""
     confirmation: Confirmation | None = None
-    """``None`` unless asked for."""
+    """Measured step and prediction; ``None`` unless asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSteps:
-    """One training step as it was, and under the plan that is applied."""
+    """One training step, recorded without a plan and under the applied one."""
 
     original: StepTrace
     optimized: StepTrace
@@ -100,13 +101,13 @@ class RecordedSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeResult:
-    """What ``memopt optimize`` did."""
+    """The result of ``memopt optimize``."""
 
     header: FileHeader
     summary: MemOptSummary
     files: tuple[str, ...]
     """Paths written; empty for a dry run."""
     steps: RecordedSteps | None = None
-    """``None`` unless asked for."""
+    """Recorded steps; ``None`` unless asked for."""
     ended_by: MemoptError | None = None
-    """What kept it from its end once the plan was found; all that was found before is here."""
+    """Error after the plan was found, which ended the optimization early; ``None`` if there was none."""

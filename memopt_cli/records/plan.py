@@ -1,4 +1,4 @@
-"""What to do at each module of a model."""
+"""Plans: what to do at each module of a model."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from typing import Literal
 from memopt_cli.errors import UsageError
 
 MOST_RANGES = 100
-"""Of a plan by length: each is measured by itself."""
+"""Most ranges of a plan by length, each of which is measured by itself."""
 
 CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "parts", "own"]
 
 
 MOST_NORMS = 2
-"""Batch norms in a module that is worth running in chunks: each costs one more pass over them, there and back."""
+"""Most batch norms in a module that is run in chunks: each costs one more pass over the chunks, forward and
+backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRule:
-    """How a module is cut into chunks that compute the same as the whole."""
+    """A way to cut a module into chunks that compute the same as the whole."""
 
     axis: int = 0
     """Dimension of inputs and outputs along which the chunks are cut."""
     seq_inputs: int = 1
-    """How many leading positional arguments are cut; later ones are states, or passed whole."""
+    """Number of leading positional arguments that are cut; later ones are states, or passed whole."""
     seq_outputs: int = 1
-    """How many leading outputs are concatenated; later ones are states that the next chunk receives."""
+    """Number of leading outputs that are concatenated; later ones are states that the next chunk receives."""
     batch_statistics: bool = False
-    """For each batch norm inside, a pass over the chunks first gathers the statistics that it normalizes by."""
+    """Whether passes over the chunks first gather, for each batch norm inside, the statistics of the whole batch."""
     inexact: bool = False
-    """Batch norms inside normalize each by its chunk's own statistics.  Not what the whole computes: it must be asked
+    """Whether batch norms inside normalize by the statistics of each chunk, which changes the result and must be asked
     for."""
 
     def applied(self, segment: SegmentPlan, chunks: int) -> SegmentPlan:
-        """The segment in so many chunks, cut by this rule."""
+        """Return ``segment`` in ``chunks`` chunks, cut by this rule."""
         return replace(segment, chunks=chunks, **{f.name: getattr(self, f.name) for f in fields(ChunkRule)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentPlan(ChunkRule):
-    """What to do at one module: make it a segment, perhaps run in chunks.
+    """An entry of a plan, which makes one module a segment, perhaps run in chunks.
 
-    :class:`memopt_cli.runtime.SegmentConfig` has these fields once more: see there.
+    :class:`memopt_cli.runtime.SegmentConfig` has the same fields, since the runtime imports nothing from here.
     """
 
     path: str
@@ -51,17 +52,17 @@ class SegmentPlan(ChunkRule):
     compressor: CompressorName = "null"
     """Codec of the stored input tensors; ``own`` is the module's ``x_compressor``."""
     chunks: int = 1
-    """Number of chunks; 1 means the whole input at once, and that the rule is none."""
+    """Number of chunks; with 1 the whole input runs at once, and the rule has no effect."""
     spatial_split: bool = False
-    """Each module that ``__spatial_split__`` returns is a segment of its own."""
+    """Whether each module that ``__spatial_split__`` returns is a segment of its own."""
     keep: tuple[str, ...] = ()
-    """Operators, by the names of :attr:`OpTrace.name`, whose outputs are kept (``aten::convolution#2``: of the second
-    call that the segment makes outside of segments in it); all others are recomputed."""
+    """Operators whose outputs are kept, by :attr:`OpTrace.name`; all others are recomputed.  ``aten::convolution#2`` is
+    the second such call in the segment, those in inner segments not counted."""
     through_loss: bool = False
-    """Of chunks of a linear layer: each runs on through the cross-entropy that its output goes to, to its gradients;
-    neither the whole output nor the gradient of it ever exists."""
+    """Whether each chunk of a linear layer runs on through the cross-entropy that its output goes to, to its gradients,
+    so that neither the whole output nor its gradient ever exists."""
     recompute_states: bool = False
-    """Of chunks: the states that the module hands from one to the next in its attributes are recomputed, not held."""
+    """Whether states that one chunk hands to the next in attributes are recomputed instead of held."""
 
     @property
     def gathers(self) -> bool:
@@ -77,11 +78,11 @@ class InputDimension:
     """
 
     dim: str
-    """Its symbol, ``S``."""
+    """Symbol of the dimension, ``S``."""
     argument: int | str
-    """Of the model's forward: position from 0, or name."""
+    """Argument of the model's forward, as a position from 0 or a name."""
     axis: int
-    """Of the tensor that is given there; a negative one counts from the last."""
+    """Axis of the tensor given there; a negative one counts from the last."""
 
     def __post_init__(self) -> None:
         if isinstance(self.argument, int) and self.argument < 0:
@@ -92,19 +93,19 @@ class InputDimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRange:
-    """What to do at each module while a dimension is no larger than a bound, and larger than that of the range before.
+    """The plan for a range of sizes of one dimension: up to a bound, and above that of the range before.
 
     Its fields are those of a :class:`Plan`.
     """
 
     up_to: int
-    """The largest size."""
+    """Largest size in the range."""
     segments: tuple[SegmentPlan, ...] = ()
     packed: bool = False
 
     @property
     def plan(self) -> Plan:
-        """The same for a step of that size."""
+        """Plan for a step of a size in the range."""
         return Plan(segments=self.segments, packed=self.packed)
 
 
@@ -116,15 +117,15 @@ class Plan:
     """
 
     segments: tuple[SegmentPlan, ...] = ()
-    """In the order of first call."""
+    """Segments in the order of first call."""
     packed: bool = False
-    """What is saved for backward outside of segments is packed where that is lossless; nothing is run again for it."""
+    """Whether tensors saved for backward outside of segments are packed where that is lossless."""
     in_backward: bool = False
-    """The optimizer steps each parameter as soon as its gradient is whole, which is then freed."""
+    """Whether the optimizer steps each parameter as soon as its gradient is complete, which is then freed."""
     by: InputDimension | None = None
-    """Whose size says which of the ranges is meant; the model's root looks at it in every forward."""
+    """Dimension whose size selects the range, in every forward; ``None`` for a plan without ranges."""
     ranges: tuple[PlanRange, ...] = ()
-    """From the shortest to the longest; the last one is meant beyond its bound, too."""
+    """Ranges from the shortest to the longest; the last one also acts beyond its bound."""
 
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):
@@ -139,11 +140,11 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """The model stays as it is, and so does its optimizer."""
+        """Whether the model and its optimizer stay as they are."""
         return not self.everywhere and not self.packs and not self.in_backward
 
     def at(self, sizes: Mapping[str, int]) -> Plan:
-        """Of one by length, what is done while dimensions have these sizes, the longest if its is not told."""
+        """Return the plan that acts at ``sizes`` of dimensions; that of the longest range if its own is not given."""
         size = sizes.get(self.by.dim) if self.by is not None else None
         if size is None:
             return self.longest
@@ -151,12 +152,12 @@ class Plan:
 
     @property
     def longest(self) -> Plan:
-        """Of one by length, what is done at the longest; else all of it."""
+        """Plan of the longest range; of a plan without ranges, itself."""
         return self.ranges[-1].plan if self.ranges else self
 
     @property
     def everywhere(self) -> tuple[SegmentPlan, ...]:
-        """The segments, of all ranges."""
+        """Segments of all ranges."""
         return (*self.segments, *(segment for part in self.ranges for segment in part.segments))
 
     @property
@@ -171,7 +172,7 @@ class Plan:
 
     @property
     def of_model(self) -> Plan:
-        """What of it is done to the model, whatever the optimizer does."""
+        """Part of the plan that concerns the model, and not its optimizer."""
         return replace(self, in_backward=False)
 
 
@@ -180,6 +181,6 @@ _BY = "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A module cannot run in chunks, and why."""
+    """The answer that a module cannot run in chunks, and why."""
 
     reason: str

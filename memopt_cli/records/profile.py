@@ -1,4 +1,4 @@
-"""``memopt profile``: where the memory of a step goes."""
+"""Records of ``memopt profile``, an account of the memory of a step."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ class ProfileRequest(StepRequest):
 
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
-    """A plan to run the step under; ``None``: the model as it is."""
+    """Path of a plan to run the step under; ``None`` for the model as it is."""
     fake: bool = False
-    """Estimate on tensors without data; run no step at full size."""
+    """Whether to estimate on tensors without data, without any run at full size."""
     card: DeviceProfile | None = None
-    """A device that is not here, for which the step is estimated without being run."""
+    """Device that is not here, to estimate the step for without running it; ``None`` for the one here."""
     layout: Layout | None = None
-    """Predict the step of one rank of many, without data."""
+    """Layout of ranks, of one of which the step is predicted without data; ``None`` for one device."""
     rank: int | None = None
-    """Which one; ``None``: the first and the last, and the larger of them in full."""
+    """Rank to predict; ``None`` for the first and the last, of which the larger is shown in full."""
     backend: str | None = None
-    """Measure the step compiled by this backend of ``torch.compile``, too."""
+    """Backend of ``torch.compile`` with which the step is measured, too; ``None`` for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
-    """A step of a model that is given to ``torch.compile`` as a whole, once it is compiled."""
+    """The measured step of a model that ``torch.compile`` has compiled as a whole."""
 
     backend: str
     allocated_peak_bytes: int
-    """As the allocator tells it; tensors within compiled code are seen by nobody else."""
+    """Peak by the allocator, which alone sees tensors in compiled code."""
     step_s: float
     broken: str
-    """Why the model, without a plan, is not one graph, as PyTorch says it; empty if it is.  Of one that is not, parts
-    run as they are, and maybe all."""
+    """Reason by PyTorch why the model, without a plan, is not one graph; empty if it is.  Otherwise some parts run
+    uncompiled, or all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """A moment of a recorded step: while an operator runs."""
+    """A moment of a recorded step, while an operator runs."""
 
     allocated_bytes: int
-    """Storages alive, and the operator's workspace."""
+    """Bytes of storages alive, and of the operator's workspace."""
     op: int
-    """Index into the trace's operators; -1: before the first."""
+    """Index of the operator in the trace; -1 before the first."""
     name: str
-    """The operator; empty before the first."""
+    """Name of the operator; empty before the first."""
     phase: Phase
     module: str
 
@@ -71,9 +71,9 @@ class ModuleUse:
     held_bytes: int
     """Activations and temporaries that it holds at the instant of the allocated peak."""
     saved_bytes: int
-    """What forward leaves alive for backward."""
+    """Bytes that forward leaves alive for backward."""
     seconds: float
-    """Its operators in forward and backward; 0 where only tensors without data ran."""
+    """Seconds of its operators in forward and backward; 0 where only tensors without data ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,55 +82,55 @@ class SavedTensor:
 
     nbytes: int
     made_by: str
-    """The operator that made it; empty for what existed before the step."""
+    """Operator that made it; empty if it existed before the step."""
     module: str
-    """Of the operator that saved it first."""
+    """Path of the module of the operator that saved it first."""
     op: str
-    """The operator that saved it first."""
+    """Operator that saved it first."""
     savers: int
-    """How many operators did."""
+    """Number of operators that saved it."""
     compressor: CompressorName
-    """The smallest codec that holds its contents exactly."""
+    """Smallest codec that holds its contents exactly."""
     packed_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """Where the memory of one training step goes."""
+    """The account of the memory of one training step."""
 
     header: FileHeader
     plan: Plan
     measurement: Measurement | OutOfMemory | None
-    """``None``: the step was not to be run at full size."""
+    """Measurement; ``None`` if the step was not run at full size."""
     fake: bool
-    """The step was recorded on tensors without data."""
+    """Whether the step was recorded on tensors without data."""
     tensor_peak_bytes: int
     peak: Instant
-    """Of the allocated peak, as recorded."""
+    """Instant of the recorded allocated peak."""
     breakdown: Breakdown
-    """At that instant."""
+    """Bytes alive at that instant."""
     workspace_bytes: int
-    """What the operator of that instant holds for itself."""
+    """Workspace of the operator at that instant."""
     modules: tuple[ModuleUse, ...]
-    """In the order of first call."""
+    """Modules in the order of first call."""
     saved: tuple[SavedTensor, ...]
-    """Largest first."""
+    """Tensors kept for backward, largest first."""
     phases: tuple[PhasePeak, ...]
-    """Of the recorded step, in turn."""
+    """Phases of the recorded step, in order."""
     live_bytes: tuple[int, ...]
-    """Storages alive before the first operator, and when each has run."""
+    """Bytes alive before the first operator, and after each."""
     flops: int
     notes: tuple[str, ...]
     trace: StepTrace
     estimate: DeviceEstimate | None = None
-    """On a device that is not here, whose times the recorded operators then have; ``None``: none was asked for."""
+    """Estimate for a device that is not here, whose times the recorded operators then have; ``None`` if not asked
+    for."""
     compiled: CompiledStep | None = None
-    """The same step compiled; ``None``: that was not asked for."""
+    """Same step compiled; ``None`` if not asked for."""
     ranks: tuple[RankPrediction, ...] = ()
-    """Of a step that is spread over many ranks: those that were asked for.  The rest is of the first that is largest.
-    """
+    """Predictions for the ranks asked for, if the step is spread over many; all other fields are about :attr:`rank`."""
 
     @property
     def rank(self) -> RankPrediction | None:
-        """The rank whose step this is; ``None`` of a step on one device."""
+        """Rank whose step this is, the first one with the largest peak; ``None`` for a step on one device."""
         return max(self.ranks, key=lambda rank: rank.tensor_peak_bytes, default=None)

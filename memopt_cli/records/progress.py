@@ -1,4 +1,4 @@
-"""What the core tells of a long job: silent by default, drawn by whoever runs it."""
+"""Progress of a long job, which the core reports to an object that is silent by default."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _LOG = logging.getLogger("memopt_cli")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How long a stage takes, in seconds."""
+    """The time that a stage takes, in seconds."""
 
     seconds: float
     is_limit: bool = False
-    """It ends by then, and may end earlier."""
+    """Whether the time is only an upper bound."""
 
     def __str__(self) -> str:
-        """As messages say it: ``about 9 s``."""
+        """Format the time for messages: ``about 9 s``."""
         return f"{'at most' if self.is_limit else 'about'} {format_seconds(self.seconds)}"
 
 
 class Progress:
-    """Hears of a job's course and says nothing; the command line overrides every method."""
+    """The listener of a job, which does nothing; the command line overrides every method."""
 
     def stage(self, text: str, takes: Span | None = None) -> None:
-        """A new part of the job begins; ``takes``: how long, where that is known."""
+        """Begin a new part of the job, which ``takes`` so long, if that is known."""
 
     def update(self, done: int, total: int | None, text: str) -> None:
-        """``done`` of ``total`` steps of the stage are over (``None``: unknown), and ``text`` is under way."""
+        """Show that ``done`` of ``total`` steps (``None`` if unknown) of the stage are over, and ``text`` is running."""
 
     def note(self, text: str) -> None:
-        """Something the user should read, now rather than in the report."""
+        """Show a note that the user should read now rather than in the report."""
 
     def close(self) -> None:
-        """The job is over, however it ended."""
+        """End the job, however it went."""
 
 
 class _Logged(Progress):
@@ -57,7 +57,7 @@ class _Logged(Progress):
 
 @contextlib.contextmanager
 def logged(verbose: bool) -> Iterator[Progress]:
-    """Progress that is seen if asked for, with or without logging set up."""
+    """Yield an object for progress, which logs it if ``verbose``, even where logging is not set up."""
     if not verbose:
         yield Progress()
         return
@@ -74,4 +74,4 @@ def logged(verbose: bool) -> Iterator[Progress]:
 
 
 Ask = Callable[[Sequence[WantedGlobal]], bool]
-"""Puts the question to the user, once for all of them; ``True``: allow."""
+"""Asks the user once whether to allow all of these; gives ``True`` for yes."""

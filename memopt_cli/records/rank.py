@@ -1,4 +1,4 @@
-"""What one rank of many needs: predicted in one process, or measured on every rank of a real group."""
+"""The needs of one rank of many, predicted in one process or measured on every rank of a real group."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from memopt_cli.records.settings import StepSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """What a step needs on one rank: counted on tensors without data, with a group that sends nothing."""
+    """The needs of a step on one rank, counted on tensors without data, with a group that sends nothing."""
 
     layout: Layout
     rank: int
-    """From 0."""
+    """Rank, from 0."""
     plan: Plan
-    """What the step runs under; it is applied before the model is spread."""
+    """Plan of the step, applied before the model is spread."""
     tensor_peak_bytes: int
     resident_bytes: int
     """This rank's parameters, buffers, gradients, optimizer state and inputs."""
     breakdown: Breakdown
-    """At the instant of the tensor peak."""
+    """Bytes alive at the instant of the tensor peak."""
     phases: tuple[PhasePeak, ...]
-    """In turn, those that the step has."""
+    """Phases that the step has, in order."""
     collectives: tuple[Collective, ...]
-    """Of one step, by kind, those first that exchange most."""
+    """Collectives of a step by kind, those that exchange most first."""
     data_ranks: int = 1
     """Ranks that have samples of their own: those over which a gradient is reduced."""
 
     @property
     def exchanged_bytes(self) -> int:
-        """In a step, of the tensors as a whole."""
+        """Bytes exchanged in a step, counting whole tensors."""
         return sum(each.whole_bytes for each in self.collectives)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRanks:
-    """What ranks need as the model is, and under the plan that is applied."""
+    """The needs of ranks, as the model is and under the applied plan."""
 
     original: RankPrediction
-    """Of the first rank."""
+    """First rank, without a plan."""
     planned: tuple[RankPrediction, ...]
-    """Of the first and of the last."""
+    """First and last rank, under the plan."""
 
 
 def predicted(counted: Counted, layout: Layout, rank: int, plan: Plan) -> RankPrediction:
-    """From a count of the rank's step."""
+    """Make a prediction of ``counted``, the step of one rank."""
     return RankPrediction(
         layout=layout,
         rank=rank,
@@ -76,48 +76,48 @@ class RankBatch:
     global_batch: int
     """Samples of all ranks in a step of the optimizer."""
     peak_bytes: int
-    """Of the rank that needs most: the tensor peak, or for a card what its allocator would reserve."""
+    """Peak of the rank that needs most: its tensor peak, or for a card the bytes that its allocator would reserve."""
     exchanged_bytes: int
-    """By one rank in one pass, of the tensors as a whole."""
+    """Bytes that one rank exchanges in one pass, counting whole tensors."""
     ranks: tuple[RankPrediction, ...]
-    """The first and the last, at that batch."""
+    """First and last rank at that batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotPredicted:
-    """The model cannot be spread so, or its step cannot be predicted."""
+    """The answer that a model cannot be spread in this way, or its step not be predicted."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksRow:
-    """What fits on one rank of so many."""
+    """The answer for one number of ranks."""
 
     layout: Layout
     planned: bool
-    """Under the plan."""
+    """Whether the step runs under the plan."""
     outcome: RankBatch | NoBatchFits | NotPredicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksRecommendation:
-    """What ``memopt recommend-batch --ranks`` found: on how many ranks a step fits, and how large it may be."""
+    """The result of ``memopt recommend-batch --ranks``: on how many ranks a step fits, and how large it may be."""
 
     header: FileHeader
     limit: str
-    """The memory limit of a rank, and what sets it."""
+    """Memory limit of a rank in words, with its source."""
     rows: tuple[RanksRow, ...]
-    """Ranks ascending; of one number, without the plan first."""
+    """Answers by number of ranks, for each the one without the plan first."""
     fewest_ranks: int
-    """Of those numbers of ranks that were tried, the least on which a step of the smallest batch fits."""
+    """Least number of ranks tried on which a step of the smallest batch fits."""
     notes: tuple[str, ...]
     dry_runs: int
     spent_s: float
     interrupted: bool = False
-    """Ranks were still to be tried."""
+    """Whether the search was interrupted before all ranks were tried."""
     card: str = ""
-    """The card that each rank is to have (``--for``); empty: any."""
+    """Card of each rank (``--for``); empty for any."""
 
 
 # ---------------------------------------------------------------------------------------------- real groups
@@ -128,48 +128,48 @@ class MeasureRequest(StepRequest):
     """Everything ``memopt measure`` was asked for, on one rank."""
 
     spec: InputSpec | None
-    """Of one rank's step; ``None``: look for it beside the model, then guess."""
+    """Inputs of one rank's step; ``None`` to look for them beside the model, then guess."""
     settings: StepSettings = StepSettings()
     layout: Layout
     rank: int
-    """This process's."""
+    """Rank of this process."""
     local_rank: int
-    """The same among the ranks of this machine: the number of its device."""
+    """Rank among those of this machine, which is the number of its device."""
     plan_path: str | None = None
-    """A plan to run the step under; ``None``: the model as it is."""
+    """Path of a plan to run the step under; ``None`` for the model as it is."""
     output: str | None = None
-    """Where the first rank writes the report; ``None``: it prints it alone."""
+    """Path to which the first rank writes the report; ``None`` if it only prints it."""
     force: bool = False
     timeout_s: float = 600.0
-    """Time limit of what all ranks do together."""
+    """Time limit, in seconds, of everything that all ranks do together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
-    """What a step needed on one rank of a real group."""
+    """The measured needs of a step on one rank of a real group."""
 
     rank: int
-    """From 0."""
+    """Rank, from 0."""
     tensor_peak_bytes: int
-    """The median of three: a backend may let go of a buffer late."""
+    """Median of three peaks, since a backend may release a buffer late."""
     allocated_peak_bytes: int
-    """As the allocator saw it, with what the backend stages in tensors and with kernel workspace."""
+    """Peak by the allocator, with tensors staged by the backend and with kernel workspace."""
     reserved_peak_bytes: int
-    """CUDA: what the caching allocator held; CPU: the same as the allocated peak."""
+    """Peak of the caching allocator on CUDA; on the CPU equal to the allocated peak."""
     resident_bytes: int
     """This rank's parameters, buffers, gradients, optimizer state and inputs."""
     breakdown: Breakdown
-    """At the instant of the tensor peak."""
+    """Bytes alive at the instant of the tensor peak."""
     phases: tuple[PhasePeak, ...]
-    """In turn, those that the step has."""
+    """Phases that the step has, in order."""
     collectives: tuple[Collective, ...]
-    """Of one step, by kind, those first that exchange most."""
+    """Collectives of a step by kind, those that exchange most first."""
     data_ranks: int
     """Ranks that have samples of their own."""
     step_times_s: tuple[float, ...]
     """Wall time of each timed step, which all ranks begin together."""
     backend: str
-    """What counted the allocated peak."""
+    """Source of the allocated peak."""
 
     @property
     def step_s(self) -> float:
@@ -179,19 +179,19 @@ class RankMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksMeasured:
-    """What every rank measured, the same on each."""
+    """The measurements of all ranks, the same record on each."""
 
     ranks: tuple[RankMeasurement, ...]
-    """From the first to the last."""
+    """Measurements from the first rank to the last."""
     spec: InputSpec
-    """Of one rank's step."""
+    """Inputs of one rank's step."""
     plan_digest: str
-    """SHA-256 of the plan that all have."""
+    """SHA-256 of the plan, the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLost:
-    """Another rank is gone, or does not answer."""
+    """The failure of another rank, which is gone or does not answer."""
 
     reason: str
     hint: str
@@ -199,28 +199,28 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMeasurement:
-    """What ``memopt measure`` found on a real group."""
+    """The result of ``memopt measure`` on a real group."""
 
     header: FileHeader
     layout: Layout
     plan: Plan
-    """What the step runs under on every rank; it is applied before the model is spread."""
+    """Plan of the step on every rank, applied before the model is spread."""
     plan_digest: str
     """SHA-256 of the plan, the same on every rank."""
     ranks: tuple[RankMeasurement, ...]
-    """From the first to the last."""
+    """Measurements from the first rank to the last."""
     tensor_peak_bytes: int
-    """Of the rank that needs most."""
+    """Tensor peak of the rank that needs most."""
     allocated_peak_bytes: int
-    """The same."""
+    """Allocated peak of the rank that needs most."""
     step_s: float
     """Median step time of the slowest rank."""
     predicted: RankPrediction | None
-    """The first rank's step without data; ``None``: it cannot be predicted, and a note says why."""
+    """Prediction for the first rank; ``None`` if there is none, as a note explains."""
     notes: tuple[str, ...]
     spent_s: float
 
     @property
     def largest(self) -> RankMeasurement:
-        """The first rank whose tensor peak is the largest."""
+        """First rank with the largest tensor peak."""
         return max(self.ranks, key=lambda rank: rank.tensor_peak_bytes)

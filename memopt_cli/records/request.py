@@ -1,4 +1,4 @@
-"""What all commands that run a step are asked for."""
+"""The part that is common to the requests of all commands that run a step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ class StepRequest:
 
     source: ModelSource
     spec: InputSpec | None
-    """``None``: look for it beside the model, then guess."""
+    """Inputs; ``None`` to look for them beside the model, then guess."""
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""

@@ -1,4 +1,4 @@
-"""What to search for, and within what limits."""
+"""The goal of a search for plans, and its limits."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ SelectionPolicy = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """Limits and switches of the search, as :func:`memopt_cli.search.plan.policy.resolve` settled them."""
+    """Limits and switches of a search, as :func:`memopt_cli.search.plan.policy.resolve` returns them."""
 
     level: int = 3
     targets: tuple[str, ...] = ()
-    """``--target``: class names or path globs; empty: memopt chooses, unless there are ``modules``."""
+    """Class names or path globs (``--target``); empty if memopt chooses, or there are ``modules``."""
     modules: tuple[str, ...] | None = None
-    """Paths of the only modules that may become segments."""
+    """Paths of the only modules that may become segments; ``None`` for all."""
     parts: tuple[str, ...] | None = None
-    """Paths of the only ones, of what lies in those, that may from level 2 on; ``None``: all."""
+    """Paths of the only parts of those modules that may become segments from level 2 on; ``None`` for all."""
     chunkable: tuple[str, ...] | None = None
-    """Paths of the only modules that may run in chunks; ``None``: all that can."""
+    """Paths of the only modules that may run in chunks; ``None`` for all that can."""
     compress_x: bool = True
     temporal_split_factor: int = 2
-    """How many chunks a temporal split makes of one."""
+    """Number of chunks that a temporal split makes of one."""
     max_split_rounds: int | None = None
-    """How many segments may have others in them, and how often chunks may be multiplied; ``None``: no limit."""
+    """Most segments with others in them, and most multiplications of chunks; ``None`` for no limit."""
     max_candidates_per_round: int | None = None
-    """Modules that are asked for chunks, and changes of a plan that are tried, in a round; ``None``: no limit."""
+    """Most modules asked for chunks, and most changes of a plan tried, in a round; ``None`` for no limit."""
     warmup_in_main_process: bool = True
-    """One step of the optimized model in the process that goes on to train it."""
+    """Whether the process that goes on to train the model takes one step of the optimized model first."""
     warmup_in_profile_workers: bool = True
-    """One step before the timed ones of a measurement, and not among them."""
+    """Whether a measurement takes one more step before the timed ones."""
     prefer: Preference | None = None
     profile: Profile | None = None
     """The one that was asked for, or that ``prefer`` stands for."""
@@ -53,17 +53,17 @@ class SearchOptions:
     checkpoint_budget: Preference | None = None
     """The one that was asked for, or that ``prefer`` stands for."""
     max_gc_wrapped_modules: int | None = None
-    """The most segments that lie in no other; ``None``: no limit; 0 or less: none."""
+    """Most segments that lie in no other; ``None`` for no limit, 0 or less for none."""
     gc_target_budget_ratio: float | None = None
-    """The same as a share of the candidates; ``None``: all of them; 0 or less: none."""
+    """Most segments that lie in no other, as a share of the candidates; ``None`` for no limit, 0 or less for none."""
     allow_inexact: bool = False
-    """Chunks may have batch statistics of their own where the whole's cannot be gathered."""
+    """Whether chunks may use their own batch statistics where those of the whole batch cannot be gathered."""
     max_slowdown: float | None = None
-    """The longest step of a level's plan, over that of the original; ``None``: no limit."""
+    """Longest step of a level's plan, divided by that of the original; ``None`` for no limit."""
 
 
 class SearchOverrides(TypedDict, total=False):
-    """What was asked for of :class:`SearchOptions`; a profile or a default decides what is left out or ``None``."""
+    """The :class:`SearchOptions` that were given; a profile or a default decides those missing or ``None``."""
 
     level: int | None
     targets: tuple[str, ...]
@@ -84,35 +84,35 @@ class SearchOverrides(TypedDict, total=False):
     gc_target_budget_ratio: float | None
     allow_inexact: bool
     max_slowdown: float | None
-    """Infinite: no limit."""
+    """Infinity stands for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Most bytes that the measured allocated peak may have; one of the two is set."""
+    """The bound on the measured allocated peak, in bytes or as a share; one of the two is set."""
 
     nbytes: int | None = None
     share: float | None = None
-    """Of the original's."""
+    """Share of the original's allocated peak."""
 
     @classmethod
     def of(cls, amount: float) -> Budget:
-        """Of bytes, or of a share, which is a float."""
+        """Return the budget of ``amount``: bytes, or as a float a share."""
         return cls(nbytes=amount) if isinstance(amount, int) else cls(share=amount)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchGoal:
-    """What to look for in place of the lowest peak of a level."""
+    """The goal of a search, if it is not the lowest peak of a level."""
 
     budget: Budget | None = None
-    """The fastest plan within it."""
+    """Budget, within which the fastest plan is looked for; ``None`` for no budget."""
     frontier: bool = False
-    """Plans from the fastest to the smallest."""
+    """Whether plans from the fastest to the smallest are looked for."""
     pick: int | None = None
-    """Which of those to apply, from 1, if ``frontier``; ``None``: none."""
+    """Plan of the frontier to apply, from 1; ``None`` for none."""
 
     @property
     def applies(self) -> bool:
-        """Whether a plan is chosen, not shown alone."""
+        """Whether a plan is applied, and not only shown."""
         return self.budget is not None or self.pick is not None or not self.frontier

@@ -1,4 +1,4 @@
-"""``memopt selftest``: what holds on this machine."""
+"""Records of ``memopt selftest``, which tries memopt's promises on this machine."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from memopt_cli.records.baseline import Conditions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelftestRow:
-    """One promise, tried."""
+    """One promise that was tried."""
 
     name: str
-    """What was run: ``attention, bf16``."""
+    """Name of the model that was run: ``attention, bf16``."""
     promise: str
-    """What is to hold: ``the same gradients``."""
+    """Promise: ``the same gradients``."""
     seen: str
-    """What was found, or why it could not be."""
+    """Finding in words, or the reason why there is none."""
     holds: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelftestReport:
-    """All that ``memopt selftest`` tried."""
+    """The result of ``memopt selftest``."""
 
     memopt: str
     torch: str
@@ -34,9 +34,9 @@ class SelftestReport:
     rows: tuple[SelftestRow, ...]
     spent_s: float
     interrupted: bool = False
-    """Something was still to be tried."""
+    """Whether it was interrupted before everything was tried."""
 
     @property
     def failed(self) -> tuple[SelftestRow, ...]:
-        """What did not hold."""
+        """Promises that did not hold."""
         return tuple(row for row in self.rows if not row.holds)

@@ -1,4 +1,4 @@
-"""How a training step is run."""
+"""Settings of a training step."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ PRECISIONS: tuple[str, ...] = typing.get_args(Precision)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """How one training step is run."""
+    """The settings with which one training step is run."""
 
     device: str = "cpu"
-    """``cpu`` or ``cuda:N`` (already resolved)."""
+    """Device, ``cpu`` or ``cuda:N`` (never ``auto``)."""
     precision: Precision = "stored"
-    """``stored`` keeps the file's dtypes; ``fp32`` and ``fp64`` cast; ``bf16`` and ``fp16`` run under autocast."""
+    """Precision: ``stored`` keeps the file's dtypes, ``fp32`` and ``fp64`` cast, ``bf16`` and ``fp16`` use autocast."""
     loss: str | None = None
-    """``file.py:function``, called with the model's output; ``None``: see
+    """Function ``file.py:function``, called with the model's output; ``None`` for the rules of
     :func:`memopt_cli.training.step.seeds_of_backward`."""
     optimizer: str = ""
-    """Whose state counts, as :func:`~memopt_cli.text.optimizer_text.parse_optimizer` takes it; empty: nobody named
-    one."""
+    """Optimizer whose state counts, for :func:`~memopt_cli.text.optimizer_text.parse_optimizer`; empty if none was
+    named."""
     micro_batches: int = 1
-    """Of a step of the optimizer.  Of several, the last is run: it adds to the gradients of the others."""
+    """Number of micro-batches in a step of the optimizer.  The last is run, and adds to the gradients of the others."""
     clip_norm: float | None = None
-    """The gradients are clipped to this norm of all of them; ``None``: they are not."""
+    """Norm of all gradients together to which they are clipped; ``None`` for no clipping."""
     seed: int = 0
 
     def __post_init__(self) -> None:

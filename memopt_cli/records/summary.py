@@ -1,4 +1,4 @@
-"""What one optimization did."""
+"""The summary of an optimization."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class LevelRow:
     level: int
     plan: Plan
     outcome: Measurement | Failure | None
-    """``None``: it was not measured; what is predicted has to do."""
+    """Measurement of the plan; ``None`` if it was not measured, so that the prediction counts."""
     predicted_tensor_peak_bytes: int | None = None
-    """From the dry run on fake tensors; ``None`` if the model cannot be traced without data."""
+    """Peak of a dry run; ``None`` if the model cannot be traced without data."""
     predicted_allocated_peak_bytes: int | None = None
-    """The same with the workspaces of kernels recorded from the original."""
+    """Peak of a dry run with the workspaces of kernels in the original."""
     dry_runs: int
-    """Plans that were dry-run for this level, beside those for the levels below."""
+    """Plans that were dry-run for this level, those for lower levels not counted."""
     search_s: float
     repeats: int | None = None
-    """The level whose plan it is, where it found no other; ``None``: its plan is its own."""
+    """Lower level whose plan it has, where it found no other; ``None`` if the plan is its own."""
     predicted_slowdown: float | None = None
-    """Step time over that of the original, by the cost model."""
+    """Step time divided by that of the original, by the cost model; ``None`` if not predicted."""
 
     def predicted(self, counted: Counted) -> LevelRow:
-        """With the peaks of the dry run of its plan."""
+        """Return the row with the peaks in ``counted``, the dry run of its plan."""
         return replace(
             self,
             predicted_tensor_peak_bytes=counted.tensor_peak_bytes,
@@ -46,19 +46,19 @@ class LevelRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParetoPoint:
-    """One plan between least time and least memory."""
+    """One plan of the frontier, between least time and least memory."""
 
     plan: Plan
     predicted_allocated_peak_bytes: int
     predicted_slowdown: float
-    """Step time over that of the original, by the cost model."""
+    """Step time divided by that of the original, by the cost model."""
     outcome: Measurement | Failure
     original_step_s: float | None = None
-    """Step time of the original as it was timed for this one; ``None`` where it does not run."""
+    """Step time of the original as timed beside this plan; ``None`` where it does not run."""
 
     @property
     def slowdown(self) -> float | None:
-        """Measured step time over that; ``None`` where one of them did not run."""
+        """Measured step time divided by that of the original; ``None`` where one of them did not run."""
         if self.original_step_s is None or not isinstance(self.outcome, Measurement):
             return None
         return self.outcome.step_s / self.original_step_s
@@ -66,11 +66,11 @@ class ParetoPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What another plan would give: its dry run's peak, and the cost model's time."""
+    """The promise of another plan: the peak of its dry run, and its time by the cost model."""
 
     peak_bytes: int
     slowdown: float
-    """Step time over that of the original."""
+    """Step time divided by that of the original."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,27 +78,26 @@ class RangeRow:
     """One range of lengths: its plan, measured at the largest of them."""
 
     low: int
-    """The smallest length."""
+    """Smallest length."""
     up_to: int
-    """The largest length."""
+    """Largest length."""
     share: float
-    """Of the steps, those whose length is in the range, 0 to 1; of the lengths where it is not said how many steps each
-    has."""
+    """Share of the steps with a length in the range, 0 to 1; where their counts are not given, share of the lengths."""
     plan: Plan
     original: Measurement | Failure | None
-    """The original at the largest length; ``None``: not run."""
+    """Measurement of the original at the largest length; ``None`` if it was not run."""
     outcome: Measurement | None
-    """The plan there; ``None``: it is for a device that is not here, and what is predicted has to do."""
+    """Measurement of the plan at the largest length; ``None`` if it is for a device that is not here."""
     predicted_allocated_peak_bytes: int | None = None
-    """Of the plan there, on such a device."""
+    """Predicted peak of the plan at the largest length, on such a device; ``None`` if it was measured here."""
     predicted_slowdown: float | None = None
-    """Step time over that of the original, by the cost model."""
+    """Step time divided by that of the original, by the cost model; ``None`` if not predicted."""
     verification: Verification | None = None
-    """``None`` where it is the original."""
+    """Verification of the plan; ``None`` where the range has the original."""
 
     @property
     def slowdown(self) -> float | None:
-        """Step time over that of the original as measured, or as predicted where that does not run."""
+        """Step time divided by that of the original: measured, or predicted where that does not run."""
         if self.plan.is_empty:
             return 1.0
         if isinstance(self.original, Measurement) and self.outcome is not None:
@@ -108,7 +107,7 @@ class RangeRow:
 
 @dataclass(slots=True)
 class MemOptSummary:
-    """What one optimization did.
+    """The summary of an optimization.
 
     The fields down to ``skipped_errors`` keep their names and order: they are a file format.
     """
@@ -154,47 +153,47 @@ class MemOptSummary:
     spent_s: float = 0.0
     """Wall time of the whole optimization."""
     budget_bytes: int | None = None
-    """The allocated peak that was not to be exceeded."""
+    """Budget for the allocated peak; ``None`` if there was none."""
     frontier: list[ParetoPoint] = field(default_factory=list)
-    """Fastest first; a plan that was picked from it is the applied one."""
+    """Plans of the frontier, fastest first; one that was picked is the applied plan."""
     interrupted: bool = False
-    """By the user, in the search: the plan is the best of what had been tried."""
+    """Whether the user interrupted the search; the plan is then the best of those tried."""
     faster: Outlook | None = None
-    """The next plan on the frontier with a shorter step than the applied one, of those that were dry-run."""
+    """Promise of the next faster plan on the frontier; ``None`` if none is known."""
     smaller: Outlook | None = None
-    """The next with a lower peak."""
+    """Promise of the next smaller plan; ``None`` if none is known."""
     estimates: PlanEstimates | None = None
-    """For a device that is not here; then nothing was measured."""
+    """Estimates for a device that is not here, for which nothing is measured; ``None`` for the device here."""
     parallel: PlannedRanks | None = None
-    """Of one rank of many, whose layout it has; then nothing was measured, either."""
+    """Predictions for one rank of many, for which nothing is measured; ``None`` for a single device."""
     ranges: list[RangeRow] = field(default_factory=list)
-    """Of a plan by length, from the shortest on; all else here is of the longest."""
+    """Ranges of a plan by length, shortest first; all other fields are about the longest."""
     dropped: list[Dropped] = field(default_factory=list)
-    """Plans that were found and are not applied, in turn."""
+    """Plans that were found and are not applied, in the order in which they were dropped."""
 
     @property
     def is_applied(self) -> bool:
-        """Whether a plan changes the model: there is one, and it did not fail verification."""
+        """Whether a plan changes the model, which takes one that did not fail verification."""
         failed = self.verification is not None and not self.verification.passed
         return self.plan is not None and not self.plan.is_empty and not failed
 
     @property
     def decisive(self) -> Dropped | None:
-        """The plan that would be applied but for its reason; ``None`` where one is, or none was found."""
+        """Plan that came nearest to being applied; ``None`` where one is applied, or none was found."""
         is_to_choose = bool(self.frontier) and self.verification is None
         return None if self.is_applied or is_to_choose else decisive(self.dropped)
 
     @property
     def unchanged(self) -> str:
-        """Why the model stays as it is though a plan was looked for, and what to do; empty where one is applied.
+        """Reason why a search left the model as it is, and what to do; empty where a plan is applied.
 
-        So it is where one was asked for that the original itself meets, a budget say.
+        It is empty as well for a goal that the original itself can reach, such as a budget.
         """
-        is_met = self.budget_bytes is not None or bool(self.frontier)
+        original_may_do = self.budget_bytes is not None or bool(self.frontier)
         if self.decisive is not None:
             dropped = self.decisive
             return f"found {dropped.found}, but {dropped.why.because}. The model stays as it is. {dropped.why.remedy}"
-        if self.is_applied or is_met or not self.requested_level:
+        if self.is_applied or original_may_do or not self.requested_level:
             return ""
         original = self.levels[0].outcome if self.levels else None
         if isinstance(original, Measurement):

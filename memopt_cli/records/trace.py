@@ -9,10 +9,10 @@ from typing import Final, Literal
 from memopt_cli.records.plan import CompressorName
 
 Phase = Literal["forward", "backward", "clip", "update"]
-"""Of a step.  In ``clip`` gradients are unscaled and clipped, in ``update`` the optimizer takes its step."""
+"""Phase of a step.  In ``clip`` gradients are unscaled and clipped, in ``update`` the optimizer takes its step."""
 
 UPDATE_PHASES: Final[frozenset[Phase]] = frozenset({"clip", "update"})
-"""They take as long whatever the batch, and come once for all passes that a step of the optimizer accumulates."""
+"""Phases whose time does not depend on the batch, and that come once for all passes that an update accumulates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,34 +22,35 @@ class ModuleTrace:
     path: str
     class_name: str
     calls: int
-    """How often forward ran."""
+    """Number of times that forward ran."""
     order: int
     """Rank of the first call among all modules."""
     forward_s: float = 0.0
-    """Measured time, of modules below it too; 0 where only tensors without data ran."""
+    """Measured seconds, modules below it included; 0 where only tensors without data ran."""
     input_bytes: int
     """Bytes of the input tensors, each storage once."""
     packed_input_bytes: int
-    """The same after the lossless compressor named in :attr:`compressor`."""
+    """Bytes of the input tensors in :attr:`compressor`."""
     compressor: CompressorName
-    """The codec that the module asks for, else the smallest that held every input of this module exactly."""
+    """Codec that the module asks for, or else the smallest that held all of its inputs exactly."""
     codec_misfit: str = ""
-    """What the codec of the user's own that the module asks for did not give back; empty if it gave back everything."""
+    """Failure of the user's own codec, which the module asks for, to restore its inputs; empty if there was none."""
     input_shape: tuple[int, ...]
     """Shape of the first positional tensor of the first call; empty if there is none."""
     first_input_bytes: int = 0
     """Bytes of that tensor."""
     output_bytes: int
     saved_bytes: int
-    """Bytes of storages born in this module or below it and alive when the model's forward had ended."""
+    """Bytes of storages made in this module or below it and alive at the end of the model's forward."""
     refusal: str = ""
-    """Why the module cannot be a segment; empty if it can."""
+    """Reason why the module cannot be a segment; empty if it can."""
     spatial_split: bool = False
-    """The class defines ``__spatial_split__``."""
+    """Whether the class defines ``__spatial_split__``."""
     spatial_parts: tuple[str, ...] = ()
-    """Paths of the modules that it returns, where they are modules of the model and the class asks for no codec."""
+    """Paths of the modules that ``__spatial_split__`` returns, if they belong to the model and the class asks for no
+    codec."""
     state_bytes: int = 0
-    """Of the tensors that its first call left in attributes, vectors aside: what it carries from chunk to chunk."""
+    """Bytes of tensors, except vectors, that its first call left in attributes: its state from chunk to chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,32 +58,33 @@ class OpTrace:
     """One operator call of a recorded step, as the dispatcher saw it.  Storages are indices into the trace's."""
 
     name: str
-    """Without the overload: ``aten::convolution``."""
+    """Name without the overload: ``aten::convolution``."""
     module: str
     """Path of the innermost module: in forward the one running, in backward the one whose forward it differentiates
     or, in a segment, recomputes.  Empty for the loss, which is part of forward."""
     phase: Phase
     reads: tuple[int, ...] = ()
-    """Storages of its arguments, those that it modifies among them."""
+    """Storages of its arguments, modified ones included."""
     makes: tuple[int, ...] = ()
-    """Storages born in it; an operator that gives a view makes none."""
+    """Storages that it makes; an operator that gives a view makes none."""
     mutates: tuple[int, ...] = ()
     """Storages modified in place."""
     random: bool = False
-    """It draws from a generator."""
+    """Whether it draws from a random generator."""
     flops: int = 0
     dtype: str = ""
-    """``bfloat16``: of its first floating-point argument; empty if there is none."""
+    """Dtype of its first floating-point argument, ``bfloat16``; empty if there is none."""
     moved_bytes: int = 0
-    """Bytes of its arguments and results, of a view only what it shows: at most so many are read and written."""
+    """Bytes of its arguments and results (of a view, the part that it shows): an upper bound on reads and writes."""
     seconds: float = 0.0
-    """Measured time, or estimated for another device; 0 where only tensors without data ran."""
+    """Time in seconds, measured, or estimated for another device; 0 where only tensors without data ran."""
     workspace_bytes: int = 0
-    """What its kernel holds for itself while it runs."""
+    """Bytes that its kernel holds for itself while it runs."""
     fixed_workspace_bytes: int = 0
-    """Of that, what it would hold however small its batch."""
+    """Part of the workspace that does not shrink with the batch."""
     line: str = ""
-    """``model.py:31``: where the model's code calls it in forward; empty in backward, and of a lifted program."""
+    """Line of the model's code that calls it in forward, ``model.py:31``; empty in backward, and for lifted
+    programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,25 +95,25 @@ class StorageTrace:
     kind: str
     """A field of :class:`Breakdown` without its unit: ``activations``, ``gradients`` …"""
     module: str
-    """Path of the module of the operator that made it; of a parameter or buffer, its owner."""
+    """Path of the module of the operator that made it; for a parameter or buffer, its owner."""
     born: int
-    """The operator that made it; -1: it existed before the step."""
+    """Operator that made it; -1 if it existed before the step."""
     died: int | None
-    """The first operator that ran without it, or that wrote its sum into it; ``None``: it outlives the step."""
+    """First operator that ran without it, or that wrote its sum into it; ``None`` if it outlives the step."""
     freed: int | None
-    """As ``died``, had autograd kept nothing: forward's own references alone."""
+    """First operator that would have run without it, had autograd kept nothing; ``None`` if none."""
     saved_by: tuple[int, ...] = ()
-    """Operators of forward whose gradient holds it until backward; not told of parameters, which live on anyway."""
+    """Operators of forward whose derivative holds it until backward; empty for parameters, which live on anyway."""
     compressor: CompressorName = "null"
-    """The smallest codec that held its contents exactly; ``null`` where they were not looked into."""
+    """Smallest codec that held its contents exactly; ``null`` where they were not looked into."""
     packed_bytes: int = 0
     """Bytes in that codec; ``nbytes`` for ``null``."""
     fixed_bytes: tuple[tuple[int, int], ...] = ()
-    """Pairs: the length of an axis, and the bytes that it would hold however short that was; none of most tensors."""
+    """Pairs of the length of an axis and the bytes that do not shrink with it; empty for most tensors."""
 
     @property
     def packing_bytes(self) -> int:
-        """Of spikes that take as long to pack: of a concatenation, parts are copied and compared."""
+        """Bytes of spikes that take as long to pack: parts of a concatenation are only copied and compared."""
         return self.nbytes // 2 if self.compressor == "parts" else self.nbytes
 
 
@@ -129,16 +131,16 @@ class ModuleCall:
     inputs: tuple[int, ...]
     """Storages of its tensor arguments."""
     outputs: tuple[int, ...]
-    """Storages of what it returned, in turn: that of several views as often."""
+    """Storages of the tensors that it returned, in order; several views may have the same one."""
 
     @property
     def forward(self) -> range:
-        """The operators of its forward."""
+        """Operators of its forward."""
         return range(self.start, self.end)
 
     @property
     def backward(self) -> range:
-        """Those of its backward; empty if it has none."""
+        """Operators of its backward; empty if it has none."""
         return range(self.backward_start, self.backward_end)
 
 
@@ -154,21 +156,21 @@ class StepTrace:
     batch: int
     """Batch size the step was recorded at."""
     ops: tuple[OpTrace, ...] = ()
-    """In the order of execution."""
+    """Operators in the order of execution."""
     storages: tuple[StorageTrace, ...] = ()
-    """In the order of birth."""
+    """Storages in the order of birth."""
     calls: tuple[ModuleCall, ...] = ()
-    """In the order of their start, a caller before those it calls."""
+    """Calls in the order of their start, a caller before its callees."""
     allocated_peak_bytes: int = 0
-    """The tensor peak with the workspaces of operators."""
+    """Peak with the workspaces of operators."""
     packing_bytes_per_s: float = 0.0
-    """How fast the device packs a tensor and unpacks it again, of the bytes that go through both; 0: not measured."""
+    """Rate at which the device packs tensors and unpacks them again; 0 if it was not measured."""
     segment_overhead: float = 1.0
-    """What a segment takes beside its operators, over what it takes where the cost model's constants come from."""
+    """Overhead of a segment, divided by that on the machine where the cost model's constants come from."""
 
 
 def ancestry(path: str) -> Iterator[str]:
-    """``a.b``, ``a`` and the root."""
+    """Yield ``path`` and the paths around it, up to the root: ``a.b``, ``a`` and the empty path."""
     yield path
     while path:
         path = path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""The optimized model against the original."""
+"""Comparisons of the optimized model with the original."""
 
 from __future__ import annotations
 
@@ -7,124 +7,125 @@ from dataclasses import dataclass, field
 from typing import Final
 
 NOT_FINITE: Final = "not finite"
-"""In the kind of a tensor that is so in some place."""
+"""Part of the kind of a tensor with NaN or infinity in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPrint:
-    """What tells a tensor that a step left from another one, in its place."""
+    """The fingerprint of a tensor that a step left."""
 
     name: str
     kind: str
-    """Its dtype, shape and layout; digests of where a sparse one has values, and of where what is not finite is."""
+    """Dtype, shape and layout; digests of the places of a sparse tensor's values, and of NaN and infinities."""
     bits: str
-    """A digest of its kind and bits."""
+    """Digest of its kind and bits."""
     elements: int
     epsilon: float
-    """Of its dtype; 0 of one that is not floating."""
+    """Machine epsilon of its dtype; 0 if it is not floating."""
     norm: float
-    """The root of the sum of squares, in float64, of what is finite; 0 of one that is not floating."""
+    """Root of the sum of squares of its finite elements, in float64; 0 if it is not floating."""
     projections: tuple[float, ...]
-    """Weighted sums of its finite elements, in float64: those of two tensors differ as far as these do."""
+    """Weighted sums of its finite elements, in float64, which differ between two tensors by about as much as these
+    do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Of a measured step: its outputs, gradients of parameters, buffers, state and generators."""
+    """The fingerprint of a measured step: its outputs, gradients, buffers, state and generators."""
 
     tensors: tuple[TensorPrint, ...]
     put_off: tuple[str, ...]
     """Outputs whose values were not computed."""
     repeats: bool
-    """Another step of the same plan, from the same state and seed, left the same bits."""
+    """Whether another step of the same plan, from the same state and seed, left the same bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FurtherCheck:
-    """A step after the recorded one, varied in one way, and compared as that was."""
+    """A step after the recorded one, varied in one way, and compared in the same way."""
 
     name: str
-    """As it ends a sentence: ``in eval mode``."""
+    """End of a sentence: ``in eval mode``."""
     batch: int
     compared: int = 0
     """Number of tensors compared."""
     not_tried: str = ""
-    """Why it was left out: what the original cannot do, or that its steps are long; empty if it was tried."""
+    """Reason why it was left out, such as a failure of the original, or long steps; empty if it was tried."""
     skipped: bool = False
-    """It was left out though the original may be able to: for its time or memory, or no second model could be had."""
+    """Whether it was left out although the original might succeed: for time or memory, or because it cannot be
+    copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FingerprintCheck:
-    """The measured step with the plan against that of the original, by their fingerprints, at the size asked for."""
+    """The comparison of the measured steps with the plan and without, by fingerprints, at the size asked for."""
 
     batch: int
     dims: dict[str, int]
     """Sizes of other symbols."""
     compared: int
-    """Number of tensors."""
+    """Number of tensors compared."""
     equal: int
-    """Of these, the same to the bit."""
+    """Number of tensors equal to the bit."""
     tolerance: float
-    """Relative to the norm; what was allowed to the tensor that differed most for what it may."""
+    """Allowed difference, relative to the norm, of the tensor that differed most beside its own allowance."""
     worst_name: str
-    """That tensor; empty if none differed."""
+    """Name of that tensor; empty if none differed."""
     worst_difference: float
-    """Its distance from that of the original, over the norm of that, as projections tell it."""
+    """Its distance from the original's, divided by the norm of that, by projections."""
     by_rounding: bool = False
-    """``tolerance`` is not half of the digits, but ten times what the original's own step changes where every parameter
-    is rounded otherwise, or the most that this allows.
-    """
+    """Whether ``tolerance`` comes from rounding: up to ten times the change of the original's own step where every
+    parameter is rounded differently, capped; otherwise it is half of the digits."""
 
     @property
     def sizes(self) -> str:
-        """In words: ``batch 8, S=256``."""
+        """Sizes in words: ``batch 8, S=256``."""
         return _sizes_in_words(self.batch, self.dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The optimized model against the original on the same inputs."""
+    """The comparison of the optimized model with the original on the same inputs."""
 
     passed: bool
     exact: bool
-    """Compared bit for bit (a plan without chunks) or within ``tolerance`` (relative)."""
+    """Whether equality to the bit was required (a plan without chunks), and not ``tolerance`` (relative)."""
     precision: str
-    """``--precision`` of the comparison; ``fp64`` with chunks."""
+    """Precision of the comparison, as in ``--precision``; ``fp64`` with chunks."""
     tolerance: float
     compared: int
     """Number of tensors compared: outputs, gradients, buffers, state."""
     worst_name: str
-    """The tensor that differed most; empty if none differed."""
+    """Name of the tensor that differed most; empty if none differed."""
     worst_difference: float
     """Largest difference relative to the largest magnitude of the original tensor."""
     batch: int
     """Batch size the comparison ran at."""
     full_size: bool
-    """``batch`` and ``dims`` are the sizes that were asked for."""
+    """Whether ``batch`` and ``dims`` are the sizes that were asked for."""
     dims: dict[str, int] = field(default_factory=dict)
     """Sizes of other symbols that the comparison ran at."""
     measured: FingerprintCheck | None = None
-    """The measured steps, which agree; ``None`` where none were compared, or they did not."""
+    """Comparison of the measured steps, which agree; ``None`` where none were compared, or they did not."""
     detail: str = ""
-    """What the step with the plan raised, where the original raises nothing."""
+    """Error of the step with the plan, where the original raises none; empty if there is none."""
     inexact: tuple[str, ...] = ()
-    """Segments that are not exact, as asked for: their batch norms were compared at fixed statistics."""
+    """Segments that are inexact, as the user allowed: their batch norms were compared at fixed statistics."""
     further: tuple[FurtherCheck, ...] = ()
-    """What follows the recorded step; none where that differed, or was all that was asked for."""
+    """Checks of further steps; empty if the recorded step differed, or was all that was asked for."""
     whole: bool = False
-    """A segment that is to run in chunks ran whole, because of what the first of them did."""
+    """Whether a segment with chunks ran whole, because of something that its first chunk did."""
     differs_in: str = ""
-    """The name of the further check that failed; empty if the recorded step itself did, or none."""
+    """Name of the further check that failed; empty if the recorded step itself did, or none."""
 
     @property
     def sizes(self) -> str:
-        """Those of the comparison, in words: ``batch 8, S=256``."""
+        """Sizes in words: ``batch 8, S=256``."""
         return _sizes_in_words(self.batch, self.dims)
 
     @property
     def difference(self) -> str:
-        """What differed most, and where: ``output[0] differs by 0.5 in eval mode``."""
+        """Largest difference in words: ``output[0] differs by 0.5 in eval mode``."""
         where = f" {self.differs_in}" if self.differs_in else ""
         if self.detail:
             return f"{self.worst_name} fails{where} ({self.detail})"

@@ -28,11 +28,11 @@ _TAGGED = (
     *(RanksMeasured, RankLost),
     *(TooSlow, SavesTooLittle, Differs, NotRun),
 )
-"""Members of a union of records, which plain data must tell apart."""
+"""Records that are members of a union, which plain data must tell apart by their ``kind``."""
 
 
 def to_data(value: Any) -> Any:
-    """A record -> dicts, lists and scalars; a measurement's outcome carries its class name as ``kind``."""
+    """Convert ``value``, a record, to dicts, lists and scalars; members of unions get their class name as ``kind``."""
     if is_dataclass(value) and not isinstance(value, type):
         data = {f.name: to_data(getattr(value, f.name)) for f in fields(value)}
         return {"kind": type(value).__name__, **data} if type(value) in _TAGGED else data
@@ -44,7 +44,7 @@ def to_data(value: Any) -> Any:
 
 
 def from_data(cls: type[Record], data: Any, *, where: str = "") -> Record:
-    """The inverse of :func:`to_data`.
+    """Read ``data`` as a record of class ``cls``, the inverse of :func:`to_data`.
 
     Raises :class:`UsageError` that names the place (``segments[2].chunks``) for a missing or unknown key and for a
     value of the wrong type.
@@ -75,7 +75,7 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
 
 
 def _named(key: Any) -> str:
-    """A key of a file as a place in it."""
+    """Format ``key`` as part of a place in a file."""
     return key if isinstance(key, str) and len(key) <= _LONGEST_KEY and key.isprintable() else shortened(key)
 
 
@@ -84,7 +84,7 @@ _LONGEST_KEY = 60
 
 @functools.cache
 def _hints_of(cls: type) -> dict[str, Any]:
-    """Types of the fields; a trace has thousands of records, and resolving names takes long."""
+    """Return the types of the fields of ``cls``; cached, since a trace has thousands of records."""
     return typing.get_type_hints(cls)
 
 
@@ -107,7 +107,7 @@ def _read_record(cls: Any, data: Any, where: str) -> Any:
 
 
 def refuse_unknown(keys: Iterable[Any], known: Collection[str], where: str) -> None:
-    """Raise :class:`UsageError` for the first key that is not among the known ones, which it lists."""
+    """Raise :class:`UsageError` for the first of ``keys`` that is not in ``known``."""
     for key in keys:
         if key not in known:
             raise UsageError(f"{where} has an unknown key {shortened(key)}", hint=f"Known keys: {', '.join(known)}.")

@@ -1,1 +1,1 @@
-"""What is worked out from records alone: plans, batch sizes, and what a step takes on another card."""
+"""Searches and estimates that work on records alone: plans, batch sizes, and the needs of a step on another card."""

@@ -1,4 +1,4 @@
-"""Text of the files people read: YAML read strictly, YAML and JSON written in one style."""
+"""YAML and JSON, read strictly and written in one style; and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from memopt_cli.errors import printable as printable
 from memopt_cli.text.units import MOST_DIGITS, format_bytes
 
 MOST_BYTES = 64 << 20
-"""Of a document that people read, or that memopt wrote for them."""
+"""Most bytes of a document that people read, or that memopt wrote for them."""
 _MOST_YAML_BYTES = 1 << 20
 _MOST_YAML_VALUES = 60_000
-"""Separators of a YAML file, which is read slowly, by Python: those of a plan of some 6000 segments."""
+"""Most separators of a YAML file, which is read slowly, in Python: those of a plan of some 6000 segments."""
 _MOST_JSON_VALUES = 2_000_000
-"""Separators of a JSON document: each value takes some 100 bytes of memory, however short it is."""
+"""Most separators of a JSON document, of which each value takes some 100 bytes of memory, however short it is."""
 _DEEPEST = 200
-"""Values within values: Python walks them by recursion."""
+"""Most levels of values within values, which Python walks by recursion."""
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -72,10 +72,9 @@ _ExactDumper.add_representer(str, _ExactDumper.represent_text)
 
 
 def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """What a file holds: a regular one, or a pipe; a device may have no end.
+    """Read a regular file or a pipe of at most ``most`` bytes; ``None`` allows as many as the machine has memory for.
 
-    ``most``: bytes that it may have; ``None``: as many as this machine has memory for.  Raises :class:`OSError` with a
-    reason for people.
+    Devices are refused, as they may have no end.  Raises :class:`OSError` with a reason for people.
     """
     with _opened(path) as file:
         if most is None:
@@ -99,7 +98,7 @@ def _require_room(state: os.stat_result, path: str | os.PathLike[str]) -> None:
 
 
 def read_end(path: str | os.PathLike[str], most: int) -> bytes:
-    """The same of the last ``most`` bytes, however many there are.  Raises :class:`OSError`."""
+    """Read the last ``most`` bytes of a regular file or a pipe.  Raises :class:`OSError`."""
     end = b""
     with _opened(path) as file:
         if file.seekable():
@@ -118,9 +117,10 @@ def _opened(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open what can be read to an end; a named pipe that nobody writes to is empty, and not waited for.
+    """Open a file without waiting, and refuse one that cannot be read to an end.
 
-    Opened first, and then looked at: what has the name later may be something else.
+    A named pipe that nobody writes to counts as empty.  The file is opened before it is examined, since its name may
+    refer to another file by then.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -141,7 +141,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _refuse_content(descriptor: int, path: str) -> None:
-    """Of a file that says it is empty: the kernel's own do, and some of them have no end, or are waited for."""
+    """Refuse content in a file of size 0: such are the kernel's, of which some have no end, or block."""
     try:
         is_empty = not os.read(descriptor, 1)
     except OSError as err:  # nothing to read yet, or not for everybody
@@ -154,9 +154,9 @@ _SPECIAL: Final = "it is not a regular file"
 
 
 def kept_below(path: str, folder: Path) -> bool:
-    """Whether a path is relative and, all links followed, leads to what is in a folder or below it.
+    """Return whether ``path`` is relative and, all links followed, leads to a file below ``folder``.
 
-    If so, this process and its subprocesses read it only as long as it does.
+    If so, this process and its subprocesses read it only as long as this is true.
     """
     try:
         found = not os.path.isabs(path) and Path(path).resolve().is_relative_to(folder.resolve())
@@ -168,16 +168,16 @@ def kept_below(path: str, folder: Path) -> bool:
 
 
 places: Final[dict[str, str]] = {}
-"""Files -> the folder in which each must be, or below it, whenever it is read: see :func:`kept_below`."""
+"""File -> the folder that it must be below whenever it is read: see :func:`kept_below`."""
 
 
 def _require_place(descriptor: int, path: str) -> None:
-    """The system tells where an open file is: what its name led to before, or leads to later, does not matter."""
+    """Raise :class:`OSError` if an open file is not below its folder, wherever its name led before or leads later."""
     folder = places.get(os.path.abspath(path))
     if folder is not None and not Path(_place(descriptor)).is_relative_to(folder):
         raise OSError(
             errno.EXDEV, f"it leads out of {folder}", str(path)
-        )  # no lack of leave, for which there are hints
+        )  # not a permission error, which would have another hint
 
 
 def _place(descriptor: int) -> str:
@@ -187,9 +187,9 @@ def _place(descriptor: int) -> str:
 
 
 def read_yaml(path: Path, hint: str = "") -> Any:
-    """The plain values of a YAML file.
+    """Read the plain values of a YAML file.
 
-    Raises :class:`UsageError` if it cannot be read or is no YAML, with ``hint``: what file is wanted.
+    Raises :class:`UsageError` with ``hint``, which says what file is wanted, if it cannot be read or is no YAML.
     """
     try:
         text = read_bytes(path, _MOST_YAML_BYTES)
@@ -207,7 +207,7 @@ def read_yaml(path: Path, hint: str = "") -> Any:
 
 
 def read_mapping(path: Path, hint: str = "") -> dict[str, Any]:
-    """The same for a file whose content is keys and values; an empty file has no keys."""
+    """Read a YAML file of keys and values, as :func:`read_yaml` does; an empty file has no keys."""
     data = read_yaml(path, hint)
     if data is None:
         return {}
@@ -217,19 +217,17 @@ def read_mapping(path: Path, hint: str = "") -> dict[str, Any]:
 
 
 def yaml_text(data: Any) -> str:
-    """Plain values -> YAML: keys in the order given, lists of scalars on one line."""
+    """Format plain values as YAML: keys in the order given, lists of scalars on one line."""
     return yaml.dump(data, Dumper=_ExactDumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
 
 
 def read_json(
     data: bytes | str, *, unique: bool = False, infinite: bool = False, most_values: int = _MOST_JSON_VALUES
 ) -> Any:
-    """The plain values of a JSON document, whose numbers and depth are those that such documents have.
+    """Read the plain values of a JSON document, whose numbers and depth must be reasonable.
 
-    ``unique``: no object names a key twice.  ``infinite``: ``Infinity`` and ``NaN`` are numbers.  ``most_values``: how
-    many separators it may have.
-
-    Raises :class:`ValueError` that says what is wrong with it.
+    With ``unique``, no object may name a key twice.  With ``infinite``, ``Infinity`` and ``NaN`` are numbers.  The
+    document may have ``most_values`` separators.  Raises :class:`ValueError` that says what is wrong with it.
     """
     try:
         text = data.decode() if isinstance(data, bytes) else data
@@ -248,16 +246,16 @@ def read_json(
 
 
 def json_text(data: Any) -> str:
-    """Plain values -> indented JSON that any reader accepts: a number that is not finite becomes ``null``.
+    """Format plain values as indented JSON that any reader accepts: numbers that are not finite become ``null``.
 
-    What a terminal or a CI system would obey is written as an escape.
+    Characters that a terminal or a CI system would take for a command are escaped.
     """
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
     return _OBEYED.sub(lambda found: "".join(map(_json_escape, found[0])), text) + "\n"
 
 
 _OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
-"""Within JSON text: characters that may not be printable, and what CI systems take for a command."""
+"""Parts of JSON text that may not be printable, or that CI systems take for a command."""
 
 
 def _json_escape(character: str) -> str:
@@ -268,17 +266,17 @@ def _json_escape(character: str) -> str:
 
 
 def quoted_path(path: str) -> str:
-    """For a hint: one word of a shell that no command takes for a flag, whatever the file is called."""
+    """Quote ``path`` for a hint: one word of a shell that no command takes for a flag."""
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 def quoted_flag(flag: str, value: str) -> str:
-    """For a hint: a flag with a value that may come from a file, and looks like no other flag."""
+    """Format a flag for a hint; ``value`` may come from a file and cannot look like another flag."""
     return f"{flag}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
 
 
 def printable_data(data: Any) -> Any:
-    """Plain values, as they come from a file or from a process that has read one, with all text printable."""
+    """Return plain values that come from a file with all of their text printable."""
     if isinstance(data, str):
         return printable(data)
     if isinstance(data, dict):
@@ -288,11 +286,11 @@ def printable_data(data: Any) -> Any:
 
 _BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
 COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
-"""All but the last character of what CI systems take for a command: ``::error::``, ``##[error]``, ``##vso[``."""
+"""Commands of CI systems but for their last character: ``::error::``, ``##[error]``, ``##vso[``."""
 
 
 def no_commands(text: str) -> str:
-    """Lines of a report or a log, none of which a CI system takes for a command."""
+    """Escape ``text`` so that a CI system takes none of its lines for a command."""
     return COMMAND.sub(r"\g<0>\\", text)
 
 
@@ -303,7 +301,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def whole_number(text: str) -> int:
-    """The number that JSON's digits stand for.  Raises :class:`ValueError` for one of more than 63 bits."""
+    """Return the number that ``text`` stands for.  Raises :class:`ValueError` for one of more than 63 bits."""
     if len(text) > MOST_DIGITS or abs(int(text)) >= 2**63:
         raise ValueError("a number in it is too large")
     return int(text)
@@ -338,7 +336,7 @@ def _check_values(value: Any) -> None:
 
 
 _HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Surrogates, but for those by which Python writes the bytes of a path that is not UTF-8."""
+"""Surrogates, but for those that stand for bytes of a path that is not UTF-8."""
 
 
 def _finite(data: Any) -> Any:
@@ -350,10 +348,10 @@ def _finite(data: Any) -> Any:
 
 
 def _one_line(err: Exception) -> str:
-    """What an error says, which may quote the file, without most of that."""
+    """Return the message of ``err`` on one line, shortened, since it may quote the file."""
     return abridged(" ".join(str(err).split()) or type(err).__name__, 400)
 
 
 def abridged(text: str, most: int) -> str:
-    """How a text begins and ends, if it has more than so many characters."""
+    """Return the beginning and the end of ``text``, if it has more than ``most`` characters."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

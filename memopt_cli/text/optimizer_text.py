@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from memopt_cli.errors import UsageError, shortened
 
 Implementation = Literal["default", "for-loop", "foreach", "fused"]
-"""How an optimizer goes over the parameters, which decides what its step takes beside its state."""
+"""Implementation of an optimizer's step, which decides about the memory that it takes beside its state."""
 
 _LOOPS: tuple[Implementation, ...] = ("default", "for-loop", "foreach")
 _FUSED: tuple[Implementation, ...] = (*_LOOPS, "fused")
@@ -19,7 +19,7 @@ _FUSED: tuple[Implementation, ...] = (*_LOOPS, "fused")
 
 @dataclass(frozen=True, slots=True)
 class NoOptimizer:
-    """None is counted."""
+    """The choice of no optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class NamedOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class MadeOptimizer:
-    """What a function of the user's returns for the model."""
+    """An optimizer that a function of the user's makes for the model."""
 
     reference: str
-    """``file.py:function``; or that of a function in memory, which ends in :data:`IN_MEMORY`."""
+    """``file.py:function``, or the name of a function in memory, which ends in :data:`IN_MEMORY`."""
 
 
 OptimizerChoice = NoOptimizer | NamedOptimizer | MadeOptimizer
@@ -55,24 +55,24 @@ _CLASSES: Mapping[str, tuple[str, tuple[Implementation, ...]]] = {
 }
 """Name -> its class and its implementations.
 
-Left out: LBFGS, which wants a closure; SparseAdam, which wants sparse gradients; Rprop, which moves parameters at a
-rate of zero; ASGD, whose step takes memory by what its numbers say.
+Left out are LBFGS, which needs a closure; SparseAdam, which needs sparse gradients; Rprop, which moves parameters even
+at a rate of zero; and ASGD, whose step takes memory that depends on its numbers.
 """
 
 IN_MEMORY = " (in memory)"
-"""Ends the reference of a function that nobody else finds by it."""
+"""End of the reference of a function that cannot be found by name."""
 _FUNCTION = re.compile(r".+\.py:[^\W\d]\w*")
 _NOTEBOOK = re.compile(r"(.+\.ipynb)(:.*)?")
 _OWN = "Or write train.py:function, which takes the model and returns its optimizer."
 
 
 def is_function(text: str) -> bool:
-    """Whether it names code of the user's."""
+    """Return whether ``text`` names a function in a file: ``train.py:make_optimizer``."""
     return _FUNCTION.fullmatch(text) is not None
 
 
 def notebook_refusal(text: str) -> str:
-    """Say what to do with ``text`` that names a notebook where code is wanted; empty for any other text."""
+    """Say what to do if ``text`` names a notebook where code is wanted; empty for any other text."""
     match = _NOTEBOOK.fullmatch(text)
     if match is None:
         return ""
@@ -84,9 +84,9 @@ def notebook_refusal(text: str) -> str:
 
 
 def parse_optimizer(text: str) -> OptimizerChoice:
-    """What ``text`` names; nothing, or ``none``, is :class:`NoOptimizer`.
+    """Parse the name of an optimizer; empty text and ``none`` give :class:`NoOptimizer`.
 
-    Raises :class:`UsageError` for a name or an implementation that there is not.
+    Raises :class:`UsageError` for an unknown name or implementation.
     """
     if text in ("", "none"):
         return NoOptimizer()

@@ -1,4 +1,4 @@
-"""What the commands say, as functions of Python say it: ``search_time`` for ``--search-time``."""
+"""Translation of messages from the command line's words to those of Python: ``search_time`` for ``--search-time``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from memopt_cli.errors import MemoptError
 
 @contextlib.contextmanager
 def said_in_python() -> Iterator[None]:
-    """Above a function: errors name arguments where those of the commands name flags.
+    """Let errors from the block, and those they come from, name arguments in place of flags.
 
-    So do the errors that they come from: a traceback shows them, too.
+    Those they come from as well, since a traceback shows them.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def said_in_python() -> Iterator[None]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """It, and all that it comes from."""
+    """Yield ``error`` and all errors that it comes from."""
     pending, seen = [error], set[int]()
     while pending:
         err = pending.pop()
@@ -41,20 +41,20 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def warn_unchanged(why: str) -> None:
-    """Warn ``why`` the function that calls this one has left the model as it is; not if that is empty.
+    """Warn that the calling function has left the model as it is, and ``why``; do nothing if that is empty.
 
-    What is returned looks the same whether a plan is on the model or not, and few scripts look at the summary.
+    The returned model looks the same with a plan or without, and few scripts look at the summary.
     """
     if why:
         warnings.warn(in_python(why), stacklevel=_CALLER)
 
 
 _CALLER: Final = 4
-"""Above this module's function stand memopt's, what :func:`said_in_python` wraps that in, and the script."""
+"""Stack level of the user's script: above :func:`warn_unchanged` are memopt's function and its wrapper."""
 
 
 def notes_in_python(result: Any) -> Any:
-    """What a command found, with its notes, or those of its summary, as functions of Python say them."""
+    """Return ``result`` with its notes, or those of its summary, in Python's words."""
     if hasattr(result, "summary"):
         return replace(result, summary=notes_in_python(result.summary))
     if not hasattr(result, "notes"):
@@ -63,10 +63,10 @@ def notes_in_python(result: Any) -> Any:
 
 
 def in_python(text: str) -> str:
-    """``dims={"B": 8}`` for ``--dim B=8``, ``memopt_cli.profile(fake=True)`` for ``memopt profile --fake``.
+    """Translate ``text``: ``--dim B=8`` becomes ``dims={"B": 8}``, ``memopt check`` ``memopt_cli.check``.
 
-    What names a function of a file becomes a function, and what is said of the command line alone is left out.  Flags
-    that no function has as an argument stay, and so do those of others, what is quoted, and paths.
+    A reference to a function in a file becomes "a function", and parts that concern the command line alone are left
+    out. Flags without a Python argument stay, and so do flags of other programs, quotations and paths.
     """
     parts = re.split(_OTHERS, text)  # memopt's own and others' in turn
     return "".join(part if place % 2 else _own_in_python(part) for place, part in enumerate(parts))
@@ -82,10 +82,10 @@ def _own_in_python(text: str) -> str:
 
 _OWN_KINDS: Final = "|".join(name for name, kind in vars(errors).items() if isinstance(kind, type))
 _OTHERS: Final = re.compile(rf"(\b(?!(?:{_OWN_KINDS}):)[A-Z]\w*(?:Error|Exception): [^\n]*)")
-"""An error of a model's own code, say, as :func:`memopt_cli.errors.first_line` tells it: it ends its line."""
+"""Errors of other code in a message, up to the end of the line, as :func:`memopt_cli.errors.first_line` quotes them."""
 _FOR_COMMANDS: Final = re.compile(r"; on the command line: \S+(?: \S+)*?(?=[.;](?:\s|$))|; --measure-levels\b[^.;\n]*")
 _OF_FILE: Final = r"(?:file|train|FILE)\.py:(?:function|NAME)\b"
-"""Stands for any function."""
+"""Reference that stands for any function."""
 _VALUE: Final = "|".join(
     [
         r"'[^']*'",
@@ -131,7 +131,7 @@ _COMMANDS_ALONE: Final = frozenset(
         *("measure-levels", "replicas", "strategy", "confirm"),
     }
 )
-"""Of no function."""
+"""Flags without an argument in Python."""
 _ARGUMENTS: Final = frozenset(
     {
         *("accumulate", "baseline", "budget", "chunks", "clip-norm", "compile", "device", "fail-on", "global-batch"),
@@ -141,7 +141,7 @@ _ARGUMENTS: Final = frozenset(
 )
 """Flags whose arguments have the same names."""
 _KNOWN: Final = _ARGUMENTS | _NAMES.keys() | _SWITCHES | _COMMANDS_ALONE
-"""Of memopt, not of others whose errors are told."""
+"""Flags of memopt, as opposed to those of programs whose errors are quoted."""
 
 
 def _said(found: re.Match[str]) -> str:
@@ -157,7 +157,7 @@ def _call(command: re.Match[str]) -> str:
 
 
 def _arguments(flags: str) -> list[str]:
-    """``["level=3", 'dims={"B": 8}']`` for ``--level 3 --dim B=8``."""
+    """Translate flags to arguments: ``["level=3", 'dims={"B": 8}']`` for ``--level 3 --dim B=8``."""
     said: list[str] = []
     sizes: list[str] = []
     for found in _FLAG.finditer(flags):

@@ -14,15 +14,15 @@ _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)} | {
     unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)
 }
 MOST_DIGITS = 80
-"""No whole number that fits 64 bits is longer, underscores and base included."""
+"""Most characters of a whole number that fits 64 bits, underscores and base included."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
 def parse_bytes(text: str) -> int:
-    """``"24GiB"``, ``"1.5 MB"``, ``"4096"`` -> bytes.
+    """Parse a size in bytes: ``"24GiB"``, ``"1.5 MB"``, ``"4096"``.
 
-    ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, a bare number is bytes; case does not matter, and a fraction
-    of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more.
+    ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, and a bare number is bytes.  Case does not matter, and a
+    fraction of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more.
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get((match.group(2) or "B").lower()) if match else None
@@ -35,20 +35,20 @@ def parse_bytes(text: str) -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 tensor``, ``2 tensors``."""
+    """Format a count: ``1 tensor``, ``2 tensors``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def format_some(texts: Sequence[str], most: int = 3) -> str:
-    """``a, b, c and 2 more``."""
+    """Format at most ``most`` of ``texts``: ``a, b, c and 2 more``."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return f"{', '.join(texts[:most])}{more}"
 
 
 def exact_bytes(size: int) -> str:
-    """Bytes -> the shortest text that :func:`parse_bytes` reads back exactly: ``"24GiB"``, ``"2.2GiB"`` or ``"8GB"``.
+    """Return the shortest text that :func:`parse_bytes` reads back as ``size``: ``"24GiB"``, ``"2.2GiB"``, ``"8GB"``.
 
-    That is mostly the one that somebody wrote.
+    Mostly it is the text that somebody wrote.
     """
     exact = [(str(size), "B")]
     for unit in (*_BINARY, *_DECIMAL):
@@ -60,7 +60,7 @@ def exact_bytes(size: int) -> str:
 
 
 def format_bytes(size: float, decimals: int = 1) -> str:
-    """Bytes -> text for people, one decimal in the largest fitting binary unit, e.g. ``"617.9 MiB"``."""
+    """Format bytes for people, in the largest fitting binary unit: ``"617.9 MiB"``."""
     power = 0
     while abs(size) >= 1024 and power < len(_BINARY) - 1:
         size, power = size / 1024, power + 1
@@ -68,9 +68,9 @@ def format_bytes(size: float, decimals: int = 1) -> str:
 
 
 def format_apart(limit: int, size: int) -> tuple[str, str]:
-    """A limit and a size that is over it, as :func:`format_bytes`, with as many decimals as it takes to show that.
+    """Format ``limit`` and a larger ``size`` like :func:`format_bytes`, with enough decimals to tell them apart.
 
-    And to show the limit as it was given: ``1.75MiB`` is not 1.8.
+    Enough, too, to show the limit as it was given: ``1.75MiB`` is not 1.8.
     """
     for decimals in (1, 2, 3):
         one, other = format_bytes(limit, decimals), format_bytes(size, decimals)
@@ -80,7 +80,7 @@ def format_apart(limit: int, size: int) -> tuple[str, str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds -> text for people, e.g. ``"41.2 µs"``, ``"27.6 ms"``, ``"1.57 s"``, ``"2 min 5 s"``."""
+    """Format seconds for people: ``"41.2 µs"``, ``"27.6 ms"``, ``"1.57 s"``, ``"2 min 5 s"``."""
     if 0 < seconds < 1e-4:  # less than 0.1 ms
         return f"{seconds * 1e6:.1f} µs"
     if seconds < 1:
@@ -92,18 +92,18 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_copies(count: int) -> str:
-    """Number of copies of a model -> text for people: ``"1 copy"``, ``"16 copies"``."""
+    """Format a number of copies of a model: ``"1 copy"``, ``"16 copies"``."""
     return "1 copy" if count == 1 else f"{count} copies"
 
 
 def parse_amount(text: str) -> int | float:
-    """``"8GiB"`` -> bytes, ``"60%"`` -> a share, which is a float.  Raises :class:`UsageError` for anything else."""
+    """Parse ``"8GiB"`` to bytes, or ``"60%"`` to a share, a float.  Raises :class:`UsageError` for anything else."""
     share = parse_percent(text)
     return parse_bytes(text) if share is None else share
 
 
 def parse_percent(text: str) -> float | None:
-    """``"90%"`` -> 0.9; ``None`` if the text is no percentage.  Raises :class:`UsageError` outside (0, 100]."""
+    """Parse ``"90%"`` to 0.9; ``None`` if ``text`` is no percentage.  Raises :class:`UsageError` outside (0, 100]."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text, re.ASCII)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""What one training step does with memory, counted at the dispatcher or recorded in full."""
+"""The memory of one training step, counted at the dispatcher or recorded in full."""
 
 from memopt_cli.trace.clock import (
     Clock,

@@ -1,4 +1,4 @@
-"""The time of every operator of a real step, and how it comes into a record of the same step."""
+"""The time of every operator of a real step, and its place in the trace of the same step."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.training.step import Step, begin, synchronize, take
 
 _PACKED_ELEMENTS = 2**22
-"""Of a tensor that is packed to learn how fast that is: 16 MiB, as activations often are."""
+"""Elements of the tensor that is packed to learn the speed: 16 MiB, a common size of activations."""
 _PACKINGS = 4
-"""How often it is: the first is slow."""
+"""Times that it is packed; the first is slow."""
 _LAYERS = 10
-"""Of a few numbers each, in the segment that is run to learn what one costs."""
+"""Tiny layers in the segment that is run to learn the overhead of one."""
 _SEGMENT_RUNS = 12
-"""How often it is: the first ones check more."""
+"""Times that it is run; the first ones check more."""
 _SEGMENT_S = 1.2e-3
-"""What it takes beside its operators where the cost model's constants come from (``benchmarks/overhead.py``)."""
+"""Its overhead, in seconds, on the machine where the constants of the cost model come from
+(``benchmarks/overhead.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +43,16 @@ class OperatorTime:
 
 
 class Clock(TorchDispatchMode):
-    """Waits for the device around every operator: the times of kernels, not of their launch.
+    """A mode that times every operator, waiting for the device before and after: kernels, not their launch.
 
-    Under a :class:`StorageLog` in the same step, entered before it, it times what that log sees.
+    Entered after a :class:`StorageLog` in the same step, it times the operators that the log sees.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.times: list[OperatorTime] = []
-        """In their order."""
+        """Times in the order of the operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_bookkeeping(func):
@@ -62,10 +63,10 @@ class Clock(TorchDispatchMode):
 
 
 def time_operators(step: Step) -> tuple[OperatorTime, ...]:
-    """Run one step and time its operators, in their order; afterwards there are no gradients.
+    """Run one ``step`` and time its operators, in their order; afterwards there are no gradients.
 
-    Where a device runs them while the next ones are launched, a step takes less than its operators one by one: they
-    share its time then.
+    Where a device runs operators while the next ones are launched, a step takes less than its operators one by one.
+    Times are then scaled down to that of a whole step.
     """
     clock, device, start = Clock(step.settings.device), step.settings.device, StartingState(step.model)
     _step_s(step, start, clock)
@@ -74,7 +75,7 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
 
 
 def together(times: Sequence[OperatorTime], step_s: float) -> tuple[OperatorTime, ...]:
-    """The operators as they share the time of a step that takes ``step_s``, less than one by one."""
+    """Scale ``times`` down so that they add up to ``step_s``, if they are more."""
     share = step_s / max(step_s, sum(timed.seconds for timed in times))
     return tuple(replace(timed, seconds=timed.seconds * share) for timed in times)
 
@@ -89,12 +90,12 @@ def _step_s(step: Step, start: StartingState, clock: Clock | None = None) -> flo
 
 
 def seconds_of(run: Callable[[], object], device: str, *, runs: int) -> float:
-    """The shortest of several runs."""
+    """Return the seconds of the shortest of ``runs`` calls of ``run``."""
     return min(_timed(run, device)[1] for _ in range(runs))
 
 
 def _timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:
-    """What it gives, and its seconds from when the device is idle until it is again."""
+    """Return the result of ``run``, and its seconds from an idle device to an idle device."""
     synchronize(device)
     started = time.perf_counter()
     output = run()
@@ -104,7 +105,7 @@ def _timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:
 
 @functools.cache
 def packing_bytes_per_s(device: str) -> float:
-    """How fast spikes are packed and unpacked again, the fastest of a few runs; a process learns it once."""
+    """Measure how fast ``device`` packs spikes and unpacks them, in bytes a second; once in a process."""
     spikes = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float()
     codec = COMPRESSORS["bit"]
     return spikes.nbytes / seconds_of(lambda: codec.decompress(codec.compress(spikes)), device, runs=_PACKINGS)
@@ -112,15 +113,15 @@ def packing_bytes_per_s(device: str) -> float:
 
 @functools.cache
 def segment_overhead(device: str) -> float:
-    """What a segment takes beside its operators, over what it takes where the cost model's constants come from.
+    """Return the overhead of a segment on ``device``, divided by that where the cost model's constants come from.
 
-    They come from a CPU: there it is 1.  Elsewhere a small one is run; a process learns it once.
+    They come from a CPU, so it is 1 there.  On other devices a small segment is run, once in a process.
     """
     return 1.0 if device == "cpu" else max(1.0, segment_s(device) / _SEGMENT_S)
 
 
 def segment_s(device: str) -> float:
-    """What a segment of ten small layers takes beside its operators, in seconds."""
+    """Measure the seconds that a segment of ten small layers takes beside its operators."""
     with torch.random.fork_rng(devices=[]):
         layers = nn.Sequential(*(layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.GELU()))).to(device)
     x = torch.ones(4, 8, device=device)
@@ -139,7 +140,7 @@ def segment_s(device: str) -> float:
 
 
 def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepTrace, str]:
-    """The record with the times, or as it was and why: the step that was timed ran other operators."""
+    """Return ``trace`` with ``times``, and ``""``; or unchanged, and why: the timed step ran other operators."""
     if [op.name for op in trace.ops] != [timed.name for timed in times]:
         return trace, (
             f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "
@@ -152,7 +153,7 @@ def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepT
 
 
 def _forward_seconds(ops: Sequence[OpTrace]) -> dict[str, float]:
-    """The time of every module's forward, children included."""
+    """Return module -> the seconds of its forward, children included."""
     seconds: dict[str, float] = defaultdict(float)
     for op in ops:
         if op.phase == "forward":

@@ -1,7 +1,8 @@
-"""What ranks exchange in a step: how much, by which collectives, and which tensors are there for that alone.
+"""The exchange among ranks in a step: its collectives, their bytes, and the tensors that serve it alone.
 
-FSDP2 gathers parameters into buffers of its own, frees them by resizing their storages, which no operator does, and
-reduces gradients in others.  Its operators (``fsdp::``) and those of process groups (``c10d::``) tell which is which.
+FSDP2 gathers parameters into buffers of its own, frees these by resizing their storages, which no operator does, and
+reduces gradients in other buffers.  Its operators (``fsdp::``) and those of process groups (``c10d::``) show which is
+which.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from memopt_cli.records import Collective
 from memopt_cli.runtime.private_torch import replaced, tree_leaves, unseen
 
 _GROUPS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"""Namespaces of the operators of process groups: as they are called, and as functions of PyTorch's."""
+"""Namespaces of the operators of process groups: direct calls, and PyTorch's functional collectives."""
 
 _KINDS = {
     "allgather": "all-gather",
@@ -34,12 +35,12 @@ _KINDS = {
     "send": "send",
     "recv": "receive",
 }
-"""How the name of such an operator begins, without underscores -> the kind; others exchange nothing."""
+"""Beginning of the name of such an operator, without underscores -> its kind; others exchange nothing."""
 
 
 @functools.cache
 def collective_of(func: Any) -> str:
-    """The kind of collective that an operator is; empty of all others."""
+    """Return the kind of collective that ``func`` is; empty if it is none."""
     namespace, _, name = func.name().partition("::")
     if namespace not in _GROUPS:
         return ""
@@ -55,14 +56,14 @@ class Exchanged:
         self._bytes: Counter[str] = Counter()
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """An operator ran.  The tensor as a whole is the larger of what a collective takes and what it gives."""
+        """Count an operator, if it is a collective; the whole tensor is the larger of its inputs and its output."""
         kind = collective_of(func)
         if kind:
             self._calls[kind] += 1
             self._bytes[kind] += max(map(_bytes_of, (*args, *kwargs.values(), output)))
 
     def records(self) -> tuple[Collective, ...]:
-        """Those first that exchange most."""
+        """Return the collectives so far, those that exchange most first."""
         kinds = sorted(self._calls, key=lambda kind: (-self._bytes[kind], kind))
         return tuple(Collective(kind=k, calls=self._calls[k], whole_bytes=self._bytes[k]) for k in kinds)
 
@@ -72,7 +73,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def labelled(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, str]]:
-    """Tensors that an operator fills for the sake of an exchange, and what they are: ``gathered`` or ``reduction``."""
+    """Yield the tensors that an operator fills for an exchange, with their kind: ``gathered`` or ``reduction``."""
     kind, places = _label_of(func)
     for place in places:
         for leaf in tree_leaves(kwargs.get(place) if isinstance(place, str) else args[place]):
@@ -82,7 +83,7 @@ def labelled(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Ten
 
 @functools.cache
 def _label_of(func: Any) -> tuple[str, tuple[int | str, ...]]:
-    """The kind, and which arguments of the operator are of it."""
+    """Return the kind of the tensors that ``func`` fills for an exchange, and its arguments that are such tensors."""
     return _LABELS.get(func.name().partition(".")[0], ("", ()))
 
 
@@ -92,13 +93,13 @@ _LABELS: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "fsdp::chunk_cat": ("reduction", ("out",)),
     "c10d::_reduce_scatter_base_": ("reduction", (0,)),
 }
-"""Of the first, what is gathered is a copy where it is cast.  The last gives gradients in the end, and those are called
-gradients."""
+"""Operator -> the kind of the tensors that it fills for an exchange, and their place among its arguments.  The first
+copies where it casts.  The last fills gradients in the end, which are labelled as such later."""
 
 
 @contextlib.contextmanager
 def resizes_seen(seen: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Within, ``seen`` is told of every storage that Python has given another size."""
+    """Call ``seen`` with every storage that Python code in the block resizes."""
 
     def resizing(plain: Any) -> Any:
         def resize_(storage: Any, size: int) -> Any:
@@ -114,9 +115,9 @@ def resizes_seen(seen: Callable[[torch.UntypedStorage], object]) -> Iterator[Non
 
 @contextlib.contextmanager
 def staging_unseen() -> Iterator[None]:
-    """Within, no mode sees what a backend does when it is waited for: gloo copies tensors of its own.
+    """Hide from all modes in the block the tensors that a backend copies while it is waited for, as gloo does.
 
-    As the workspace of kernels, these are no tensors of the step.
+    Like the workspaces of kernels, these are no tensors of the step.
     """
 
     def waiting(plain: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What tensors hold, seen in a small step and told of a large one, whose tensors have no data."""
+"""Contents of tensors, by which a codec is chosen: seen in a small real step, and used for a large one without data."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 
 
 class Contents:
-    """What tensors hold, each looked into once: a module and those in it are often given the same."""
+    """Looks into tensors, once each: a module and its parts are often given the same ones."""
 
     def __init__(self, log: StorageLog) -> None:
         self._log = log
         self._known: dict[tuple[int, ...], dict[CompressorName, int]] = {}
 
     def smallest_codec(self, tensors: list[Tensor]) -> tuple[CompressorName, int]:
-        """The codec that stores these tensors in fewest bytes, and the bytes: none unless it halves them."""
+        """Return the codec that packs ``tensors`` in the fewest bytes, and these; ``null`` unless it halves them."""
         best: CompressorName = "null"
         least = held_bytes(tensors)
         limit = least // 2
@@ -42,7 +42,7 @@ class Contents:
         return best, least
 
     def codec_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
-        """What packing holds it in, and the bytes."""
+        """Return the codec that packing chooses for ``tensor``, and its packed bytes."""
         with aside():
             codec = codec_for(tensor)
             packed = codec.compress(tensor) if codec else None
@@ -67,23 +67,23 @@ def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """What runs within is no part of the step."""
+    """Keep the block out of the step: no mode sees it, and profiles label it."""
     with torch.no_grad(), unseen(), record_function(ASIDE):
         yield
 
 
 def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
-    """The record of a step on fake tensors with the contents that a real step on a smaller batch has.
+    """Return ``full``, a step on fake tensors, with the codecs of ``small``, a real step on a smaller batch.
 
-    And why, if so, what autograd saves is not told of: the small step ran other operators.
+    Where the small step ran other operators, only modules get their codecs, and a note says why.
     """
     seen = {module.path: module for module in small.modules}
     modules = tuple(_module_with(module, seen.get(module.path)) for module in full.modules)
     full = replace(full, modules=modules)
     if not _ran_alike(full, small):
         return full, (
-            "a step of a few samples runs other operators than the full one: "
-            "whether what autograd saves can be packed is not known, and it is taken not to be"
+            "a step of a few samples runs other operators than the full one, so it is not known whether saved tensors "
+            "can be packed: they are assumed not to be"
         )
     known = dict(zip(_born_in_turn(full), (small.storages[i] for i in _born_in_turn(small)), strict=True))
     storages = (_storage_with(s, known[i]) if i in known else s for i, s in enumerate(full.storages))
@@ -91,7 +91,7 @@ def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
 
 
 def with_parts(ops: Sequence[OpTrace], storages: Sequence[StorageTrace]) -> tuple[StorageTrace, ...]:
-    """Concatenations, which need not be held as far as something else saves their parts."""
+    """Mark concatenations whose parts are saved by something else, so that the parts codec can refer to them."""
 
     def as_parts(storage: StorageTrace) -> StorageTrace:
         made = ops[storage.born] if storage.born >= 0 else None
@@ -105,17 +105,17 @@ def with_parts(ops: Sequence[OpTrace], storages: Sequence[StorageTrace]) -> tupl
 
 
 _LIKE = ("forward", "backward")
-"""Phases that a step of a few samples has as well; it may lack the optimizer's."""
+"""Phases that must be alike; a step of a few samples may lack that of the optimizer."""
 
 
 def _ran_alike(full: StepTrace, small: StepTrace) -> bool:
-    """Whether the same operators made as many storages."""
+    """Return whether the same operators made equal numbers of storages."""
     first, other = ([(op.name, len(op.makes)) for op in trace.ops if op.phase in _LIKE] for trace in (full, small))
     return first == other and len(_born_in_turn(full)) == len(_born_in_turn(small))
 
 
 def _born_in_turn(trace: StepTrace) -> list[int]:
-    """The storages that are neither of the optimizer nor made once the gradients are there."""
+    """Return the indices of storages that are neither the optimizer's nor made after backward."""
     updates = {index for op in trace.ops if op.phase not in _LIKE for index in op.makes}
     return [i for i, s in enumerate(trace.storages) if s.kind != "optimizer" and i not in updates]
 

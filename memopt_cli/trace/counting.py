@@ -1,4 +1,4 @@
-"""The peak of one step, on real or fake tensors, and who holds it: all that a search asks of a plan."""
+"""The peak of one step, on real or fake tensors, and the modules that hold it: all that a search asks about a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step, reset_gradients
 
 Life = tuple[int, int, int | None]
-"""Of a storage: its bytes, the operator that made it (-1: it was there) and the first that ran without it."""
+"""Bytes of a storage, the operator that made it (-1 if it was there before) and the first that ran without it."""
 AllocatedPeak = Callable[[Iterable[Life]], int]
 """Lives of storages, in the order of birth -> most bytes that an allocator hands out for them."""
 
@@ -26,10 +26,11 @@ def count(
     allocated: AllocatedPeak | None = None,
     lumps: Lumps | None = None,
 ) -> Counted:
-    """Run one step under the counter, from the gradients that it is to find; afterwards they are ``None``.
+    """Run one ``step`` under the counter of storages; afterwards gradients are ``None``.
 
-    ``codecs``: what tensors without data are packed in.  ``allocated``: the allocator of another device.  ``lumps``:
-    of equal chunks those in the middle do not run; of the holders, their module then has what its parts would.
+    ``codecs`` are those that tensors without data are packed in.  ``allocated`` stands for the allocator of another
+    device.  With ``lumps``, the middle ones of many equal chunks do not run, and their module holds what its parts
+    would.
     """
     reset_gradients(step)
     with module_stack(step.named) as running:
@@ -52,15 +53,15 @@ def count(
 
 
 def _lives(log: StorageLog) -> list[Life]:
-    """Of storages that have bytes and outlive an operator."""
+    """Return the lives of storages that have bytes and outlive an operator."""
     there = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
     return [(s.nbytes, s.born - 1, s.died) for s in there]
 
 
 def codecs_of(trace: StepTrace, dry_run: StepTrace) -> Codecs:
-    """Of the storages, and of the modules' inputs, of a recorded step that were held in less.
+    """Return the codecs of storages and inputs that packed to fewer bytes in ``trace``, for use in a dry run.
 
-    Of a module that makes its storages by other operators in the dry run, of none.
+    Storages of a module that makes them by other operators in ``dry_run`` have none.
     """
     made, there = _made_in_forward(trace), _made_in_forward(dry_run)
     alike = (
@@ -72,7 +73,7 @@ def codecs_of(trace: StepTrace, dry_run: StepTrace) -> Codecs:
 
 
 def _of_outputs(trace: StepTrace) -> dict[tuple[str, int], str]:
-    """Of those that every call of a module returns in the same codec."""
+    """Return the codecs of outputs that have the same one in every call of a module."""
     found: dict[tuple[str, int], set[str]] = defaultdict(set)
     for call in trace.calls:
         for place, index in enumerate(call.outputs):
@@ -81,7 +82,7 @@ def _of_outputs(trace: StepTrace) -> dict[tuple[str, int], str]:
 
 
 def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace]]]:
-    """Path of a module -> what it makes there, in turn, and by which operator."""
+    """Return path of a module -> the storages that its forward makes, in order, each with the name of the operator."""
     made: dict[str, list[tuple[str, StorageTrace]]] = defaultdict(list)
     for storage in trace.storages:
         if storage.born >= 0 and trace.ops[storage.born].phase == "forward":

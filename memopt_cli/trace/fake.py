@@ -1,4 +1,4 @@
-"""A step on tensors without data."""
+"""A training step on tensors without data (fake tensors)."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from memopt_cli.training.user_step import StepModels
 
 
 def fake_mode() -> FakeTensorMode:
-    """Where new tensors have no data, and may meet such as have."""
+    """Return a mode in which new tensors have no data, and may be combined with tensors that have."""
     mend_copies_of_fakes()
     return RememberingDryRun(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
 def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
-    """Within, a model is built whose tensors have no data; it may change their dtype."""
+    """Build models without data in the block; they may change the dtype of their tensors."""
     with mode, fakes_exchanged(), NumbersKnown():
         yield
 
 
 def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
-    """As :func:`~memopt_cli.training.step.place`, of a model without data: ``Module.to`` cannot exchange tensors."""
+    """Place ``model``, without data, as :func:`~memopt_cli.training.step.place` does: ``Module.to`` cannot."""
     placed: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):
@@ -68,14 +68,14 @@ def _placed(tensor: Tensor, settings: StepSettings) -> Tensor:
 
 
 def _copied_without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy.  Raises :class:`RuntimeError` for a step of one's own that cannot be made so."""
+    """Copy ``model`` without data.  Raises :class:`RuntimeError` for a user's own step that cannot be made so."""
     if isinstance(model, StepModels):
         with mode, NumbersKnown():
             try:
                 return model.anew()
-            except MemoptError as error:  # which says that the function is wrong, as it is not where there are data
+            except MemoptError as error:  # it blames the user's function, which is right where tensors have data
                 raise RuntimeError(error.message) from error
-    copied = {id(g): g.clone_state() for g in _generators_of(model)}  # copied within, their positions had no data
+    copied = {id(g): g.clone_state() for g in _generators_of(model)}  # copied in the mode, they would lose their state
     with FakeCopyMode(mode):
         return copy.deepcopy(model, copied)
 
@@ -85,17 +85,17 @@ def _generators_of(model: nn.Module) -> Iterator[torch.Generator]:
 
 
 class FakeStep:
-    """A step on fake tensors: no data, no memory, the same storages.
+    """A step on fake tensors, which takes no memory and has the same storages as a real one.
 
-    ``mode``: of the tensors in ``step`` that are fake already.  ``sharded``: a model of its own without data, in place
-    of a copy of the step's.  Raises whatever the model raises when it wants data that fake tensors do not have.
+    ``mode`` is that of tensors in ``step`` that are fake already.  ``sharded`` is a model without data to use in place
+    of a copy of the step's.  Raises whatever the model raises when it needs data that fake tensors do not have.
     """
 
     def __init__(self, step: Step, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None) -> None:
         self._mode = mode or fake_mode()
         self._frees = sharded is None  # a forward without its backward leaves parameters gathered
         self._given: list[tuple[Tensor, Tensor]] = []
-        """Inputs without data, and what they hold: whole numbers and masks, which models read."""
+        """Inputs without data, each with its values: integers and masks, which models read."""
         model = _copied_without_data(step.model, self._mode) if sharded is None else sharded
         args, kwargs = self._without_data(step)
         with self._mode:
@@ -107,11 +107,11 @@ class FakeStep:
         if sharded is not None:
             self._settle()
         elif self.step.optimizer is not None:
-            self.count()  # makes the optimizer's state, which a first step does not have yet
+            self.count()  # a first step makes the optimizer's state, which all later steps have
 
     @contextlib.contextmanager
     def fed(self, step: Step) -> Iterator[FakeStep]:
-        """Within, it is one with the inputs of another step."""
+        """Take the inputs of another ``step`` for the block."""
         own = self.step, self._given
         self._take_inputs(step)
         try:
@@ -120,7 +120,7 @@ class FakeStep:
             self.step, self._given = own
 
     def feed(self, step: Step) -> None:
-        """Go on with the inputs of another step, of a model of its own."""
+        """Go on with the inputs of another ``step``; for a sharded model."""
         self._take_inputs(step)
         self._start.enter()
         self._settle()
@@ -130,7 +130,7 @@ class FakeStep:
         self.step = replace(self.step, args=args, kwargs=kwargs)
 
     def _settle(self) -> None:
-        """The first step of a ``DTensor`` finds out by more tensors how its operators are sharded."""
+        """Take a first step, in which a ``DTensor`` makes more tensors to find out how operators are sharded."""
         with self._running():
             reset_gradients(self.step)
             take(self.step)
@@ -142,22 +142,22 @@ class FakeStep:
         codecs: Codecs | None = None,
         allocated: AllocatedPeak | None = None,
     ) -> Counted:
-        """As :func:`~memopt_cli.trace.count`; of many equal chunks, few run."""
-        lumps = self._lumps if allocated is None else None  # an allocator takes many small tensors otherwise
+        """Count the step like :func:`~memopt_cli.trace.count`; of many equal chunks, few run."""
+        lumps = self._lumps if allocated is None else None  # an allocator places many small tensors differently
         while True:
             self._start.enter()
             with contextlib.suppress(ChunksDiffer), self._running():
                 return count(self.step, workspaces, codecs, allocated, lumps)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
-        """As :func:`~memopt_cli.trace.record`, without contents and times."""
+        """Record the step like :func:`~memopt_cli.trace.record`, without contents and times."""
         self._start.enter()
         with self._running():
             return record(self.step, batch, contents=False, frees=self._frees, workspaces=workspaces, codecs=codecs)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Within, the step is run; every time it knows the same numbers, whatever it writes to its inputs."""
+        """Run the step in the block; it knows the same numbers every time, even if it writes to its inputs."""
         numbers = NumbersKnown()
         for tensor, values in self._given:
             numbers.tell(tensor, values)
@@ -165,7 +165,7 @@ class FakeStep:
             yield
 
     def _without_data(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs of a step."""
+        """Return the inputs of ``step`` without data, and remember the values that the model may read."""
         self._given = []
 
         def fake(leaf: Any) -> Any:
@@ -181,6 +181,6 @@ class FakeStep:
         owners: dict[int, set[int]] = defaultdict(set)
         for _, values in self._given:
             owners[values.untyped_storage().data_ptr()].add(memory_of(values))
-        # What is written to one of two storages of the same memory is in the other, which nobody sees here.
+        # Where two storages share memory, a write to one changes the other, which nobody sees here.
         self._given = [pair for pair in self._given if len(owners[pair[1].untyped_storage().data_ptr()]) == 1]
         return args, kwargs

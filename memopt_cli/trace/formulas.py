@@ -1,9 +1,9 @@
-"""What derivative formulas do under a dispatch mode, or on fake tensors, and what they do in a plain step.
+"""Derivative formulas that behave differently under a dispatch mode, or on fake tensors, and how to count them.
 
 Many of PyTorch's formulas (``torch/csrc/autograd/FunctionsManual.cpp``) ask whether a tensor could be a subclass, which
-is true of every tensor while somebody watches the dispatcher.  Then they write to nothing that they have made: where a
-plain step has one tensor, the watched one has two; some take another way altogether.  It cannot be asked not to, as
-fake tensors are subclasses.  So what a watched formula makes is counted as the plain one makes it.
+is true of every tensor while somebody watches the dispatcher.  Then they write nothing in place: where a plain step has
+one tensor, the watched one has two, and some formulas compute in another way altogether.  This cannot be turned off, as
+fake tensors are subclasses.  So the tensors of a watched formula are counted as those of the plain one.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _WRITES = {
     "aten::scatter",
     "aten::scatter_add",
 }
-"""What a formula calls on what it has made, and holds no more, only in place of the same operator in place."""
+"""Operators that a watched formula calls, on its own results, only where the plain one calls the in-place operator."""
 
 _COMBINES = {"aten::logical_and", "aten::logical_or"}
-"""The same of a mask, which it may hold on to."""
+"""Operators on masks for which the same is true, even where the formula keeps the mask."""
 
 _WRITES_IN = {
     "BinaryCrossEntropyBackward0": {"aten::mul"},
     "AminmaxBackward0": {"aten::add"},
     "ClampBackward0": {"aten::masked_fill"},  # since PyTorch 2.14
 }
-"""Formula -> further ones."""
+"""Formula -> further operators that it calls in place of in-place ones."""
 
 
 def _without(*operators: str) -> dict[str, float]:
@@ -45,7 +45,7 @@ def _without(*operators: str) -> dict[str, float]:
 
 
 _MASK = 1 / 4
-"""Of a tensor of single precision."""
+"""Size of a mask, as a share of a float32 tensor."""
 _SPREAD = _without("aten::isnan", "aten::logical_and")
 _SHARES: dict[str, dict[str, float]] = {
     "MaxBackward1": _SPREAD,
@@ -70,38 +70,38 @@ _SHARES: dict[str, dict[str, float]] = {
     )
     | {"aten::cat#1": 2.0},  # PyTorch 2.8's, which goes from row to row where a plain one sums all at once
 }
-"""Formula -> what a watched one calls in place of something else, and the share of its bytes that a plain one takes.
+"""Formula -> operators that only the watched one calls, each with the share of its bytes that the plain one takes.
 
-A watched formula may not look at values.  A plain one does, and is taken to find neither zeros, in a product, nor NaN.
-``aten::cumsum#1``: the first such call.
+A watched formula may not look at values.  A plain one does; it is assumed to find no zeros in a product, and no NaN.
+``aten::cumsum#1`` is the first call of that operator.
 """
 
 
 @dataclass(slots=True)
 class Formula:
-    """The derivative formula that runs: a node of autograd in its backward."""
+    """The derivative formula that is running: a node of autograd in its backward."""
 
     name: str
-    """Of the node."""
+    """Name of the node."""
     number: int
-    """Of the node, in the order in which forward made them."""
+    """Number of the node, in the order in which forward made them."""
     began: int
     """Tick before its first operator."""
     is_shared: bool
-    """Two of its gradients are of the same tensor, and are summed."""
+    """Whether two of its gradients are of the same tensor, and are summed."""
     calls: Counter[str] = field(default_factory=Counter)
-    """Operator -> how often it was called."""
+    """Operator -> the number of its calls."""
 
     def writes(self, operator: str) -> bool:
-        """Whether the operator, called on what the formula has made, writes to it in a plain step."""
+        """Return whether ``operator``, called on a result of the formula, writes in place in a plain step."""
         return operator in _WRITES | _COMBINES or operator in _WRITES_IN.get(self.name, ())
 
     def combines(self, operator: str) -> bool:
-        """Whether it does so even if the formula holds on to that."""
+        """Return whether ``operator`` does so even if the formula keeps that result."""
         return operator in _COMBINES
 
     def share_of(self, operator: str) -> float:
-        """What a plain step takes of the bytes that the operator makes here; asked once for every call."""
+        """Return the share of the bytes of ``operator`` that a plain step takes; to be asked once for every call."""
         shares = _SHARES.get(self.name)
         if shares is None:
             return 1.0
@@ -110,7 +110,7 @@ class Formula:
 
 
 def formula_at(tick: int, before: Formula | None) -> Formula | None:
-    """The formula of PyTorch's own that runs; ``before``: the one that ran at the previous operator."""
+    """Return the formula of PyTorch's that is running; ``before`` is the one of the previous operator."""
     if torch.is_grad_enabled():
         return None
     node = running_node()

@@ -1,8 +1,8 @@
-"""What a plain step writes to a storage that it has, where a watched one makes another.
+"""Results that a plain step writes to an existing storage, where a watched step makes another.
 
-Where a tensor has several gradients, autograd adds each to the first in place if nobody else holds that; but not while
-somebody watches the dispatcher, or on fake tensors.  Such a sum is counted in place of the first.  So is what a
-derivative formula would write to (:mod:`memopt_cli.trace.formulas`).
+If a tensor has several gradients, autograd adds each to the first in place, unless something else holds that.  It does
+not while somebody watches the dispatcher, or on fake tensors.  Such a sum is counted in place of its first summand.  So
+is the result of a derivative formula that would be written in place (:mod:`memopt_cli.trace.formulas`).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from memopt_cli.trace.storages import Peaks, Storage, Storages
 
 
 class InPlace:
-    """What the last operator of a derivative would have written to in a plain step."""
+    """Accounts for the storage that the last operator of a derivative would have written to in a plain step."""
 
     def __init__(self, storages: Storages, peaks: Peaks) -> None:
         self._storages = storages
         self._peaks = peaks
         self._formula: Formula | None = None
-        """Of the operator that ran last."""
+        """Formula of the last operator; ``None`` if it belongs to none."""
         self._first: Storage | None = None
-        """What the last operator would have written to in a plain step, if nobody else holds it."""
+        """Storage that the last operator would have written to in a plain step, if nobody else holds it."""
         self._with_first_bytes = 0
         self._written: Storage | None = None
-        """What the last operator made, if it would have written to the first whoever holds that."""
+        """Result of the last operator, if it would have been written to the first whoever holds that."""
 
     def share_of(self, func: Any, *, differentiates: bool) -> float:
-        """What a plain step takes of the bytes that the operator makes; asked once for each, before its tick."""
+        """Return the share of the bytes of an operator that a plain step takes; to be asked once, before its tick."""
         formula = self._formula = formula_at(self._storages.tick, self._formula) if differentiates else None
         return 0.0 if func is _ZEROS else formula.share_of(name_of(func)) if formula else 1.0
 
     def replaced_bytes(self, func: Any, args: Any, output: Any) -> int:
-        """Of the storage to which a plain step writes what the operator of a derivative made, if there is one."""
+        """Return the bytes of the storage that a plain step would write the result to; 0 if there is none."""
         if not self._is_written(func, args) and not self._is_sum(func, args):
             return 0
         self._first, self._with_first_bytes = self._storages.known(args[0]), self._storages.live_bytes
@@ -51,9 +51,10 @@ class InPlace:
         return self._first.nbytes
 
     def settle(self) -> None:
-        """Nothing more happens to what the last operator made.
+        """Close the account of the last operator.
 
-        A sum whose first summand others hold is one more, and so is what would have been written to.
+        If something else still holds the storage to write to, a plain step makes a new one as well, which counts; only
+        masks are combined in place all the same.
         """
         if self._first is not None:
             self._first.is_replaced = False
@@ -65,12 +66,12 @@ class InPlace:
         self._first = self._written = None
 
     def _is_written(self, func: Any, args: Any) -> bool:
-        """Whether a formula calls an operator that in a plain step writes to its first argument."""
+        """Return whether a formula calls ``func``, which in a plain step writes to its first argument."""
         formula = self._formula
         return formula is not None and formula.writes(name_of(func)) and self._is_of(formula, args[0])
 
     def _is_sum(self, func: Any, args: Any) -> bool:
-        """Whether autograd adds one gradient of a tensor to another, and no formula two of the tensors that it made."""
+        """Return whether autograd adds up gradients of a tensor, and not a formula two of its own results."""
         formula = self._formula
         return _adds_gradients(func, args) and (
             formula is None or formula.is_shared or not self._is_of(formula, args[0])
@@ -82,10 +83,10 @@ class InPlace:
 
 
 def _adds_gradients(func: Any, args: Any) -> bool:
-    """Whether autograd itself, and no function of a node, calls this operator: to add up the gradients of a tensor.
+    """Return whether autograd itself, and no function of a node, calls ``func`` to add up the gradients of a tensor.
 
-    It adds in place only to one that is dense, overlaps nothing and is no view, whose base holds it; a sparse one only
-    to one that is contiguous.
+    It adds in place only to a gradient that is dense, without overlaps and no view, since the base would hold it; and a
+    sparse one only to one that is contiguous.
     """
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False
@@ -99,7 +100,7 @@ def _adds_gradients(func: Any, args: Any) -> bool:
 
 
 _ZEROS = torch.ops.aten._efficientzerotensor.default
-"""What it makes says that it is zero and holds nothing."""
+"""Operator whose result stands for zeros and takes no memory."""
 
 _AROUND = frozenset((__name__, "memopt_cli.trace.log", "torch._compile", "torch._dynamo.eval_frame"))
-"""What stands between an operator and a mode that sees it."""
+"""Modules on the stack between an operator and a mode that sees it."""

@@ -1,4 +1,4 @@
-"""What goes into each module: a forward alone, at the cost of a forward."""
+"""The inputs of every module, recorded in a single forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memopt_cli.training.step import Step
 
 
 def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
-    """The modules that one forward calls, their inputs looked into for the codec that holds them exactly.
+    """Record the modules that one forward of ``step`` calls, and the codec that holds their inputs exactly.
 
     The model's state advances.  Nothing is kept for backward, so no bytes are saved.
     """
@@ -38,9 +38,10 @@ def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
 
 
 def codecs_failing_on_zeros(step: Step) -> dict[str, str]:
-    """Path of a module -> what its own codec does not give back of zeros, in place of the inputs of one forward.
+    """Return path of a module -> how its own codec fails to restore zeros with the shapes and dtypes of its inputs.
 
-    Zeros are what a codec of any kind holds; these fit no input of that shape and dtype.  The model's state advances.
+    Every codec can hold zeros, so one that fails here fits no input of that shape and dtype.  The model's state
+    advances.
     """
     found: dict[str, str] = {}
 

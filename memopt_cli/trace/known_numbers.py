@@ -1,4 +1,10 @@
-"""Numbers that a model reads where its tensors have no data."""
+"""Numbers that a model reads from tensors without data.
+
+Models with stochastic depth read ``torch.linspace(0, rate, depth)[3].item()`` and build other layers where that is 0;
+attention makes no mask where ``attention_mask.all()``.  Such numbers follow from the code and from the inputs alone.
+So a mode notes how each tensor was made, for as long as that tensor lives, and runs the noted operators, on the CPU,
+only when a number is read.
+"""
 
 from __future__ import annotations
 
@@ -29,35 +35,31 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 
 _aten = torch.ops.aten
 _MOST_VALUES = 1 << 24
-"""Of a tensor that is computed to read a number: a mask of 4096 by 4096."""
+"""Most elements of a tensor that is computed to read a number: a mask of 4096 by 4096."""
 _SOURCES = frozenset("arange eye full linspace logspace ones scalar_tensor tril_indices triu_indices zeros".split())
-"""They make tensors of numbers."""
+"""Operators that make tensors from numbers."""
 _CONSTANT = _aten.lift_fresh.default
-"""It makes one of ``torch.tensor([1, 2])``, which has data."""
+"""Operator that ``torch.tensor([1, 2])`` calls on a tensor with data."""
 
 
 class NumbersKnown(TorchDispatchMode):
-    """Within, tensors have no data, but numbers that follow from the code, and from inputs, can be read.
-
-    Models with stochastic depth read ``torch.linspace(0, rate, depth)[3].item()``, and build other layers where that is
-    0; attention makes no mask where ``attention_mask.all()``.  What made a tensor is noted for as long as that lives.
-    It runs, on the CPU, when a number is read.
-    """
+    """A mode for tensors without data in which numbers can be read that follow from the code, and from inputs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: dict[int, tuple[weakref.ref[Any], _Made, int]] = {}
-        """The key of a storage without data -> that storage, what made it, and which of its results it is."""
+        """Key of a storage without data -> that storage, how it was made, and which of the results it is."""
 
     def tell(self, tensor: Tensor, values: Tensor) -> None:
-        """A tensor without data has ``values``, which nobody writes to."""
-        self._note([tensor], _Made.told(values))
+        """Let ``tensor``, without data, have ``values``, which nobody writes to."""
+        self._note([tensor], _Made.of(values))
 
     @contextmanager
     def known_to_libraries(self) -> Iterator[None]:
-        """Within, transformers takes tensors whose numbers are known for such as have data.
+        """Let transformers read tensors of known numbers in the block.
 
-        It asks before it reads whether a mask is needed, and makes one, and copies of keys and values, if it may not.
+        It asks whether a tensor is fake before it reads whether a mask is needed.  If so, it makes a mask, and copies
+        of keys and values, which a real step does not.
         """
         asked = sys.modules.get("transformers.utils.import_utils")
         if asked is None or not hasattr(asked, "is_fake_tensor"):
@@ -90,7 +92,7 @@ class NumbersKnown(TorchDispatchMode):
         return result
 
     def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives that must know numbers, or how many there are; ``None`` if they are not known."""
+        """Return the result of an operator that needs numbers, or their count; ``None`` if they are not known."""
         if takes := _TAKES.get(func):
             masks = [leaf for leaf in tensors_of(args[1]) if leaf.dtype is torch.bool]
             values = [self._noted(mask).values() if self._is_known(mask) else None for mask in masks]
@@ -102,27 +104,27 @@ class NumbersKnown(TorchDispatchMode):
         return map_leaves(lambda leaf: self.made_known(leaf, device) if isinstance(leaf, Tensor) else leaf, found)
 
     def made_known(self, values: Tensor, device: torch.device) -> Tensor:
-        """A tensor without data that has values."""
+        """Make a tensor without data on ``device`` that has ``values``."""
         made = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
         self.tell(made, values)
         return made
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether what an operator makes follows from what is known."""
-        for leaf in args:  # most have a tensor there that is not known
+        """Return whether the result of an operator follows from known numbers."""
+        for leaf in args:  # a quick no: most operators have an unknown tensor among these
             if isinstance(leaf, Tensor) and not self._is_known(leaf):
                 return False
         given = tensors_of((args, kwargs))
         return _is_function(func) and all(map(self._is_known, given)) if given else _is_source(func)
 
     def _is_known(self, tensor: Tensor) -> bool:
-        # Not a tensor with data: writes to it may be run on one without.
+        # A tensor with data does not count: a write to it may run on a copy without.
         return is_fake(tensor) and _has_storage(tensor) and memory_of(tensor) in self._made
 
     def _note(self, tensors: list[Tensor], made: _Made) -> None:
         for place, tensor in enumerate(tensors):
             is_new = is_fake(tensor) and _has_storage(tensor) and memory_of(tensor) not in self._made
-            if is_new and tensor.numel() <= _MOST_VALUES:  # a view has the values that it is of
+            if is_new and tensor.numel() <= _MOST_VALUES:  # a view is known by the tensor that it is of
                 forget = functools.partial(self._forget, memory_of(tensor))
                 self._made[memory_of(tensor)] = weakref.ref(tensor.untyped_storage(), forget), made, place
                 made.strides[place] = tensor.stride()
@@ -131,7 +133,7 @@ class NumbersKnown(TorchDispatchMode):
         self._made.pop(key, None)
 
     def _noted(self, leaf: Any) -> Any:
-        """An argument of an operator, that can be kept."""
+        """Return ``leaf``, an argument of an operator, in a form that can be kept."""
         if not isinstance(leaf, Tensor):
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
         _, made, place = self._made[memory_of(leaf)]
@@ -139,26 +141,26 @@ class NumbersKnown(TorchDispatchMode):
 
 
 class _Made:
-    """What an operator makes, computed when it is asked for."""
+    """The results of an operator, computed when they are needed."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self.strides: dict[int, tuple[int, ...]] = {}
-        """Of its results as tensors without data have them."""
+        """Index of a result -> its strides without data."""
         self._run: Callable[[], Any] | None = run
         self._results: list[Tensor] = []
 
     @classmethod
-    def told(cls, values: Tensor) -> _Made:
-        """Of a tensor, as long as nobody writes to it."""
+    def of(cls, values: Tensor) -> _Made:
+        """Return ``values`` as a result, as long as nobody writes to them."""
         if values.is_inference():
             return cls(lambda: values)
         version = version_counter(values)
         return cls(lambda: values if version_counter(values) == version else None)
 
     def result(self, place: int) -> Tensor | None:
-        """One of its results; ``None`` if it cannot be computed."""
+        """Return the result at ``place``; ``None`` if it cannot be computed."""
         if self._run is not None:
-            with suppress(RuntimeError):  # an operator that the CPU does not have, or too long a way to here
+            with suppress(RuntimeError):  # the CPU lacks an operator, or the chain to here is too long
                 self._results = tensors_of(self._run())
             self._run = None
         found = self._results[place] if self._results else None
@@ -166,7 +168,7 @@ class _Made:
 
 
 class _View:
-    """A tensor that is an argument of an operator."""
+    """A tensor that is an argument of an operator, as a view of the result of another."""
 
     def __init__(self, tensor: Tensor, made: _Made, place: int) -> None:
         self._made, self._place, self._dtype = made, place, tensor.dtype
@@ -174,7 +176,7 @@ class _View:
         self._is_plain = _is_plain(tensor)
 
     def values(self) -> Tensor | None:
-        """On the CPU; ``None`` if they cannot be computed."""
+        """Return its values on the CPU; ``None`` if they cannot be computed."""
         found = self._made.result(self._place)
         if found is None or found.dtype != self._dtype or not (self._is_plain and _is_plain(found)):
             return None
@@ -183,7 +185,7 @@ class _View:
 
 
 def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], masks: list[Tensor]) -> Tensor:
-    """``x[indices]``; ``masks``: the values of those among them, in turn."""
+    """Return ``x[indices]``, where ``masks`` are the values of the masks among ``indices``, in order."""
     values = iter(masks)
     places: list[Tensor | None] = []
     for index in indices:
@@ -198,7 +200,7 @@ def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], mas
 
 
 def _selected(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:
-    """``x.masked_select(mask)``."""
+    """Return ``x.masked_select(mask)``, where ``masks`` has the values of ``mask``."""
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     with unseen():
         number = int(masks[0].broadcast_to(shape).count_nonzero())
@@ -206,7 +208,7 @@ def _selected(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor
 
 
 def _run(func: Any, given: tuple[Any, dict[str, Any]]) -> Any:
-    """An operator on numbers that are known; ``None`` if they cannot be computed."""
+    """Run an operator on known numbers; ``None`` if they cannot be computed."""
     views = [leaf for leaf in tree_leaves(given) if isinstance(leaf, _View)]
     values = {id(view): view.values() for view in views}
     if any(value is None for value in values.values()):
@@ -217,7 +219,7 @@ def _run(func: Any, given: tuple[Any, dict[str, Any]]) -> Any:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether what it holds is what it says: no bit has it conjugated or negated."""
+    """Return whether ``tensor`` has neither a conjugate nor a negative bit, so that its memory holds its values."""
     return not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -242,11 +244,11 @@ def _is_source(func: Any) -> bool:
 
 @functools.cache
 def _is_function(func: Any) -> bool:
-    """Whether an operator makes the same of the same arguments, and does nothing else."""
+    """Return whether ``func`` gives equal results for equal arguments, and has no other effect."""
     if not has_schema(func) or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return "empty" not in schema_of(func).name
 
 
 _TAKES: dict[Any, Callable[..., Tensor]] = {_aten.index.Tensor: _indexed, _aten.masked_select.default: _selected}
-"""What they take of a tensor, masks say: these must be known, not the tensor."""
+"""Operators whose result has a size that masks decide: only the masks must be known, not the tensor."""

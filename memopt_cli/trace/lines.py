@@ -1,4 +1,4 @@
-"""Which line of the model's code runs."""
+"""The line of the model's code that is running."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _OURS = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parents[1]) + os.sep,
     str(Path(os.__file__).parent) + os.sep,
-    "<",  # of no file
+    "<",  # code without a file
 )
-"""Beginnings of the names of files that are no model's: PyTorch's, memopt's, and those of the standard library."""
+"""Prefixes of files that belong to no model: PyTorch's, memopt's, and those of the standard library."""
 _TAKES_STEPS = tuple(str(Path(__file__).parents[1] / "training" / name) for name in ("step.py", "own_step.py"))
-"""Files whose functions call the model: above them is whoever asked for the step."""
+"""Files whose functions call the model: the frames above them are memopt's."""
 _LIBRARIES = str(Path(torch.__file__).parents[1]) + os.sep
-"""Beside PyTorch: a model of a library is there, within the standard library's folder."""
+"""Folder of installed packages: models of libraries are there, although it is within the standard library's folder."""
 
 
 def line_of_the_model() -> str:
-    """``model.py:31`` of the innermost one; empty if there is none."""
+    """Return the innermost line of the model's code on the stack, ``model.py:31``; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (name := frame.f_code.co_filename) not in _TAKES_STEPS:
         if _is_of_model(name):

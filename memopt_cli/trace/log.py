@@ -1,11 +1,11 @@
-"""The counter of storages: what one training step holds at any instant, seen at the dispatcher.
+"""The counter of storages: the bytes that a training step holds at any instant, seen at the dispatcher.
 
-It sees every storage that an operator returns, on real tensors and on fake ones alike, and counts the same bytes in
-every run: the *tensor peak*.  What kernels allocate for themselves it does not see (the allocated peak does).
+It sees every storage that an operator returns, of real tensors and of fake ones alike, and counts the same bytes in
+every run: the *tensor peak*.  It does not see memory that kernels allocate for themselves, which the allocated peak
+includes.
 
-Where a plain step writes to what it has, no new bytes are counted (:mod:`memopt_cli.trace.in_place`).
-
-A tensor that is made of others, a ``DTensor``, has their bytes: what it does is seen where they do it.
+Where a plain step writes in place and a watched one makes a new storage, that is not counted
+(:mod:`memopt_cli.trace.in_place`).  A tensor made of others, such as a ``DTensor``, is counted as these.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ class StorageLog(TorchDispatchMode):
         self.storages = Storages()
         self.phase: Phase = "forward"
         self.is_own = False
-        """The step is one of the user's own, which may read numbers outside of its modules."""
+        """Whether the step is a user's own, which may read numbers outside of its modules."""
         self.peaks = Peaks()
         self.module_running = module_running
         self.exchanged = Exchanged()
         self._in_place = InPlace(self.storages, self.peaks)
         self._made: Counter[str] = Counter()
-        """Module -> storages that it has made in forward."""
+        """Module -> number of storages that it has made in forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_made_of_others, types)):
             return NotImplemented
         self._in_place.settle()
         if func is _DEVICE and is_fake(args[0]):
-            return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
+            return args[0].fake_device  # two calls of three are this one, and the mode below is slow to answer
         updating = self.phase == "update" or is_updating()
         guesses = updating or (self.is_own and not self.module_running())
         output: Any = guessed_number(func, args, updating=updating) if guesses else None  # no size depends on it
@@ -89,7 +89,7 @@ class StorageLog(TorchDispatchMode):
         return output
 
     def _label(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """What ranks exchange is called by its purpose."""
+        """Give tensors that ranks exchange the kind of their purpose."""
         self.exchanged.note(func, args, kwargs, output)
         for tensor, kind in labelled(func, args, kwargs):
             made = self.known(tensor)
@@ -97,10 +97,10 @@ class StorageLog(TorchDispatchMode):
                 made.kind = kind
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
-        """An operator ran; a subclass may take notes."""
+        """Note that an operator ran; a hook for subclasses."""
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size by no operator: FSDP frees parameters so, and makes room for them again."""
+        """Count ``storage`` anew after a resize without an operator, by which FSDP frees and restores parameters."""
         self.settle()
         storages, nbytes = self.storages, storage.nbytes()
         if storages.as_it_was(storage, storages.tick) is None and nbytes:
@@ -110,14 +110,14 @@ class StorageLog(TorchDispatchMode):
             self.grew(nbytes)
 
     def grew(self, nbytes: int) -> None:
-        """A storage without bytes has some now, which counts as an operator; a subclass may take notes."""
+        """Note that a resize gave a storage ``nbytes``, which counts as an operator; a hook for subclasses."""
 
     def see(
         self, tensor: Tensor, kind: str | None = None, path: str | None = None, *, share: float = 1.0
     ) -> Storage | None:
-        """The record of a tensor's storage, made now if it is new; ``None`` for tensors without one.
+        """Return the record of the storage of ``tensor``, made now if it is new; ``None`` for tensors without one.
 
-        ``share``: of its bytes, what a plain step has.  All parts of a tensor are seen, and that of the first is told.
+        A plain step has ``share`` of its bytes.  All parts of a tensor are counted; the record is that of the first.
         """
         found = [self._see(part, kind, path, share) for part in parts_of(tensor)]
         return next(iter(found), None)
@@ -139,17 +139,17 @@ class StorageLog(TorchDispatchMode):
         return record
 
     def settle(self) -> None:
-        """Nothing more happens to what the last operator made."""
+        """Close the account of the last operator, whose output nothing else happens to."""
         self._in_place.settle()
 
     def enter(self, phase: Phase) -> None:
-        """The step goes on to its next phase."""
+        """Go on to ``phase`` of the step."""
         self.settle()
         self.phase = phase
         self.peaks.enter(phase, self.storages.live_bytes)
 
     def known(self, tensor: Tensor) -> Storage | None:
-        """The record of a tensor's storage, if it has been seen."""
+        """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
         return self.storages.known(tensor)
 
     def _kind(self) -> str:
@@ -157,13 +157,13 @@ class StorageLog(TorchDispatchMode):
 
 
 def shapes_of(args: Any) -> Shapes:
-    """As workspaces are remembered by."""
+    """Return the shapes of ``args`` by which workspaces are looked up."""
     return argument_shapes(arg.shape if isinstance(arg, Tensor) else () for arg in args)
 
 
 @contextmanager
 def module_stack(model: nn.Module) -> Iterator[Callable[[], str]]:
-    """A function that says which module is running; within a recomputation too."""
+    """Yield a function that returns the path of the module running now, in recomputations as well."""
     stack: list[str] = []
     path_of: dict[int, str] = {id(module): path for path, module in named_parts(model)}
 
@@ -185,19 +185,19 @@ def module_stack(model: nn.Module) -> Iterator[Callable[[], str]]:
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
-    """What a step with data was seen to hold in less."""
+    """Codecs of tensors that packed to fewer bytes in a step with data."""
 
     saved: Mapping[tuple[str, int], str] = field(default_factory=dict)
     """(module, rank of a storage among those that its forward makes) -> the codec that held it."""
     outputs: Mapping[tuple[str, int], str] = field(default_factory=dict)
     """(module, place among its outputs) -> the codec that held it, whichever module had made it."""
     inputs: Mapping[str, float] = field(default_factory=dict)
-    """Module -> share of its inputs' bytes that their codec took."""
+    """Module -> share of its inputs' bytes that remained in their codec."""
 
 
 @contextmanager
 def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
-    """Within, tensors without data that ``log`` sees are packed as ``codecs`` says."""
+    """Pack tensors without data that ``log`` sees in the block as ``codecs`` says."""
     known = codecs or Codecs()
     of_joined: dict[int, str] = {}
     """Index of the storage of an output that chunks were joined to -> its codec."""
@@ -220,7 +220,7 @@ def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
 
 @contextmanager
 def active(log: StorageLog, step: Step) -> Iterator[None]:
-    """``log`` sees what runs, with what exists before the step already in it; the generators are seeded."""
+    """Let ``log`` count the block, with everything that exists before ``step`` in it; generators are seeded."""
     seed_everything(step.settings.seed)
     log.is_own = isinstance(step, OwnStep)
     for name, parameter in step.named.named_parameters():
@@ -240,7 +240,7 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
 
 
 def run_step(step: Step, log: StorageLog) -> None:
-    """One step under an active ``log``; leaves the gradients."""
+    """Take one ``step`` under an active ``log``, and leave its gradients."""
 
     def enter(phase: Phase) -> None:
         if log.phase == "backward":
@@ -253,7 +253,7 @@ def run_step(step: Step, log: StorageLog) -> None:
 
 
 def resident_bytes(step: Step) -> int:
-    """Bytes of parameters, their gradients as far as there are any, buffers, inputs and optimizer state."""
+    """Return the bytes of parameters, gradients if there are any, buffers, inputs and optimizer state of ``step``."""
     parameters = list(step.model.parameters())
     return unique_bytes(
         (
@@ -267,7 +267,7 @@ def resident_bytes(step: Step) -> int:
 
 
 def optimizer_tensors(step: Step) -> list[Tensor]:
-    """The state that the optimizer carries so far."""
+    """Return the tensors in the present state of the optimizers of ``step``."""
     states = (state for optimizer in step.optimizers() for state in optimizer.state.values())
     return [t for state in states for t in state.values() if isinstance(t, Tensor)]
 
@@ -281,6 +281,6 @@ def _label_gradients(log: StorageLog, model: nn.Module) -> None:
 
 
 _MADE = frozenset(("activations", "temporaries"))
-"""Kinds of storages of which nothing is known but when they were made."""
+"""Kinds of storages that say no more than when they were made."""
 
 _DEVICE = torch.ops.prim.device.default

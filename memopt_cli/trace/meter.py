@@ -1,4 +1,4 @@
-"""What the kernels of a GPU take for themselves, operator by operator, as its allocator tells."""
+"""Workspaces of the kernels of a GPU, operator by operator, asked of its allocator."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from memopt_cli.trace.workspace import Workspaces
 
 
 def meter_on(device: str) -> Meter | None:
-    """``None`` on the CPU, whose allocator is watched by a profiler."""
+    """Return a meter on ``device``; ``None`` on the CPU, whose allocator a profiler watches instead."""
     return Meter(device) if device.startswith("cuda") else None
 
 
 class Meter(TorchDispatchMode):
-    """Asks the allocator around every operator of a real step, and so leaves no peak of the step behind.
+    """A mode that asks the allocator around every operator of a real step; it resets the peak each time.
 
-    Memory is handed out when it is asked for, not when the device uses it: nothing is waited for.
+    The allocator hands out memory when an operator is launched, so there is no need to wait for the device.
     """
 
     def __init__(self, device: str) -> None:

@@ -1,4 +1,4 @@
-"""What each module is given, makes and keeps in one recorded step."""
+"""Notes on every module of a recorded step: its inputs, outputs and state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memopt_cli.training.module_calls import module_hooks
 
 @dataclass(slots=True)
 class ModuleNotes:
-    """One module's calls, added up."""
+    """Sums over the calls of one module."""
 
     calls: int = 0
     input_bytes: int = 0
@@ -39,7 +39,7 @@ class ModuleNotes:
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def enter(self, module: nn.Module, inputs: list[Tensor], contents: Contents | None) -> None:
-        """Forward begins."""
+        """Note that forward of ``module`` begins on ``inputs``."""
         if not self.calls and inputs:
             self.input_shape, self.first_input_bytes = tuple(inputs[0].shape), inputs[0].nbytes
         self.calls += 1
@@ -52,14 +52,14 @@ class ModuleNotes:
             asked = asked_compressor(module)
             if asked is not None:
                 packed = _bytes_in(asked, module, inputs)
-                name = asked if packed < nbytes else "null"  # it would be tried in vain at every step
+                name = asked if packed < nbytes else "null"  # otherwise every step would try it in vain
                 self.codec_misfit = self.codec_misfit or _misfit(asked, module, inputs)
         self.input_bytes += nbytes
         self.packed_bytes += packed
         self.compressor = name if self.compressor in (None, name) else "null"
 
     def leave(self, outputs: list[Storage | None], state_bytes: int) -> None:
-        """Forward has returned tensors on these storages, and left so many bytes in attributes."""
+        """Note that forward returned tensors on the storages ``outputs``, and left ``state_bytes`` in attributes."""
         self.state_bytes = self.state_bytes if self.calls > 1 else state_bytes
         self.mutates_input |= any(version_counter(t) != version for t, version in self.versions)
         self.versions = []
@@ -69,7 +69,7 @@ class ModuleNotes:
                 self.output_bytes += storage.nbytes
 
     def to_record(self, path: str, module: nn.Module, order: int, saved_bytes: int) -> ModuleTrace:
-        """The record of the module at ``path``, the ``order``-th to be called."""
+        """Return the record of the module at ``path``, the ``order``-th to be called."""
         reason = refusal(module) or ("it modifies its input in place" if self.mutates_input else "")
         return ModuleTrace(
             path=path,
@@ -96,7 +96,7 @@ def _is_made(storage: Storage | None) -> bool:
 
 
 def _spatial_parts(path: str, module: nn.Module) -> tuple[str, ...]:
-    """What ``__spatial_split__`` returns, by path; nothing if some of it, or its codec, belongs to the call alone."""
+    """Return the paths that ``__spatial_split__`` gives; none if it gives anything but parts of ``module``."""
     if not hasattr(module, "__spatial_split__") or declared_compressor(module) is not None:
         return ()
     names = {id(child): name for name, child in named_parts(module, path) if child is not module}
@@ -109,7 +109,7 @@ def _spatial_parts(path: str, module: nn.Module) -> tuple[str, ...]:
 def taking_notes(
     model: nn.Module, log: StorageLog, notes: dict[str, ModuleNotes], contents: Contents | None
 ) -> Iterator[None]:
-    """Fill ``notes`` by module path during forward, recomputations left out.
+    """Fill ``notes`` by path in every forward, but not in recomputations.
 
     ``contents`` looks into the inputs of every module for the codec that holds them exactly.
     """
@@ -129,17 +129,17 @@ def taking_notes(
 
 
 def asked_compressor(module: nn.Module) -> CompressorName | None:
-    """The codec that a module which can be a segment asks for by ``x_compressor``."""
+    """Return the codec that ``module`` asks for by ``x_compressor``; ``None`` if none, or it cannot be a segment."""
     return None if refusal(module) else cast("CompressorName | None", declared_compressor(module))
 
 
 def codec_paths(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the modules that can be segments and ask by ``x_compressor`` for packed inputs."""
+    """Return the paths of modules that can be segments and ask by ``x_compressor`` for packed inputs."""
     return tuple(path for path, module in named_parts(model) if asked_compressor(module) not in (None, "null"))
 
 
 def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
-    """What a codec of the user's own does not give back of these, of which memopt's own give back all; else empty."""
+    """Say how a user's own codec fails to restore ``tensors``; empty if it restores them, or is one of memopt's."""
     if name != OWN_COMPRESSOR:
         return ""
     codec = OwnCompressor(cast("Codec", module.x_compressor))
@@ -154,7 +154,7 @@ def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) ->
 
 
 def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
-    """Every module, in the model's order, where nothing is known of its inputs and calls."""
+    """List every module of ``model`` in its order, without inputs and calls."""
     return tuple(
         ModuleTrace(
             path=path,

@@ -1,4 +1,4 @@
-"""What is known of an operator call beyond its tensors: what it modifies, whether it draws, how much it computes."""
+"""Facts about a call of an operator: the tensors it modifies, whether it draws random numbers, how much it computes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _aten = torch.ops.aten
 
 
 def name_of(func: Any) -> str:
-    """``aten::convolution``: without the overload."""
+    """Return the name of ``func`` without its overload: ``aten::convolution``."""
     name: str = func.name()
     return name.partition(".")[0]
 
 
 @functools.cache
 def is_bookkeeping(func: Any) -> bool:
-    """Whether a call does nothing that counts, and may pass through the dispatcher on fake tensors alone."""
+    """Return whether ``func`` does nothing that counts; some such calls reach the dispatcher only on fake tensors."""
     return func is _aten.detach.default or func.name().startswith("prim::")
 
 
 def modified(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes in place."""
+    """Return the tensors that a call writes in place."""
     names = _written(func)
     if not names:
         return []
@@ -39,7 +39,7 @@ def modified(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws from a generator; fused attention does so only if it drops."""
+    """Return whether a call draws from a generator; fused attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     given = {**dict(zip(_parameters(func), args, strict=False)), **kwargs}
@@ -48,7 +48,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """Floating-point operations of matrix products, convolutions, attention and recurrent layers; 0 of all others.
+    """Count the floating-point operations of products, convolutions, attention and recurrent layers; 0 for others.
 
     A multiply-add counts as two, as in ``torch.utils.flop_counter``.
     """
@@ -57,14 +57,14 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def dtype_of(leaves: Iterable[Any]) -> str:
-    """``bfloat16``: of the first floating-point or complex tensor; empty if there is none."""
+    """Return the dtype (``bfloat16``) of the first floating-point or complex tensor; empty if there is none."""
     dtypes = (leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
     found = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
     return next((str(dtype).removeprefix("torch.") for dtype in found), "")
 
 
 _STATISTICS = ("running_mean", "running_var")
-"""Batch norm in training mode writes them, which its schema does not say."""
+"""Arguments that batch norm writes in training mode, although its schema does not say so."""
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def _parameters(func: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _written(func: Any) -> tuple[str, ...]:
-    """Names of the arguments that a call may write."""
+    """Return the names of the arguments that a call may write."""
     if not has_schema(func):
         return ()
     shown = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -85,7 +85,7 @@ def _written(func: Any) -> tuple[str, ...]:
 
 
 def _recurrent_flops(passes: int) -> Callable[..., int]:
-    """Each row of the input, ``[T, B, …]``, meets every weight once in forward and twice in backward."""
+    """Return the formula of a recurrent layer: each row of the input, ``[T, B, …]``, is multiplied by every weight."""
 
     def flops(x: Tensor, *rest: Any, out_val: Any) -> int:
         weights = sum(w.numel() for w in _matrices(rest[:4]))

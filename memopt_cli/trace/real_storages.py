@@ -1,4 +1,4 @@
-"""Storages, and strides, that operators make of real tensors and not of fake ones."""
+"""Corrections of fake outputs to the storages and strides that real operators give."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _aten = torch.ops.aten
 
 
 def as_on_real_tensors(func: Any, args: Any, output: Any) -> Any:
-    """The output of an operator; of fake tensors with the storages that it has of real ones."""
+    """Return ``output`` of an operator; if it is fake, with the storages that a real one has."""
     correct = _CORRECTIONS.get(func)
     return correct(args, output) if correct else output
 
 
 def _in_elements(args: Any, output: Any) -> Any:
-    """A loss that was reduced, in the storage of all its elements, where the kernel wrote these first."""
+    """Return a reduced loss in a storage of all its elements, to which the kernel writes them first."""
     if not is_fake(output) or output.dim():
         return output
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
@@ -28,15 +28,12 @@ def _in_elements(args: Any, output: Any) -> Any:
 
 
 def _normalized(args: Any, output: Any) -> Any:
-    """What the CPU normalizes by batch lies as if its input were in the usual order, unless that is channels last.
-
-    Layers that want it otherwise copy it.
-    """
+    """Return a batch norm's output in the CPU's layout: contiguous, or channels last if its input is."""
     return (_in_format_of(args[0], output[0]), *output[1:])
 
 
 def _normalized_backward(args: Any, output: Any) -> Any:
-    """The same of the gradient of the input."""
+    """Return the gradient of a batch norm's input in the layout that the CPU gives it."""
     return (_in_format_of(args[1], output[0]), *output[1:])
 
 

@@ -1,7 +1,7 @@
-"""One training step as a :class:`StepTrace`: operators in order, storages with their lives, calls of modules.
+"""The recording of one training step as a :class:`StepTrace`: operators in order, storages, calls of modules.
 
-In backward an operator belongs to the module whose forward it differentiates.  Autograd numbers the nodes of its graph
-in the order in which forward makes them; the numbers at which modules begin and end tell the module of a node.
+In backward, an operator belongs to the module whose forward it differentiates.  Autograd numbers the nodes of its graph
+in the order in which forward makes them, so the numbers at which modules begin and end give the module of a node.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def record(
     workspaces: Workspaces | None = None,
     codecs: Codecs | None = None,
 ) -> StepTrace:
-    """Record one step from the gradients that it is to find, and leave the model's state as it was, without them.
+    """Record one ``step``, and leave the model's state as it was, without gradients.
 
-    ``contents``: look into the inputs of every module and into what autograd saves for the codec that holds them
-    exactly (not on fake tensors).  ``frees``: run forward once more to learn when it lets go of each storage by itself;
-    otherwise that is taken to be when forward uses it for the last time.
-    ``workspaces``: what the kernels were seen to take.  ``codecs``: what tensors without data are packed in.
+    With ``contents`` (not on fake tensors), the inputs of every module and the tensors that autograd saves are looked
+    into for the codec that holds them exactly.  With ``frees``, forward runs once more to learn when it releases each
+    storage by itself; otherwise that is taken to be its last use in forward.  ``workspaces`` are those measured in a
+    step with data, ``codecs`` those that tensors without data are packed in.
     """
     step.model.zero_grad(set_to_none=True)
     before, start = ModuleState(step.model), StartingState(step.model)
-    start.enter()  # copies take the place of the tensors that are held here
-    reset_gradients(step)  # nothing holds what it finds: a step of one's own may drop that
+    start.enter()  # copies take the place of the tensors that ``start`` holds, so that the step can free its state
+    reset_gradients(step)  # nothing here refers to them, so that a user's own step can free them
     notes: dict[str, ModuleNotes] = {}
     with module_stack(step.named) as running:
         log = StepLog(running, workspaces)
@@ -92,7 +92,7 @@ def record(
 
 
 def _around_models(saved_bytes: int) -> ModuleTrace:
-    """What stands for the root of a step of one's own, which runs no module around its models."""
+    """Return the root's entry for a user's own step, which runs no module around its models."""
     return ModuleTrace(
         path="",
         class_name="Step",
@@ -109,7 +109,7 @@ def _around_models(saved_bytes: int) -> ModuleTrace:
 
 
 def _lives_without_autograd(step: Step) -> list[tuple[int, int, int | None]]:
-    """Birth, bytes and death of the storages of a forward of which autograd keeps nothing; same kernels as with it."""
+    """Run a forward for which autograd keeps nothing; return the birth, bytes and death of its storages."""
     with (
         module_stack(step.named) as running,
         active(log := StorageLog(running), step),
@@ -126,13 +126,13 @@ def _nothing_saved(_: None) -> Tensor:
 
 
 class _Records:
-    """What the log of a step that has run says of it."""
+    """Makes records from the log of a step that has run."""
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
 
     def saved_bytes(self) -> dict[str, int]:
-        """Bytes born in a module, or below it, and alive when the model's forward had ended."""
+        """Return module -> bytes made in it, or below it, that were alive at the end of the model's forward."""
         total: dict[str, int] = defaultdict(int)
         for s in self._log.storages.made:
             if s.kind == "activations" and (end := self._log.forward_end(s)) and not _dead(s, end):
@@ -141,9 +141,9 @@ class _Records:
         return total
 
     def freed(self, lives: list[tuple[int, int, int | None]]) -> list[int | None]:
-        """When forward itself let go of each storage, in ticks.
+        """Return the tick at which forward itself released each storage.
 
-        ``lives``: the same forward when autograd keeps nothing.  If it ran otherwise, the last use in forward counts.
+        ``lives`` come from a forward for which autograd kept nothing.  If it ran other operators, last uses count.
         """
         same = [(s.born, s.nbytes) for s in self._log.storages.made[: len(lives)]] == [
             (born, size) for born, size, _ in lives
@@ -154,9 +154,9 @@ class _Records:
         return [s.died if ends.get(s.index) is None else ends[s.index] for s in self._log.storages.made]
 
     def last_uses(self) -> list[int | None]:
-        """When forward used what autograd saves for the last time; nobody but forward holds the others, until they die.
+        """Return the tick at which forward last used each storage that autograd saves; for others, their death.
 
-        Of a step of one's own that is all that is known: autograd cannot be left out of it.
+        This is all that is known of a user's own step, which cannot run without autograd.
         """
         log = self._log
         forward = ((op, ran) for op, ran in enumerate(log.ops[: log.last_forward_end], 1) if ran.phase == "forward")
@@ -165,7 +165,7 @@ class _Records:
         return [max(uses.get(s.index, 0), s.born) if s.index in saved else s.died for s in log.storages.made]
 
     def op_records(self) -> tuple[OpTrace, ...]:
-        """Every operator of the step; ``seconds`` are not known here."""
+        """Return every operator of the step, without its seconds, which are not known here."""
         made: dict[int, list[int]] = defaultdict(list)
         for s in self._log.storages.made:
             made[s.born - 1].append(s.index)
@@ -189,11 +189,11 @@ class _Records:
         )
 
     def storage_records(self, freed: list[int | None]) -> tuple[StorageTrace, ...]:
-        """Every storage; instants in ticks become operators: the n-th runs between ticks n and n + 1."""
+        """Return every storage; ticks become indices of operators: operator n runs between ticks n and n + 1."""
         return tuple(self._storage_record(s, tick) for s, tick in zip(self._log.storages.made, freed, strict=True))
 
     def _storage_record(self, s: Storage, freed: int | None) -> StorageTrace:
-        # A graph that ended in forward, its output being dropped, holds nothing.
+        # A graph whose output was dropped in forward holds nothing.
         end = self._log.forward_end(s)
         nodes = () if end and _dead(s, end - 1) else self._log.savers.get(s.index, ())
         savers = (self._log.op_of_node.get(node) for node in nodes)
@@ -215,7 +215,7 @@ class _Records:
         return tick if tick is not None and tick < len(self._log.ops) else None
 
     def call_records(self) -> tuple[ModuleCall, ...]:
-        """Every call of a module in forward."""
+        """Return every call of a module in forward."""
         for index, op in enumerate(self._log.ops):
             call = -1 if op.call is None else op.call
             while call >= 0:

@@ -1,4 +1,4 @@
-"""Recurrent layers on the CPU: they save a large workspace for backward and do not tell fake tensors its size."""
+"""Recurrent layers on the CPU, which save a large workspace for backward whose size fake tensors do not have."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from memopt_cli.runtime.private_torch import is_fake, unseen
 
 _LONGEST = 64
-"""Time steps of a recurrent layer that are run to learn its workspace; it grows in proportion beyond."""
+"""Most time steps that are run to learn the workspace, which grows linearly beyond."""
 _LARGEST = 512
-"""The same of its batch; beyond, the workspace is known but for the rounding of its parts to pages."""
+"""Largest batch that is run; beyond it, the workspace is known but for the rounding of its parts to pages."""
 _TENSORS = 7
-"""The layer's leading arguments: input, four weights and biases, two states."""
+"""Leading arguments of the operator that are tensors: input, four weights and biases, two states."""
 
 
 def with_workspace(args: Any, output: Any) -> Any:
-    """What ``mkldnn_rnn_layer`` makes of fake tensors, with the workspace that it makes of real ones."""
+    """Return ``output`` of ``mkldnn_rnn_layer``; if it is fake, with the workspace that a real one has."""
     if not is_fake(output[3]):
         return output
     steps, batch, _ = args[0].shape
@@ -28,9 +28,10 @@ def with_workspace(args: Any, output: Any) -> Any:
 
 
 def fixed_bytes(args: Any) -> tuple[tuple[int, int], ...]:
-    """Of the workspace, what does not shrink with the time steps, and what not with the batch: (length, bytes) of each.
+    """Return the part of the workspace that does not shrink with the time steps, and with the batch: (length, bytes).
 
-    The workspace holds the first states beside those of every step, and each of its parts fills whole pages.
+    There is one because the workspace holds the first states beside those of every step, and each part fills whole
+    pages.
     """
     steps, batch, _ = args[0].shape
     layer, dtype = _with_shapes(args), args[0].dtype
@@ -41,25 +42,25 @@ def fixed_bytes(args: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _at_zero(length: int, whole: int, of_half: int) -> int:
-    """The value at length zero of the line through both; all of it if there is no half."""
+    """Extrapolate from ``whole`` at ``length`` and ``of_half`` at half of it to 0; ``whole`` if there is no half."""
     half = max(1, length // 2)
     return whole if half == length else max(0, whole - (whole - of_half) * length // (length - half))
 
 
 def _with_shapes(args: Any) -> tuple[Any, ...]:
-    """The operator's arguments, shapes in place of tensors."""
+    """Return the operator's arguments with shapes in place of tensors."""
     return tuple(tuple(a.shape) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a for a in args)
 
 
 def with_two_biases(args: Any, output: Any) -> Any:
-    """What ``mkldnn_rnn_layer_backward`` makes; until it has met the shapes, fake tensors get one for both biases."""
+    """Return ``output`` of ``mkldnn_rnn_layer_backward`` with two gradients of biases, which may be one fake tensor."""
     return (*output[:4], output[4].clone(), *output[5:]) if output[3] is output[4] else output
 
 
 def _workspace_bytes(steps: int, batch: int, layer: tuple[Any, ...], dtype: torch.dtype) -> int:
-    """Bytes, in proportion to those of fewer steps and a smaller batch where these are many.
+    """Return the bytes of the workspace, extrapolated from fewer steps and a smaller batch where there are many.
 
-    ``layer``: the operator's arguments, shapes in place of tensors.
+    ``layer`` are the operator's arguments with shapes in place of tensors.
     """
     if batch > _LARGEST:
         half, whole = (_workspace_bytes(steps, n, layer, dtype) for n in (_LARGEST // 2, _LARGEST))
@@ -74,7 +75,7 @@ def _workspace_bytes(steps: int, batch: int, layer: tuple[Any, ...], dtype: torc
 
 @functools.cache
 def _learned_bytes(layer: tuple[Any, ...], dtype: torch.dtype) -> int:
-    """By running the layer on zeros."""
+    """Run the layer on zeros, and return the bytes of its workspace."""
     with unseen():
         tensors = [torch.zeros(shape, dtype=dtype) for shape in layer[:_TENSORS]]
         nbytes: int = torch.ops.aten.mkldnn_rnn_layer(*tensors, *layer[_TENSORS:])[3].nbytes

@@ -1,7 +1,8 @@
-"""What operators make in a dry run, made again from notes.
+"""A cache of the results of operators in dry runs.
 
-It follows from the shapes and settings of their arguments, and a step runs the same operators on the same shapes again
-and again.  PyTorch has notes of its own, but takes longer to look them up than most kernels run.
+On tensors without data, a result follows from the shapes and settings of the arguments, and a step runs the same
+operators on the same shapes over and over.  PyTorch has such a cache, too, but a look-up in it takes longer than most
+kernels run.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from memopt_cli.runtime.private_torch import (
 
 _aten = torch.ops.aten
 _MOST_NOTES = 1 << 16
-"""A thousand bytes each."""
+"""Most entries, of a thousand bytes each."""
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format))
-"""Kinds of arguments that are what they say."""
+"""Types of arguments that can be part of a key."""
 _ALIASES = frozenset(
     (
         *(_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default),
         *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int),
     )
 )
-"""Of these PyTorch takes no notes: it does so of one result that has a storage of its own, or is declared as a view."""
+"""Operators that PyTorch does not cache, as it caches only single results that are new or declared as views."""
 
 
 class _New(NamedTuple):
-    """A tensor that has a storage of its own."""
+    """A result with a storage of its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,7 +46,7 @@ class _New(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A tensor that has the storage of an argument."""
+    """A result with the storage of an argument."""
 
     argument: int
     offset: int
@@ -60,13 +61,14 @@ class _Several(NamedTuple):
 
 
 class RememberingDryRun(DryRun):
-    """A dry run that remembers what operators make, as far as PyTorch's own notes go, which say what may be noted."""
+    """A dry run that caches results where PyTorch's own cache does, which knows what may be cached."""
 
-    _notes: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 of all dry runs: they make the same
-    """Key -> :class:`_New`, :class:`_View`, the place of the argument that is the result, ``None``, or several."""
+    _notes: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 shared by all dry runs, whose results are equal
+    """Key -> :class:`_New`, :class:`_View`, the index of the argument that is the result, ``None``, or several of
+    these."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What an operator makes."""
+        """Return the result of an operator, from the cache if possible."""
         key = self._key(func, args, kwargs or {})
         if key is None:
             return super().dispatch(func, types, args, kwargs)
@@ -83,29 +85,30 @@ class RememberingDryRun(DryRun):
         return made
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """All that decides what an operator makes; ``None`` if that is more than can be told."""
+        """Return everything that decides the result of an operator; ``None`` if an argument cannot be part of a key."""
         if type(func) is not OpOverload or self.shape_env is not None:
             return None
         defaults = torch.get_default_dtype(), default_device(), torch.is_inference_mode_enabled()
-        told: list[Any] = [func, *defaults, *kwargs]
-        return tuple(told) if self._tell(told, args) and self._tell(told, kwargs.values()) else None
+        key: list[Any] = [func, *defaults, *kwargs]
+        return tuple(key) if self._extend(key, args) and self._extend(key, kwargs.values()) else None
 
-    def _tell(self, told: list[Any], values: Iterable[Any]) -> bool:
+    def _extend(self, key: list[Any], values: Iterable[Any]) -> bool:
+        """Add ``values`` to ``key``; return whether all can be part of one."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
                 if value.constant is not None or value.fake_mode is not self or value.layout is not torch.strided:
                     return False
-                told += (
+                key += (
                     *(value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device),
                     *(value.untyped_storage().nbytes(), value.requires_grad, value.is_inference()),
                     *(value.is_conj(), value.is_neg(), value.is_quantized),
                 )
             elif kind in _PLAIN:
-                told += kind, value  # 1 is not 1.0, nor True
+                key += kind, value  # the type, too: 1 equals 1.0 and True
             elif kind is list or kind is tuple:
-                told += kind, len(value)
-                if not self._tell(told, value):
+                key += kind, len(value)
+                if not self._extend(key, value):
                     return False
             else:
                 return False
@@ -125,7 +128,7 @@ class RememberingDryRun(DryRun):
 
 
 def _note(args: Sequence[Any], made: Any) -> Any:
-    """What is noted of a result; ``...`` if that cannot be."""
+    """Return the cache entry for the result ``made``; ``...`` if it cannot be cached."""
     if made is None:
         return None
     if type(made) in (list, tuple):

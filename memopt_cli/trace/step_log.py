@@ -27,7 +27,7 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.module_calls import module_hooks
 
 GREW: Final = "storage::resize_"
-"""What stands for an operator where a storage got bytes by none."""
+"""Name that stands for an operator where a resize gives a storage bytes."""
 _RECURRENT: Final = torch.ops.aten.mkldnn_rnn_layer.default
 
 
@@ -37,7 +37,7 @@ class CalledModule:
 
     path: str
     caller: int
-    """Index of the call it was made in; -1: none."""
+    """Index of the call that made it; -1 for none."""
     start: int
     inputs: tuple[int, ...]
     end: int = 0
@@ -53,7 +53,7 @@ class RanOp:
     phase: Phase
     module: str
     call: int | None
-    """The call whose forward it differentiates (-1: one outside of modules); ``None`` in forward."""
+    """Index of the call whose forward it differentiates, -1 for operators outside of modules; ``None`` in forward."""
     reads: tuple[int, ...]
     mutates: tuple[int, ...]
     random: bool
@@ -66,7 +66,7 @@ class RanOp:
 
 
 class StepLog(StorageLog):
-    """The counter of storages, with notes on every operator, every call of a module and what autograd saves."""
+    """The counter of storages that also notes every operator, every call of a module, and what autograd saves."""
 
     def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None) -> None:
         super().__init__(module_running, workspaces)
@@ -75,13 +75,13 @@ class StepLog(StorageLog):
         self.calls: list[CalledModule] = []
         self._innermost = -1
         self._turns: list[tuple[int, int]] = [(0, -1)]
-        """From which node of autograd on which call was the innermost."""
+        """Pairs of a node of autograd and the call that was the innermost from it on."""
         self.op_of_node: dict[int, int] = {}
         self.savers: dict[int, dict[int, None]] = defaultdict(dict)
-        """Storage -> the nodes that hold it."""
+        """Storage -> the nodes of autograd that hold it."""
         self.packed: dict[int, tuple[CompressorName, int]] = {}
         self._forward_ends: list[int] = []
-        """Where forward ended, in operators; a step of one's own has several."""
+        """Operators that had run at the end of each forward, of which a user's own step has several."""
         self.fixed_bytes: dict[int, tuple[tuple[int, int], ...]] = {}
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
@@ -89,7 +89,7 @@ class StepLog(StorageLog):
         module = self.module_running() if call is None else self.calls[call].path if call >= 0 else ""
         if phase == "forward":
             self.op_of_node.setdefault(next_node() - 1, len(self.ops))
-        # Of a step without data alone: to find out runs the layer, which a measurement would see.
+        # Only in a step without data: finding out runs the layer, which a measurement would see.
         if self.phase == "forward" and func is _RECURRENT and is_fake(output[3]):
             self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
         given = tree_leaves((args, kwargs))
@@ -140,19 +140,19 @@ class StepLog(StorageLog):
         super().enter(phase)
 
     def forward_end(self, storage: Storage) -> int:
-        """Operators that had run when the forward ended in which a storage was born; 0 if it was born in none."""
+        """Return how many operators had run at the end of the forward that made ``storage``; 0 if none did."""
         place = bisect.bisect_left(self._forward_ends, storage.born)
         is_of_forward = not storage.born or self.ops[storage.born - 1].phase == "forward"
         return self._forward_ends[place] if is_of_forward and place < len(self._forward_ends) else 0
 
     @property
     def last_forward_end(self) -> int:
-        """Operators that had run when the last forward ended."""
+        """Operators that had run at the end of the last forward."""
         return self._forward_ends[-1]
 
     @contextmanager
     def watching(self, model: nn.Module, contents: Contents | None) -> Iterator[None]:
-        """Note the calls of modules and what autograd saves; ``contents`` looks into that."""
+        """Note calls of modules, and tensors that autograd saves, which ``contents`` looks into."""
         self._contents = contents
 
         def enter(path: str, module: nn.Module, inputs: Any) -> None:
@@ -175,7 +175,7 @@ class StepLog(StorageLog):
         self._turns.append((next_node(), call))
 
     def _whence(self) -> tuple[Phase, int | None]:
-        """The phase of the operator that runs and, in backward, the call whose forward it differentiates."""
+        """Return the phase of the running operator and, in backward, the call whose forward it differentiates."""
         if self.phase != "backward" or recomputing_module():
             return self.phase, None
         node = running_node()
@@ -184,7 +184,7 @@ class StepLog(StorageLog):
         number = number_of(node)
         if number <= self._last_node:
             return "backward", self._turns[bisect.bisect_right(self._turns, (number, len(self.calls))) - 1][1]
-        # Nodes that add a gradient to a parameter run at once when it is complete: with the operator before.
+        # Nodes that add a gradient to a parameter run as soon as it is complete, so they belong to the operator before.
         return "backward", (self.ops[-1].call if self.ops[-1].call is not None else -1)
 
     @property
@@ -192,7 +192,7 @@ class StepLog(StorageLog):
         return next(reversed(self.op_of_node), 0) + 1
 
     def _save(self, alias: Tensor) -> Tensor:
-        """Autograd holds ``alias`` as it would hold the tensor itself: no storage lives longer for it."""
+        """Note that autograd saves ``alias``, and return it: so no storage lives longer than without this hook."""
         storage = self.known(alias)
         if storage is not None and storage.kind != "parameters":
             self.savers[storage.index][next_node() - 1] = None

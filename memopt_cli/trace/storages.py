@@ -1,4 +1,4 @@
-"""The storages that a step has made, the bytes of those alive, and the most of them at any instant."""
+"""The storages of a step: the bytes of those alive, and the most at any instant."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ class Storage:
     """One storage's life, in ticks of the operator clock: 0 is before the first operator, n after the n-th."""
 
     index: int
-    """Rank by birth."""
+    """Index in the order of birth."""
     nbytes: int
     born: int
     path: str
-    """Module that was running when it was born; of a parameter or buffer, its owner."""
+    """Module that was running when it was made; for a parameter or buffer, its owner."""
     kind: str
     """A field of :class:`Breakdown` without its unit: ``activations``, ``gradients`` …"""
     rank: int = 0
-    """How many its module had made before it in forward."""
+    """Number of storages that its module had made before it in forward."""
     died: int | None = None
     is_replaced: bool = False
-    """A plain step writes to it what the last operator made, if nobody else holds it."""
+    """Whether a plain step writes the last operator's result to it, if nobody else holds it."""
 
 
 @dataclass(slots=True)
 class Peaks:
-    """The most bytes alive at any instant so far, and when."""
+    """The most bytes alive at any instant so far, and their ticks."""
 
     tensor_bytes: int = 0
     tensor_tick: int = 0
     allocated_bytes: int = 0
-    """Of the bytes alive and the workspace of the operator running."""
+    """Most bytes alive plus the workspace of the operator running."""
     allocated_tick: int = 0
     phases: dict[Phase, PhasePeak] = field(default_factory=dict)
     phase: Phase | None = None
-    """The one that goes on."""
+    """Present phase; ``None`` before the first."""
 
     def enter(self, phase: Phase, live_bytes: int) -> None:
-        """A phase begins with so many bytes alive."""
+        """Begin ``phase`` with ``live_bytes`` alive."""
         self.phase = phase
         start = PhasePeak(phase=phase, tensor_peak_bytes=live_bytes, allocated_peak_bytes=live_bytes)
         self.phases[phase] = self.phases.get(phase, start).raised(live_bytes, live_bytes)
 
     def rise(self, tick: int, live_bytes: int, workspace_bytes: int) -> None:
-        """To what is alive now, if that is more."""
+        """Raise the peaks to the bytes alive now, if those are more."""
         with_workspace = live_bytes + workspace_bytes
         if self.phase is not None:
             self.phases[self.phase] = self.phases[self.phase].raised(live_bytes, with_workspace)
@@ -65,19 +65,19 @@ class Peaks:
 
 
 class Storages:
-    """The storages that were made so far, and which of them are alive by the operator clock."""
+    """All storages made so far, and which of them are alive."""
 
     def __init__(self) -> None:
         self.tick = 0
-        """Operators that ran so far."""
+        """Operators that have run so far."""
         self.made: list[Storage] = []
-        """In the order of their birth."""
+        """Storages in the order of birth."""
         self.live_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[Any], Storage, int]] = {}
-        """The last is its size; what a plain step does not have has fewer bytes in the record."""
+        """Key -> reference, record and size of a storage; the record has fewer bytes where a plain step has fewer."""
 
     def begin(self, storage: torch.UntypedStorage, path: str, kind: str, share: float) -> Storage:
-        """The record of one that is new; ``share``: of its bytes, what a plain step has."""
+        """Make the record of a new ``storage``, of whose bytes a plain step has ``share``."""
         key, nbytes = storage_key(storage), storage.nbytes()
         record = Storage(len(self.made), int(nbytes * share), self.tick, path, kind)
         self._alive[key] = (weakref.ref(storage, lambda _: self._end(key, self.tick)), record, nbytes)
@@ -91,7 +91,7 @@ class Storages:
         self.live_bytes -= record.nbytes
 
     def as_it_was(self, storage: torch.UntypedStorage, until: int) -> Storage | None:
-        """The record of one that is alive; one of another size than it had died at the instant ``until``."""
+        """Return the record of ``storage`` if it is alive; one whose size has changed dies at the tick ``until``."""
         key = storage_key(storage)
         known = self._alive.get(key)
         if known is None:
@@ -102,28 +102,28 @@ class Storages:
         return None
 
     def known(self, tensor: Tensor) -> Storage | None:
-        """The record of a tensor's storage, if it has been seen."""
+        """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
         part = next(parts_of(tensor), tensor)
         found = self._alive.get(memory_of(part)) if has_storage(part) else None
         return found[1] if found else None
 
     def drop(self, storage: Storage) -> None:
-        """It has no bytes from now on, nor had any."""
+        """Remove the bytes of ``storage`` from the account, past ones included."""
         self.live_bytes -= storage.nbytes if storage.died is None else 0
         storage.nbytes = 0
 
     def alive_at(self, tick: int) -> Iterator[Storage]:
-        """The storages alive at an instant."""
+        """Yield the storages alive at ``tick``."""
         return (s for s in self.made if s.born <= tick and (s.died is None or s.died >= tick))
 
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes that holding ``tensors`` takes: a slice counts as a slice, views that overlap as their storage."""
+    """Return the bytes that holding ``tensors`` takes: slices count as such, overlapping views as their storage."""
     return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in parts_of(t)))
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the storages of ``tensors``, each once."""
+    """Return the bytes of the storages of ``tensors``, each counted once."""
     sizes = {}
     for t in (part for tensor in tensors if tensor is not None for part in parts_of(tensor)):
         if has_storage(t):
@@ -133,5 +133,5 @@ def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor holds memory of its own, or shares that of another."""
+    """Return whether ``tensor`` has a storage, its own or that of another tensor."""
     return tensor.layout is torch.strided and (not isinstance(tensor, DeferredLinear) or tensor.is_computed)

@@ -1,6 +1,7 @@
-"""What kernels allocate for themselves: seen by the allocator, not by the counter of storages.
+"""Workspaces: memory that kernels allocate for themselves, which only the allocator sees.
 
-Recorded once from a real step, by operator and shapes, so that a dry run can tell the allocated peak of a plan.
+They are recorded once in a real step, by operator and shapes, so that a dry run can predict the allocated peak of a
+plan.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from dataclasses import dataclass, field
 from operator import ne
 
 ASIDE = "memopt: set aside"
-"""Label, in a profile, of what is run beside the step: no operator of it counts, and no memory that it allocates."""
+"""Label, in a profile, of code that is no part of the step: neither its operators nor its memory count."""
 LEAST_BYTES = 1 << 16
 """Least workspace of an operator that is counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Of an operator's arguments, in order; empty for what is no tensor, see :func:`argument_shapes`."""
+"""Shapes of an operator's arguments in order, empty for arguments that are no tensors: see :func:`argument_shapes`."""
 
 
 def argument_shapes(shapes: Iterable[Sequence[int]]) -> Shapes:
-    """As they are compared: without the empty ones at the end, as the dispatcher leaves out trailing defaults."""
+    """Return ``shapes`` without empty ones at the end, since the dispatcher leaves out trailing defaults."""
     kept = [tuple(shape) for shape in shapes]
     while kept and not kept[-1]:
         kept.pop()
@@ -34,14 +35,14 @@ class _Run:
     shapes: Shapes
     nbytes: int
     smaller: _Run | None = None
-    """The same run in a smaller step."""
+    """Same run in a smaller step; ``None`` if there is none."""
 
     def scaled(self, shapes: Shapes) -> int:
-        """Bytes for other shapes, along the line through this run and the smaller one.
+        """Return the bytes for other ``shapes``, on the line through this run and the smaller one.
 
-        The line is over the elements of the tensor that differs, of the highest :func:`_rank`: a part does not grow
-        with the batch, such as weights that are laid out anew.  In proportion where no smaller run differs in it, and
-        for larger shapes where the line falls.
+        A line, because some part does not grow with the batch, such as weights that are laid out anew.  It is over the
+        elements of the tensor that differs, the one of the highest :func:`_rank`.  Bytes are in proportion to these
+        where there is no smaller run that differs in it, and for larger shapes where the line falls.
         """
         differ = [n for n, (mine, its) in enumerate(_in_both(self.shapes, shapes)) if mine != its]
         if not differ:
@@ -57,7 +58,7 @@ class _Run:
 
     @property
     def fixed_bytes(self) -> int:
-        """The value, at an empty batch, of the line through this run and the smaller one."""
+        """Bytes at an empty batch, on the line through this run and the smaller one."""
         if self.smaller is None or self.smaller.nbytes > self.nbytes:
             return 0
         pairs = _in_both(self.shapes, self.smaller.shapes)
@@ -70,13 +71,13 @@ class _Run:
 
 @dataclass(slots=True)
 class Workspaces:
-    """Bytes that an operator holds, at most and only while it runs, beyond its inputs and outputs.
+    """Most bytes that operators hold, while they run, beyond their inputs and outputs.
 
-    First all of a step is recorded, then asked for.
+    A whole step is recorded before anything is asked.
     """
 
     kept_bytes: int = 0
-    """What libraries hold all the time, as cuBLAS does: part of every operator's."""
+    """Bytes that libraries such as cuBLAS hold all the time, which count as part of every workspace."""
     _runs: dict[str, list[_Run]] = field(default_factory=lambda: defaultdict(list))
     _known: dict[tuple[str, Shapes], int] = field(default_factory=dict)
 
@@ -87,7 +88,7 @@ class Workspaces:
         self._known[operator, shapes] = max(counted, self._known.get((operator, shapes), 0))
 
     def compared(self, smaller: Workspaces) -> Workspaces:
-        """The same, with what those of the step at another batch size tell of how they grow."""
+        """Return these workspaces with those of a ``smaller`` step, which show how they grow."""
         found = Workspaces(self.kept_bytes)
         for operator, runs in self._runs.items():
             for run in runs:
@@ -100,11 +101,12 @@ class Workspaces:
         return found
 
     def of(self, operator: str, shapes: Shapes) -> int:
-        """Bytes for these shapes; for shapes never seen, from the run nearest in size.
+        """Return the bytes of ``operator`` on ``shapes``; for shapes never seen, from the nearest run.
 
-        Shapes that differ in the first dimension only, as those of chunks do, are nearer than those that differ in
-        another one, these than shapes of as many dimensions, as those of chunks in chunks are, and these than any
-        other; tensors that only one of them has, such as a gradient that is not asked for, do not count.
+        Nearest are runs whose shapes differ only in the first dimension, as those of chunks do; then those that differ
+        in one other dimension; then those with as many dimensions, as chunks in chunks have; then all others.  Among
+        these, the nearest in size counts.  Tensors that only one of two runs has, such as a gradient that is not asked
+        for, are not compared.
         """
         return self.kept_bytes + self._own(operator, shapes)
 
@@ -117,7 +119,7 @@ class Workspaces:
         return self._known[key]
 
     def fixed(self, operator: str, shapes: Shapes) -> int:
-        """Of the bytes for these shapes, those that the batch has no part in; 0 if it was not seen to grow."""
+        """Return the part of the bytes that does not depend on the batch; 0 if no growth was seen."""
         nbytes = self._own(operator, shapes)
         alike = (run for run in self._runs[operator] if _alike(run.shapes, shapes)) if nbytes else ()
         return self.kept_bytes + min(nbytes, max((run.fixed_bytes for run in alike), default=0))
@@ -145,17 +147,17 @@ class OperatorRun:
     end_ns: int
 
     def calls_again(self, next_run: OperatorRun) -> bool:
-        """Whether the run that begins next is this one, once more."""
+        """Return whether ``next_run``, which begins next, is this run seen once more."""
         same = (self.operator, self.shapes) == (next_run.operator, next_run.shapes)
         return same and next_run.end_ns <= self.end_ns
 
 
 def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, int]]) -> Workspaces:
-    """Workspaces from a profile.
+    """Find the workspaces in a profile.
 
-    ``runs``: an operator before those that it calls; one that a dispatch mode calls again counts once.
-    ``allocations``: (time in ns, change in bytes), sorted.  A workspace is the highest level during the operator less
-    the higher of the levels before and after it.
+    ``runs`` has an operator before those that it calls; one that a dispatch mode calls again counts once.
+    ``allocations`` are pairs (time in ns, change in bytes), sorted.  A workspace is the highest level during an
+    operator less the higher of the levels before and after it.
     """
     times = [when for when, _ in allocations]
     levels = [0]
@@ -179,7 +181,7 @@ def _alike(one: Shapes, other: Shapes) -> bool:
 
 
 def _differ_in_size(one: Shapes, other: Shapes) -> bool:
-    """Whether each tensor of the one is that of the other but for the length of one dimension."""
+    """Return whether all shapes differ from their counterparts in the length of at most one dimension."""
     pairs = _in_both(one, other)
     return all(len(mine) == len(its) and sum(map(ne, mine, its)) <= 1 for mine, its in pairs)
 
@@ -189,12 +191,12 @@ def _have_same_ranks(one: Shapes, other: Shapes) -> bool:
 
 
 def _in_both(one: Shapes, other: Shapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The shapes at the same positions; of a tensor that only one has, twice the same."""
+    """Pair the shapes at the same positions; a tensor that only one has is paired with itself."""
     return [(mine or its, its or mine) for mine, its in zip(one, other, strict=False)]
 
 
 def _rank(shape: tuple[int, ...]) -> tuple[bool, int]:
-    """The largest tensor has the highest, but vectors the lowest: one may be a kernel's buffer, of whole pages."""
+    """Rank ``shape`` by size, vectors last, since one may be a kernel's buffer of whole pages."""
     return len(shape) > 1, math.prod(shape)
 
 

@@ -1,4 +1,4 @@
-"""Put a plan onto a model, and take it off again."""
+"""Plans put on a model, and taken off again."""
 
 from __future__ import annotations
 
@@ -36,18 +36,33 @@ from memopt_cli.training.own_checkpoints import resume, suspend
 from memopt_cli.training.wrappers import unwrapped
 
 _SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
-"""What an entry of a plan and the segment that it becomes both say, by the same names."""
+"""Fields that an entry of a plan and the configuration of its segment have in common."""
 
 
 def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> nn.Module:
-    """Install every segment of ``plan`` on ``model``, in place; returns the model.
+    """Install every segment of ``plan`` on ``model``, in place: all of them, or none if one fails.
 
-    ``optimizer``: the one that a plan with ``in_backward`` runs there.  In a wrapper the model within is meant, as
-    everywhere here: see :func:`unwrapped`.  Checkpointing of the model's own is off as long as it has a plan, where an
-    attribute turns that off: see :mod:`memopt_cli.training.own_checkpoints`.
+    Checkpointing of the model's own is switched off as long as it has a plan, where an attribute controls it: see
+    :mod:`memopt_cli.training.own_checkpoints`.
 
-    All or nothing: raises :class:`PlanError` that names the first module which is missing or cannot be a segment, or
-    says why the optimizer cannot run in backward, and leaves the model as it was.
+    Parameters
+    ----------
+    model:
+        The model.  In a wrapper such as ``nn.DataParallel``, the plan goes on the model within.
+    plan:
+        The plan, whose paths are those of the model's modules.
+    optimizer:
+        The optimizer that a plan with ``in_backward`` runs there; other plans leave it alone.
+
+    Returns
+    -------
+    The same ``model``.
+
+    Raises
+    ------
+    PlanError
+        If a module is missing or cannot be a segment, or the optimizer cannot run in backward.  The model is then as it
+        was before.
     """
     if plan.in_backward and optimizer is None:
         raise PlanError(
@@ -80,7 +95,7 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
 
 
 def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
-    """What each module becomes."""
+    """Return module -> the configuration of the segment that ``plan`` puts on it."""
     found: dict[nn.Module, SegmentConfig] = {}
     paths: dict[nn.Module, str] = {}
     if plan.packed and not any(segment.path == "" for segment in plan.segments):
@@ -96,7 +111,7 @@ def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
 
 
 def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]:
-    """The same in ranges of lengths; the root is among them, whatever it is in each."""
+    """Return module -> its configurations by length, for a plan with ranges; the root is always among them."""
     assert plan.by is not None, "it has ranges"
     if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
         raise PlanError("a part of the model has a plan by length already", hint=_TAKE_OFF)
@@ -119,12 +134,13 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan that is installed on ``model``."""
+    """Return the plan that is installed on ``model``; an empty one if there is none."""
     model = unwrapped(model)
     in_backward = has_in_backward(model)
     installed = {path: module for path, module in named_parts(model) if settings_of(module) is not None}
     root = settings_of(model)
-    if not isinstance(root, ConfigsByLength) or root.length is None:  # of a part of one by length, what it has for long
+    # A part of a model with a plan by length has no length of its own: its plan is that of the longest inputs.
+    if not isinstance(root, ConfigsByLength) or root.length is None:
         plain = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
         return replace(_plan_of(plain), in_backward=in_backward)
     ranges = []
@@ -136,7 +152,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def _in_range(module: nn.Module, index: int) -> SegmentConfig | None:
-    """What is installed on a module for a range; of one that is the same at every length, that."""
+    """Return the configuration of ``module`` in range ``index``."""
     settings = settings_of(module)
     return settings.configs[index] if isinstance(settings, ConfigsByLength) else settings
 
@@ -151,7 +167,17 @@ def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
-    """Make all of ``model`` plain again, in place, and its optimizer, too; returns the model."""
+    """Take the plan off ``model``, in place: its segments, its runs of layers, and its optimizer in backward.
+
+    Parameters
+    ----------
+    model:
+        The model, with a plan or without.
+
+    Returns
+    -------
+    The same ``model``.
+    """
     remove_segments(model)
     remove_runs(unwrapped(model))
     return model
@@ -159,9 +185,9 @@ def remove_plan(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def taken_off(model: nn.Module) -> Iterator[Plan]:
-    """Within, ``model`` is plain, without the plan that it carries, which this gives.
+    """Remove the plan of ``model`` for the block, and yield it.
 
-    Where what is done then fails, the plan is on it again, and nothing else is.
+    If the block fails, the model has its old plan again, and nothing else.
     """
     with put_back(model) as carried:
         remove_plan(model)
@@ -170,7 +196,7 @@ def taken_off(model: nn.Module) -> Iterator[Plan]:
 
 @contextlib.contextmanager
 def put_back(model: nn.Module) -> Iterator[Plan]:
-    """Gives the plan that ``model`` carries; where what is done within fails, that is on it again, and nothing else."""
+    """Yield the plan of ``model``; if the block fails, put that plan back in place of any other."""
     carried, optimizers = plan_of(model), list(optimizers_in_backward(model))
     try:
         yield carried
@@ -183,7 +209,7 @@ def put_back(model: nn.Module) -> Iterator[Plan]:
 
 
 def remove_segments(model: nn.Module) -> None:
-    """As :func:`remove_plan`; runs of layers stay, as the modules that they are."""
+    """Remove the segments of ``model`` like :func:`remove_plan`, but leave its runs of layers grouped."""
     model = unwrapped(model)
     resume(model)
     remove_in_backward(model)
@@ -200,7 +226,7 @@ def _run_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def in_backward_error(optimizer: Optimizer, reason: ValueError) -> PlanError:
-    """Says that an optimizer cannot run in backward, and why."""
+    """Return the error for an ``optimizer`` that cannot run in backward for ``reason``."""
     return PlanError(
         f"{type(optimizer).__name__} cannot run in backward: it {reason}",
         hint="Take in_backward out of the plan, or train with another optimizer.",

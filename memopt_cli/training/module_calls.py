@@ -1,4 +1,4 @@
-"""Watch the calls of a model's modules, and say which of them rejected its input."""
+"""Hooks on the calls of a model's modules, by which the module that rejected its input is found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt_cli.runtime.tree import tensors_of
 
 @dataclass(slots=True)
 class WatchedCall:
-    """One call of a module that has not returned."""
+    """A call of a module that has not returned yet."""
 
     path: str
     module: nn.Module
@@ -34,8 +34,8 @@ def module_hooks(
 ) -> Iterator[None]:
     """Call ``enter(path, module, (args, kwargs))`` and ``leave(path, module, output)`` around every module's forward.
 
-    ``always_leave``: also when forward raised.  ScriptModules run in an interpreter of their own and are not seen.  A
-    recomputation that comes later has these hooks again, as forward had them: nothing is called then.
+    With ``always_leave``, ``leave`` is called even if forward raised.  ScriptModules run in an interpreter of their own
+    and are not seen.  A recomputation after the block runs the same hooks, which do nothing by then.
     """
     handles, is_over = [], False
     for path, module in named_parts(model):
@@ -62,9 +62,9 @@ def module_hooks(
 
 @contextlib.contextmanager
 def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
-    """The stack of modules being run; after an exception it is where the exception came from.
+    """Yield the stack of modules that are running; after an exception it shows where that came from.
 
-    A module whose exception its caller catches leaves the stack with that caller.
+    If the caller of a module catches its exception, the module leaves the stack together with that caller.
     """
     stack: list[WatchedCall] = []
 
@@ -80,12 +80,13 @@ def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
 
 
 def rejection(error: BaseException, stack: list[WatchedCall], model: nn.Module) -> str:
-    """What is wrong with what a module was given; ``stack``: the calls that the error came from, outermost first."""
+    """Say which module rejected which input, and what it takes; ``error`` came from ``stack``, outermost first."""
     if not stack:
         return f"the model rejected its inputs: {first_line(error)}"
     last = stack[-1]
     kind = type(last.module).__name__
-    path = next((path for path, module in model.named_modules() if module is last.module), last.path)  # past runs
+    # The module's own name: ``last.path`` goes through a run of layers, if it is in one.
+    path = next((path for path, module in model.named_modules() if module is last.module), last.path)
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
     return (
         f"{where} rejected its input {_shapes(last.inputs)}: {first_line(error)}{_expected(last.module, last.inputs)}"
@@ -93,7 +94,7 @@ def rejection(error: BaseException, stack: list[WatchedCall], model: nn.Module) 
 
 
 def _expected(module: nn.Module, inputs: Any) -> str:
-    """What a layer of PyTorch takes, for those that say it in numbers of their own."""
+    """Say what a layer of PyTorch takes, if its attributes show it; empty otherwise."""
     takes = _taken_shape(module)
     first = next(iter(tensors_of(inputs)), None)
     if isinstance(module, nn.Embedding):
@@ -105,7 +106,7 @@ def _expected(module: nn.Module, inputs: Any) -> str:
 
 
 def _taken_shape(module: nn.Module) -> tuple[Any, ...]:
-    """Shape of the input, sizes that are free as letters; empty if it is not known."""
+    """Return the shape that ``module`` takes, with letters for free sizes; empty if it is not known."""
     match module:
         case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() | nn.ConvTranspose1d() | nn.ConvTranspose2d():
             return ("N", module.in_channels, *"DHW"[-len(module.kernel_size) :])

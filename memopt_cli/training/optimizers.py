@@ -14,20 +14,20 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.text.optimizer_text import NamedOptimizer, OptimizerChoice
 
 OptimizerMaker = Callable[[nn.Module], Optimizer | None]
-"""Makes the optimizer of a model, or of a copy of it without data; ``None`` where none is counted."""
+"""Makes the optimizer of a model, or of a copy of it without data; gives ``None`` where none is counted."""
 
 _DEFAULTS = {"SGD": {"momentum": 0.9}}
-"""As people use it: without momentum SGD has no state."""
+"""Class -> arguments that people usually give: without momentum, SGD has no state."""
 
 
 def no_optimizer(model: nn.Module) -> None:
-    """Makes none."""
+    """Return no optimizer for ``model``."""
 
 
 def optimizer_maker(choice: OptimizerChoice, function: Callable[..., Any] | None = None) -> OptimizerMaker:
-    """Makes what was chosen, with a rate of zero, so that one step is like the next.
+    """Return the maker of the optimizer in ``choice``, with a rate of zero so that all steps are alike.
 
-    ``function``: the user's, for whoever chose one; it is called with the model.
+    ``function`` is the user's own, if one was chosen; it is called with the model.
     """
     if function is not None:
         return lambda model: _made(function, model)
@@ -52,7 +52,7 @@ def _named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
 
 
 def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Parameter]) -> dict[str, bool]:
-    """The flag that selects it.  PyTorch's default is said: on tensors without data it would be another."""
+    """Return the flag of the implementation, even PyTorch's default, which would differ on tensors without data."""
     if choice.implementation == "for-loop":
         return {"foreach": False}
     if choice.implementation != "default":
@@ -83,7 +83,7 @@ def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
 
 
 def closure_refusal(optimizer: Optimizer) -> str:
-    """What is wrong with one whose step is given a closure."""
+    """Say why memopt refuses ``optimizer``, whose step takes a closure."""
     return (
         f"{type(optimizer).__name__} runs forward and backward within its step, by a closure; memopt measures steps "
         "that do so once"
@@ -91,7 +91,7 @@ def closure_refusal(optimizer: Optimizer) -> str:
 
 
 def wants_closure(optimizer: Optimizer) -> bool:
-    """Whether its step cannot do without one, by what it says of itself."""
+    """Return whether the step of ``optimizer`` needs a closure, by its signature."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     is_asked_for = closure is not None and closure.default is inspect.Parameter.empty
     return isinstance(optimizer, torch.optim.LBFGS) or is_asked_for

@@ -1,8 +1,8 @@
 """Models that checkpoint by themselves: found, and turned off where a plan decides what is recomputed.
 
-A model that calls ``torch.utils.checkpoint`` in its forward recomputes what lies there whatever a plan does, and twice
-where that is in a segment, too.  Most libraries ask an attribute first: ``gradient_checkpointing_enable()`` of
-transformers sets ``gradient_checkpointing``, timm's ``set_grad_checkpointing`` ``grad_checkpointing``.
+A model that calls ``torch.utils.checkpoint`` in its forward recomputes that part whatever the plan, and twice if it is
+in a segment, too.  Most libraries ask an attribute first: ``gradient_checkpointing_enable()`` of transformers sets
+``gradient_checkpointing``, timm's ``set_grad_checkpointing`` sets ``grad_checkpointing``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from memopt_cli.runtime.private_torch import CheckpointCall, replaced
 from memopt_cli.training.module_calls import module_hooks
 
 _SWITCH: Final = re.compile(r"(?!save|load|resume|from)\w*(checkpoint|ckpt)\w*|with_cp|memory_efficient")
-"""Names of attributes that ask for checkpoints where they are true: ``use_checkpoint``, ``with_cp`` (mmcv),
-``memory_efficient`` (torchvision's DenseNet)."""
+"""Names of attributes that turn checkpoints on: ``use_checkpoint``, ``with_cp`` (mmcv), ``memory_efficient``
+(torchvision's DenseNet)."""
 _SUSPENDED: Final = "_memopt_checkpoints_off"
-"""The attribute of a model under a plan that lists the switches which were on before."""
+"""Attribute of a model under a plan, which lists the switches that were on before."""
 
 
 def switches_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the attributes of modules that are true and by their names ask for checkpoints: ``blocks.0.with_cp``."""
+    """Return the attributes in ``model`` that are true and by their names turn checkpoints on: ``blocks.0.with_cp``."""
     return tuple(
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules()
@@ -49,13 +49,13 @@ def suspend(model: nn.Module) -> None:
 
 
 def resume(model: nn.Module) -> None:
-    """Turn those on again that :func:`suspend` turned off."""
+    """Turn the switches of ``model`` on again that :func:`suspend` turned off."""
     switches = vars(model).pop(_SUSPENDED, ())
     _set(model, switches if isinstance(switches, tuple) else (), on=True)
 
 
 def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:
-    """Set those of ``switches`` that can be some: a file may name anything, and only flags of such names are set."""
+    """Set those of ``switches`` that are flags of such names in ``model``: the list may come from an untrusted file."""
     modules = dict(model.named_modules())
     for switch in switches:
         path, _, name = str(switch).rpartition(".")
@@ -65,9 +65,9 @@ def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:
 
 @contextlib.contextmanager
 def watched_checkpoints(model: nn.Module) -> Iterator[list[str]]:
-    """Give the paths of the modules whose forward calls ``torch.utils.checkpoint``, as the model runs within."""
+    """Yield a list that collects the paths of modules whose forward calls ``torch.utils.checkpoint`` in the block."""
     found: list[str] = []
-    running: list[str] = []  # paths alone: whoever held what modules are given would change the peak
+    running: list[str] = []  # paths only: a reference to a module's inputs would change the peak
 
     def enter(path: str, *_: Any) -> None:
         running.append(path)
@@ -84,6 +84,6 @@ def watched_checkpoints(model: nn.Module) -> Iterator[list[str]]:
 
             return call
 
-        # The second is called by reentrant checkpoints alone.
+        # Only reentrant checkpoints call the second function.
         with replaced(CheckpointCall, "__init__", noted), replaced(checkpoints, "check_backward_validity", noted):
             yield found

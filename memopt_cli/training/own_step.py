@@ -1,7 +1,7 @@
-"""How a step of the user's own is taken: by its function, which calls models, autograd and optimizers as it likes.
+"""A user's own step, taken by its function, which calls models, autograd and optimizers as it likes.
 
-Nothing of it moves from run to run: optimizers step at a rate of zero, and what else the step does to parameters is
-undone before the next.  It finds the gradients that a step before it leaves, as zeros.
+Every run starts from the same parameters: optimizers step at a rate of zero, and other changes of parameters are undone
+before the next run.  The gradients that a previous step would leave are there as zeros.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from memopt_cli.training.user_step import StepModels
 
 Entered = Callable[[Phase], object]
 Updating = Callable[[Optimizer], object]
-"""Told of an optimizer that is about to step."""
+"""Called with an optimizer that is about to step."""
 
 NUMBER_READ = torch.ops.aten._local_scalar_dense.default
-"""What reads a number out of a tensor."""
+"""Operator that reads a number out of a tensor."""
 
 
 class OwnStep(Step):
@@ -41,21 +41,21 @@ class OwnStep(Step):
 
     @property
     def models(self) -> StepModels:
-        """What it runs."""
+        """Models of the step, as one module."""
         return cast(StepModels, self.model)
 
     def run(self, entered: Entered = lambda phase: None, updating: Updating = lambda optimizer: None) -> Any:
-        """Take the step, and return what its function does.
+        """Take the step, and return what its function returns.
 
-        Raises :class:`StepError` for a step that returns no tensor, never calls backward, or does what memopt cannot
-        count, and whatever the function raises.
+        Raises :class:`StepError` if the step returns no tensor, never calls backward, or does something that memopt
+        cannot count; and whatever the function raises.
         """
         models, is_first = self.models, self.models.leaves is None
         models.restore_moved()
         real = (p for p in models.parameters() if is_first and not is_fake(p))
         before = {p: p.detach().clone() for p in real}
         watch = _Watch(self, entered, updating)
-        with watch.told():
+        with watch.watching():
             output = models.step.run(*self.args, **self.kwargs)
         if not any(True for _ in tensors_of(output)):
             raise StepError(
@@ -68,23 +68,19 @@ class OwnStep(Step):
         return output
 
     def take(self, entered: Entered) -> None:
-        """See :func:`memopt_cli.training.step.take`."""
         self.run(entered)
 
     def reach(self) -> None:
-        """Call every module that the step calls, once at least."""
         self.run()
 
     def reach_loss(self) -> None:
-        """The same."""
         self.run()
 
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """All that it has."""
         return tuple(self.models.step.optimizers)
 
     def find_gradients(self) -> None:
-        """Those that the step before left, as zeros; where it is not known which these are, that is taken first."""
+        """Give zeros to the parameters whose gradients a previous step leaves; if unknown, take such a step first."""
         models = self.models
         models.zero_grad(set_to_none=True)
         if models.leaves is None:
@@ -102,9 +98,9 @@ class OwnStep(Step):
                 give_zero_gradient(parameter)
 
     def settle(self, start: StartingState) -> None:
-        """Take steps until each optimizer has stepped: the function's own scaler finds its scale as they are taken.
+        """Take steps until each optimizer has stepped, while the function's own scaler finds its scale.
 
-        They go on from one another, as in its script: from ``start`` the scaler would begin anew, too.
+        They follow one another, as in the user's script; from ``start``, the scaler would begin anew as well.
         """
         for _ in range(SCALES):
             if self.is_settled():
@@ -114,15 +110,13 @@ class OwnStep(Step):
             raise StepError(NEVER_STEPPED, hint=LIST_OPTIMIZERS)
 
     def is_settled(self) -> bool:
-        """Whether it was run, and each of its optimizers has stepped."""
         return self.models.leaves is not None and not self.models.waiting
 
     def checked(self) -> Any:
-        """See :func:`memopt_cli.training.step.run_checked`."""
         return self.checked_while(lambda optimizer: None)
 
     def checked_while(self, updating: Updating) -> Any:
-        """The same, told of every optimizer's step."""
+        """Run as :func:`memopt_cli.training.step.run_checked` does; ``updating`` is called before every update."""
         with watched_modules(self.model) as watched:
             try:
                 output = self.run(updating=updating)
@@ -134,7 +128,7 @@ class OwnStep(Step):
                 reason = rejection(error, watched, self.model) if watched else f"the step failed: {first_line(error)}"
                 raise StepError(reason, hint=_HINT) from error
         check_finite(output, "what the step returned")
-        if self.is_settled():  # a scaler skips those that are not
+        if self.is_settled():  # otherwise a scaler skips updates with gradients that are not finite
             self._check_gradients()
         return output
 
@@ -154,7 +148,7 @@ def _described(output: Any) -> str:
 
 
 class _Watch:
-    """Sees autograd and the optimizers at work while a step runs."""
+    """Watches autograd and the optimizers while a step runs."""
 
     def __init__(self, step: OwnStep, entered: Entered, updating: Updating) -> None:
         self._step = step
@@ -166,8 +160,8 @@ class _Watch:
         self._went_backward = False
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Within, phases are told, and no optimizer moves a parameter."""
+    def watching(self) -> Iterator[None]:
+        """Report phases as they begin in the block, and keep optimizers from moving parameters."""
         enter = functools.partial(self._enter, "backward")
         before, after = (
             register_optimizer_step_pre_hook(self._before_update),
@@ -182,7 +176,7 @@ class _Watch:
             after.remove()
 
     def check(self) -> None:
-        """Raises :class:`StepError` for a step that has done what cannot be counted."""
+        """Raise :class:`StepError` if the step has done something that cannot be counted."""
         if not self._went_backward:
             raise StepError(
                 "the step never calls backward: it keeps nothing that a plan could save",
@@ -233,16 +227,16 @@ class _Watch:
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:
-    """Whether a scaler has told an optimizer, one that asks for it, that its gradients are not finite."""
+    """Return whether a scaler has told ``optimizer``, of the kind that asks, that gradients are not finite."""
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, Tensor) and not is_fake(found) and bool(found.any())
 
 
 def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
-    """What a tensor without data is taken to hold where a step of one's own reads a number; ``None``: it reads none.
+    """Return a number for ``func`` to read from a tensor without data; ``None`` if it does not do so.
 
-    Optimizers read counters, and divide by them and by 1 less them; what else is read is told to people, or asks
-    whether something is not finite.
+    Optimizers read counters ``n`` and divide by ``n`` and ``1 - n``, so they get 0.5.  Other reads, of losses to log
+    and of tests for infinity, get 0.
     """
     if func is not NUMBER_READ or not is_fake(args[0]):
         return None
@@ -250,7 +244,7 @@ def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
 
 
 class _NumbersGuessed(TorchDispatchMode):
-    """Within, whoever reads a number of a tensor without data is given one."""
+    """A mode in which a guessed number is read from a tensor without data."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

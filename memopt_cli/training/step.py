@@ -1,6 +1,7 @@
-"""What one training step is: forward, loss, backward, and the optimizer if asked for.
+"""The training step: forward, loss, backward, clipping, and the optimizer if asked for.
 
-Everything that runs a model (recording, measuring, verifying) runs it through here, so that all mean the same step.
+Everything that runs a model (recording, measuring, verifying) does so through this module, so that all of it means the
+same step.
 """
 
 from __future__ import annotations
@@ -40,28 +41,28 @@ class Step:
     kwargs: dict[str, Any]
     settings: StepSettings
     loss: Callable[[Any], Tensor] | None = None
-    """The user's loss of the model's output; ``None``: see :func:`seeds_of_backward`."""
+    """The user's loss of the model's output; ``None`` for the rules of :func:`seeds_of_backward`."""
     optimizer: torch.optim.Optimizer | None = None
     make_optimizer: OptimizerMaker = no_optimizer
-    """Makes one as ``optimizer`` for a copy of the model."""
+    """Makes an optimizer like ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
-    """Scales the loss, and skips updates whose gradients are not finite."""
+    """Scaler of the loss, which skips updates whose gradients are not finite; ``None`` for no scaling."""
     buckets: Sequence[Tensor] = ()
-    """In which gradients are reduced over ranks: there all the time, and nothing of the model leads to them.  Others
-    may be there after a step."""
+    """Buckets in which gradients are reduced over ranks, alive all the time although no attribute of the model refers
+    to them.  A step may replace them."""
 
     @property
     def named(self) -> nn.Module:
-        """The model, whose modules have their own names: what wraps it to run it, as DDP, has none."""
+        """The model within wrappers such as DDP, whose modules have the names that plans use."""
         return unwrapped(self.model)
 
     def forward(self) -> Any:
-        """The model's output, under the precision's autocast."""
+        """Run the model under the autocast of the step's precision, and return its output."""
         with _autocast(self.settings):
             return self.model(*self.args, **self.kwargs)
 
     def backward(self, output: Any) -> None:
-        """Gradients into ``.grad``."""
+        """Back-propagate from ``output`` into the ``.grad`` of parameters."""
         with _autocast(self.settings):
             roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed)
         if self.scaler is not None:
@@ -74,32 +75,32 @@ class Step:
         self.limit()
 
     def unscale(self) -> None:
-        """The first of it."""
+        """Unscale the gradients, as far as the step scales them."""
         if self.scaler is not None and self.optimizer is not None:
             self.scaler.unscale_(self.optimizer)
         elif self.settings.precision == "fp16" and self.scaler is None:
             _unscale_without_data(self.model.parameters())
 
     def limit(self) -> None:
-        """The second."""
+        """Clip the gradients to the norm of the settings, if they have one."""
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
 
     def reach(self) -> None:
-        """Call every module that the step calls, once at least."""
+        """Call every module that the step calls, at least once."""
         with torch.no_grad():
             self.forward()
 
     def reach_loss(self) -> None:
-        """The same, up to where backward starts."""
+        """Call every module that the step calls, and the loss."""
         seeds_of_backward(self.forward(), self.loss, self.settings.seed)
 
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All that it has."""
+        """Return the optimizers of the step."""
         return () if self.optimizer is None else (self.optimizer,)
 
     def update(self) -> None:
-        """The optimizer's step, if there is one.  Raises :class:`StepError` that names an optimizer which fails."""
+        """Let the optimizer, if there is one, take its step.  Raises :class:`StepError` if it fails."""
         if self.optimizer is None:
             return
         try:
@@ -108,7 +109,7 @@ class Step:
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-        except Exception as err:  # of a class of anybody's
+        except Exception as err:  # an optimizer of the user's may raise anything
             if is_out_of_memory(err):
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
@@ -129,10 +130,10 @@ class Step:
             self.update()
 
     def settle(self, start: StartingState) -> None:
-        """Let the scaler find its scale, as a script does in its first updates, which it skips.
+        """Let the scaler find its scale, as it does in the first updates of a script, which it skips.
 
-        Each try begins from ``start``; the last leaves its gradients.  Raises :class:`StepError` where gradients are
-        finite at no scale.
+        Each try begins from ``start``; the gradients of the last are left.  Raises :class:`StepError` if the gradients
+        are finite at no scale.
         """
         if self.scaler is None:
             return
@@ -145,7 +146,7 @@ class Step:
         raise StepError(_NEVER_FINITE, hint=_FIND_NAN)
 
     def is_settled(self) -> bool:
-        """Whether the scaler, if there is one, would not skip an update by the gradients that are there."""
+        """Return whether an update with the present gradients would not be skipped."""
         return self.scaler is None or all(map(_is_finite, self.model.parameters()))
 
     def find_gradients(self) -> None:
@@ -178,18 +179,18 @@ class Step:
 
 
 def take(step: Step, entered: Callable[[Phase], object] = lambda phase: None) -> None:
-    """One step, whole, onto the gradients that are there.  ``entered`` is told the phases that it has, in turn.
+    """Take one whole ``step``, adding to the gradients that are there.
 
-    An optimizer that runs in backward has no phase of its own.
+    ``entered`` is called with each phase as it begins; an optimizer that runs in backward has no phase of its own.
     """
     step.take(entered)
 
 
 def give_zero_gradient(parameter: Tensor) -> None:
-    """Whoever times the operators of the step does not see it.
+    """Give ``parameter`` a gradient of zeros, without a clock or a counter of operators seeing it.
 
     A gradient that is there, and no part of a graph, is zeroed in place.  A new one is written to at once: the system
-    hands out memory at the first write, and a pass that accumulates finds it there.
+    hands out memory at the first write, which an accumulating step has behind it.
     """
     with contextlib.nullcontext() if is_fake(parameter) else unseen():
         if parameter.grad is None or parameter.grad.grad_fn is not None or is_fake(parameter):
@@ -199,14 +200,14 @@ def give_zero_gradient(parameter: Tensor) -> None:
 
 
 def _unscale_without_data(parameters: Iterable[Tensor]) -> None:
-    """In place, as a scaler does, which would have to read whether the gradients are finite."""
+    """Multiply the gradients in place as a scaler does, which would need data to see whether they are finite."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(1.0)
 
 
 SCALES = 33
-"""A scaler's, from 2^16 down to 2^-16: it does not stop at 1, and a loss that is a sum needs less."""
+"""Scales of a scaler, from 2^16 down to 2^-16: below 1, too, which a loss that is a sum may need."""
 _NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
 _FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script says where they come from."
 
@@ -218,7 +219,7 @@ def _is_finite(parameter: Tensor) -> bool:
 def _scaled(
     scaler: torch.amp.GradScaler, roots: list[Tensor], cotangents: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """A loss becomes a scaled one, as in a training script; what stands for a loss is scaled where it is."""
+    """Scale losses into new tensors, as a training script does, and ``cotangents`` of other roots in place."""
     for cotangent in cotangents:
         if cotangent is not None:
             cotangent.mul_(scaler.scale(torch.ones((), device=cotangent.device)))
@@ -228,18 +229,19 @@ def _scaled(
 
 
 def make_scaler(settings: StepSettings) -> torch.amp.GradScaler | None:
-    """Of a step in float16, whose gradients would be lost without."""
+    """Make the scaler of a step in float16, whose gradients would underflow without one; ``None`` for others."""
     return torch.amp.GradScaler(torch.device(settings.device).type) if settings.precision == "fp16" else None
 
 
 def seeds_of_backward(
     output: Any, loss: Callable[[Any], Tensor] | None, seed: int
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Where backward starts: tensors and the gradients to start from.
+    """Return the tensors that backward starts from, and their cotangents.
 
-    The user's loss if given; else an output that is a scalar, or has a ``loss`` entry, is the loss; else every
-    floating leaf of the output with a random cotangent drawn from ``seed`` (a plain sum has vanishing gradients in
-    many models), the same in whatever order a dict has them.  Raises :class:`StepError` if nothing is differentiable.
+    They are the user's ``loss``, if given.  Otherwise an output that is a scalar, or has an entry ``loss``, is the
+    loss. Otherwise they are all floating tensors of the output, with random cotangents drawn from ``seed``: the
+    gradients of a plain sum vanish in many models.  The order of a dict does not matter.  Raises :class:`StepError` if
+    nothing is differentiable.
     """
     if loss is not None:
         output = loss(output)
@@ -254,7 +256,7 @@ def seeds_of_backward(
 
 
 def _by_keys(output: Any) -> Iterator[Tensor]:
-    """The tensors of an output, those of a dict in the order of its keys."""
+    """Yield the tensors of ``output``, those of a dict in the order of its keys."""
     if isinstance(output, dict):
         for key in sorted(output, key=str):
             yield from _by_keys(output[key])
@@ -266,10 +268,10 @@ def _by_keys(output: Any) -> Iterator[Tensor]:
 
 
 def begin(step: Step, start: StartingState) -> None:
-    """Put ``step`` where every step of its model begins, whatever the last one left, or left half done.
+    """Put ``step`` where every step of its model begins, whatever the last one left behind.
 
-    Without this a membrane still hangs on the graph of the last step, whose backward then fails half-way: the layers
-    behind it have gradients already, and a second try would add to them.
+    Without this, the membrane of a spiking neuron would still be part of the last step's graph.  Backward would fail
+    half-way, with gradients in some layers, to which a second try would add.
     """
     start.enter()
     reset_gradients(step)
@@ -277,17 +279,17 @@ def begin(step: Step, start: StartingState) -> None:
 
 
 def reset_gradients(step: Step) -> None:
-    """Leave the gradients that the step is to find: none, or zeros where it accumulates or finds those of the last."""
+    """Set the gradients that ``step`` is to find: none, or zeros where it accumulates or finds those of the last."""
     step.find_gradients()
 
 
 def input_dtype(settings: StepSettings) -> torch.dtype | None:
-    """The dtype that parameters and floating inputs are cast to; ``None`` leaves them as stored."""
+    """Return the dtype to cast parameters and floating inputs to; ``None`` to leave them as stored."""
     return _CASTS.get(settings.precision)
 
 
 def place(model: nn.Module, settings: StepSettings) -> nn.Module:
-    """Move the model to the step's device and dtype, in training mode."""
+    """Move ``model`` to the device and dtype of ``settings``, and set it to training mode."""
     model.to(torch.device(settings.device))
     dtype = input_dtype(settings)
     if dtype is not None:
@@ -296,9 +298,9 @@ def place(model: nn.Module, settings: StepSettings) -> nn.Module:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Its floating parameters and buffers to float32 or float64, and complex ones as :func:`dtype_in` says.
+    """Cast the parameters and buffers of ``model`` to ``dtype``, float32 or float64, as :func:`dtype_in` says.
 
-    ``model.to(dtype)`` would keep the real parts alone.
+    ``model.to(dtype)`` would keep only the real parts of complex ones.
     """
     model.double() if dtype is torch.float64 else model.float()
     for parameter in model.parameters():
@@ -311,17 +313,17 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def dtype_in(dtype: torch.dtype, tensor: Tensor) -> torch.dtype:
-    """What becomes of a tensor in a step of that dtype: a complex one has parts of it, a whole one stays as it is."""
+    """Return the dtype of ``tensor`` in a step of ``dtype``: complex numbers have parts of it, integers stay."""
     if tensor.is_complex():
         return dtype.to_complex()
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def check_finite(output: Any, what: str = "the model's output") -> None:
-    """Raises :class:`StepError` if an output holds NaN or infinity."""
+    """Raise :class:`StepError` if ``output`` holds NaN or infinity."""
     for tensor in tensors_of(output):
         if isinstance(tensor, DeferredLinear) and not tensor.is_computed:
-            continue  # to read it is to give up what its layer runs in chunks for
+            continue  # reading it would compute it whole, which its layer runs in chunks to avoid
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             found = f"holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})"
@@ -335,21 +337,21 @@ FORWARD_HINT = (
     "Give inputs that the model accepts, one for each argument of forward; on the command line: "
     "-i SHAPE[@dtype][=values]."
 )
-"""Of a forward that fails."""
+"""Hint for a forward that fails."""
 
 
 def run_checked(step: Step) -> Any:
-    """One forward and backward with every failure of the model's own code explained.
+    """Run one forward and backward, explain every failure of the model's own code, and return the output.
 
-    Returns the output, detached from nothing.  Raises :class:`StepError` that names the module which rejected its
-    input, or says that only backward fails.  Out of memory passes through as it is.
+    Raises :class:`StepError` that names the module which rejected its input, or says that only backward fails.  An
+    out-of-memory error passes through as it is.
     """
     return step.checked()
 
 
 @contextlib.contextmanager
 def _rejection_named(model: nn.Module) -> Iterator[None]:
-    """Within, a forward that fails raises :class:`StepError`, which names the module that rejected its input."""
+    """Turn a failure of a forward in the block into a :class:`StepError` that names the rejecting module."""
     with watched_modules(model) as watched:
         try:
             yield
@@ -373,14 +375,14 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on any device."""
+    """Return whether ``error`` says that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and is_out_of_cpu_memory(error)
 
 
 def loss_entry(output: Any) -> Tensor | None:
-    """The loss that a model returns: a scalar, or an entry of that name; ``None`` if it returns none."""
+    """Return the loss in a model's ``output``: a scalar, or an entry ``loss``; ``None`` if there is none."""
     candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.dim() == 0:
         return candidate
@@ -405,13 +407,13 @@ def _autocast(settings: StepSettings) -> contextlib.AbstractContextManager[Any]:
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device, so that a clock read afterwards is honest."""
+    """Wait for ``device``, so that a clock read afterwards is honest."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators that a model draws from: those of devices on which something has run."""
+    """Seed the generators of PyTorch, Python and NumPy that a model may draw from."""
     seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -419,10 +421,10 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Those of PyTorch.
+    """Seed the generators of PyTorch: that of the CPU, and of a device on which something has run.
 
-    ``torch.manual_seed`` also has a device start with this seed that nobody has used yet, in place of a seed that the
-    user asked for.  Without a device it would format a traceback for each kind, 2 ms in a deep stack.
+    ``torch.manual_seed`` alone would do more.  A device that nobody has used yet would start with this seed, in place
+    of one that the user asked for; and without any device it formats a traceback for each kind, 2 ms in a deep stack.
     """
     device = _accelerator()
     if device is not None and is_started(device):

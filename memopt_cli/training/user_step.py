@@ -1,4 +1,4 @@
-"""A training step of the user's own: its models, its optimizers, and the function that takes it."""
+"""A user's own training step: its models, its optimizers, and the function that takes it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from memopt_cli.training.optimizers import closure_refusal, wants_closure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a function such as ``train.py:make_step`` returns.
+    """A training step, as a function such as ``train.py:make_step`` returns it.
 
     Raises :class:`OptionError` (a :class:`ValueError`) for a name that no plan could use, and for an optimizer that
     wants a closure or updates a tensor of no listed model.
     """
 
     models: Mapping[str, nn.Module]
-    """By the names that plans use: ``generator`` for ``generator.block1``.  All that the step runs, frozen ones too."""
+    """Name in plans (``generator`` for ``generator.block1``) -> model: all that the step runs, frozen ones included."""
     run: Callable[..., Any]
-    """Takes one step on the inputs: forward, backward, and the optimizers' steps, as many as it likes.  It returns a
-    tensor, or a container of tensors, that tells what it did: its losses, say."""
+    """Takes one step on the inputs: forward, backward and the optimizers' steps, in any number.  It returns a tensor,
+    or a container of tensors, that shows what it did, such as its losses."""
     optimizers: Sequence[Optimizer] = ()
-    """Those whose ``step`` it calls."""
+    """Optimizers whose ``step`` it calls."""
 
     def __post_init__(self) -> None:
         _check_models(self.models)
@@ -43,7 +43,7 @@ class Step:
             raise OptionError(f"run is a {type(self.run).__name__}, which cannot be called", hint=_EXAMPLE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step."""
+        """Take a step on the inputs ``args`` and ``kwargs``."""
         return self.run(*args, **kwargs)
 
 
@@ -74,17 +74,17 @@ def _check_optimizer(optimizer: Optimizer, known: set[int]) -> None:
 
 
 class StepModels(nn.Module):
-    """The models of a step as one, whose ``forward`` nobody calls: what plans are made for, and installed on.
+    """The models of a step as one module, whose ``forward`` is never called; plans are made for it and installed on it.
 
-    A copy of it is made by the function that made the step, anew, and is given the parameters and buffers of this one:
-    what a step's function refers to cannot be copied along.
+    To copy it, the function that made the step is called again, and the new models are given the parameters and buffers
+    of the old: the objects that a step's function refers to cannot be copied along.
     """
 
-    # No entries of ``vars(module)``, which holds what steps may change and every job finds as it was.
+    # Slots keep these out of ``vars(module)``, which is put back before every job as state that steps may change.
     __slots__ = ("_device", "_leaves", "_make", "_moved", "_step", "_waiting")
 
     def __init__(self, step: Step, make: Callable[[], Step], device: str = "cpu") -> None:
-        """``make`` makes it once more; ``device``: where it is."""
+        """Gather the models of ``step``, which ``make`` makes anew, on ``device``."""
         super().__init__()
         self._make = make
         self._device = device
@@ -97,45 +97,48 @@ class StepModels(nn.Module):
 
     @property
     def step(self) -> Step:
-        """The step that they are of."""
+        """Step that the models belong to."""
         return self._step
 
     @property
     def leaves(self) -> frozenset[str] | None:
-        """Names of the parameters that have gradients when a step has ended; ``None``: none was taken yet."""
+        """Names of the parameters that have gradients at the end of a step; ``None`` before the first step."""
         return self._leaves
 
     @property
     def waiting(self) -> Set[int]:
-        """Ids of the optimizers that no step has used yet, or whose every update a scaler has skipped."""
+        """Ids of the optimizers that have not updated yet; an update that a scaler skips does not count."""
         return self._waiting
 
     @property
     def has_updated(self) -> bool:
-        """Whether any has stepped, or there is none."""
+        """Whether any optimizer has updated, or there is none."""
         return not self._step.optimizers or len(self._waiting) < len(self._step.optimizers)
 
     def note_update(self, optimizer: Optimizer) -> None:
-        """One steps."""
+        """Note that ``optimizer`` updates."""
         self._waiting.discard(id(optimizer))
 
     def learn(self, before: Mapping[nn.Parameter, Tensor]) -> None:
-        """A first step has ended; ``before``: the values that parameters had, nothing of those without data."""
+        """Learn from a first step which gradients it leaves, and which parameters it changed from ``before``.
+
+        ``before`` leaves out parameters without data.
+        """
         self._leaves = frozenset(name for name, p in self.named_parameters() if p.grad is not None)
         self._moved = {p: value for p, value in before.items() if not torch.equal(p, value)}
 
     def restore_moved(self) -> None:
-        """Put the parameters back that a step moves by other means than its optimizers: a mean teacher's."""
+        """Restore parameters that a step changes by other means than its optimizers, as those of a mean teacher."""
         with torch.no_grad():
             for parameter, value in self._moved.items():
                 parameter.copy_(value)
 
     def on(self, device: str) -> StepModels:
-        """The same on a device; made there anew, if they are elsewhere."""
+        """Return these models on ``device``: themselves, or made anew if they are elsewhere."""
         return self if device == self._device else self._made_on(device).to(device)
 
     def anew(self) -> StepModels:
-        """The same, made once more."""
+        """Make the models once more, with their runs of layers."""
         made = self._made_on(self._device)
         if any(RUNS_KEY in vars(module) for module in self.modules()):
             group_layers(made)
@@ -160,7 +163,7 @@ class StepModels(nn.Module):
 
 
 def models_of(model: nn.Module | Step | Mapping[str, nn.Module]) -> nn.Module:
-    """What a plan is installed on: of a step, or of models by name, these as one."""
+    """Return the module that a plan is installed on: ``model``, or the models of a step or of a mapping as one."""
     if isinstance(model, nn.Module):
         return model
     step = model if isinstance(model, Step) else Step(models=model, run=_not_run)

@@ -1,6 +1,6 @@
-"""Wrappers that only run a model, such as ``nn.DataParallel`` and what ``torch.compile`` returns.
+"""Wrappers that only run a model, such as ``nn.DataParallel`` and the result of ``torch.compile``.
 
-A plan names the modules of the model within and goes onto that; whoever wraps it again trains under the plan.
+A plan names the modules of the model within and is put on that; wrapped again, the model trains under the plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Wrapper:
     call: str
     """Code that wraps a model again; ``{}`` stands for the model."""
     stands_alone: bool
-    """Whether it can be read from a file: the others belong to the process that made them."""
+    """Whether it can be read from a file; others belong to the process that made them."""
 
 
 _COMPILED: Final = Wrapper(attribute="_orig_mod", call="torch.compile({})", stands_alone=False)
@@ -39,18 +39,18 @@ WRAPPERS: Final = {
     ),
     "torch.optim.swa_utils.AveragedModel": Wrapper(attribute="module", call="AveragedModel({})", stands_alone=True),
 }
-"""By the qualified names of their classes.  FSDP2 is not here: it changes the model itself."""
+"""Qualified name of a class -> the wrapper.  FSDP2 is not among them: it changes the model itself."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that ``model`` only runs, through any number of wrappers; if it is none, ``model`` itself."""
+    """Return the model within the wrappers around ``model``; ``model`` itself if there are none."""
     return peeled(model)[1]
 
 
 def peeled(model: nn.Module, *, keep_compiled: bool = False) -> tuple[tuple[Wrapper, ...], nn.Module]:
-    """Return the wrappers around what ``model`` runs, the outermost first, and that model.
+    """Return the wrappers around ``model``, the outermost first, and the model within.
 
-    ``keep_compiled``: stop at what ``torch.compile`` returned.
+    With ``keep_compiled``, the result of ``torch.compile`` counts as the model within.
     """
     found: list[Wrapper] = []
     while (wrapper := _wrapper_of(model)) is not None and not (keep_compiled and wrapper is _COMPILED):
@@ -73,7 +73,7 @@ def wrapped_again(wrappers: Sequence[Wrapper]) -> str:
 
 
 def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
-    """Say what becomes of ``wrappers`` that are around a model from a file or a callable; nothing if there are none."""
+    """Write a note on ``wrappers`` around a model from a file or a callable; empty if there are none."""
     if not wrappers:
         return ()
     return (
@@ -87,7 +87,7 @@ def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
 
 
 def compiled_notes(model: nn.Module) -> tuple[str, ...]:
-    """Say that parts of ``model`` are compiled, and are measured as they run without that; nothing if none is."""
+    """Write a note if parts of ``model`` are compiled, which are measured without that; empty if none is."""
     if not any(map(is_compiled, model.modules())):
         return ()
     return ("Parts of the model are compiled (torch.compile): the step is measured as it runs without.",)
@@ -95,8 +95,8 @@ def compiled_notes(model: nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run compiled parts of ``model`` as they are written, within: the compiler takes no step without data."""
-    if not any(map(is_compiled, model.modules())):  # to set a stance imports the compiler
+    """Run compiled parts of ``model`` eagerly in the block: the compiler cannot run a step without data."""
+    if not any(map(is_compiled, model.modules())):  # setting a stance imports the compiler, which is slow
         yield
         return
     with torch.compiler.set_stance("force_eager"):

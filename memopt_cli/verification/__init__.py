@@ -1,4 +1,4 @@
-"""The optimized model against the original: the measured step, the recorded one, and in short what follows it."""
+"""Comparison of the optimized model with the original: in the recorded step, and in a few further ones."""
 
 from memopt_cli.verification.consecutive import consecutive
 from memopt_cli.verification.fingerprint import fingerprint, left_by, left_on, repeated

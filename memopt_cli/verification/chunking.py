@@ -1,9 +1,9 @@
-"""Can a module run in chunks with the same result?  Found by trying, not by a list of classes.
+"""Trials of whether a module gives the same results in chunks.  There is no list of classes: modules are run.
 
-A copy of the module, in double precision and training mode, is run whole and in even and uneven chunks, on the inputs
-it gets in the model and on drawn ones.  Outputs, gradients, buffers and the state it hands over must agree: a module
-that looks ahead, mixes samples, or draws random numbers does not pass.  Batch norms mix samples by their statistics
-alone, which a pass of their own gathers; where it cannot, chunks are inexact, and must be asked for.
+A copy of the module, in float64 and training mode, runs whole and in even and uneven chunks, on the inputs that it gets
+in the model and on random ones.  Outputs, gradients, buffers and the state that it hands on must agree.  A module that
+looks ahead, mixes samples or draws random numbers does not pass.  Batch norms mix samples only by their statistics,
+which a pass over all chunks gathers first; where that is impossible, chunks are inexact and must be asked for.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from memopt_cli.verification.equality import (
 
 _AXES = (0, 1)
 SHORT = 5
-"""Length to which a sequence is cut for trials with gradients on drawn inputs; the captured ones stay whole, for what
-happens after some steps only, a state detached say."""
+"""Length to which sequences are cut for trials with gradients on random inputs.  Captured inputs stay whole, since
+something may happen only after some steps, as where a state is detached."""
 
 
 class _Reached(Exception):
-    """The module whose inputs are wanted is about to run."""
+    """Raised when the module whose inputs are wanted is about to run."""
 
 
 def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A copy of the module at ``path`` as it is when the step calls it first, and the arguments of that call.
+    """Copy the module at ``path`` as it is when ``step`` first calls it, with the arguments of that call.
 
     Raises :class:`LookupError` if the step does not call it.
     """
@@ -76,9 +76,9 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
 def find_rule(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, allow_inexact: bool = False
 ) -> ChunkRule | Refused:
-    """The first axis along which ``module`` gives the same in chunks, with the least that must be cut.
+    """Find the first axis along which ``module`` gives the same results in chunks.
 
-    ``allow_inexact``: where there is none, that along which it would but for the statistics of its batch norms.
+    With ``allow_inexact``, an axis is also taken along which only the statistics of batch norms differ.
     """
     found = _exact_rule(module, args, kwargs)
     if isinstance(found, ChunkRule) or not allow_inexact or not batch_norms(module):
@@ -113,7 +113,7 @@ def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if length < 2:
         return
     inputs = _leading(lengths, length)
-    args, kwargs = in_double((args, kwargs))  # under autocast they may be of another precision than its parameters
+    args, kwargs = in_double((args, kwargs))  # under autocast they may have another precision than its parameters
     with torch.no_grad(), DoubleThroughout():  # type: ignore[no-untyped-call]
         output = copy.deepcopy(module).double()(*args, **kwargs)
     parts = output if isinstance(output, tuple) else (output,)
@@ -129,7 +129,7 @@ def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _counts(module: nn.Module, attribute: str, conceivable: set[int]) -> list[int]:
-    """How many arguments, or outputs, may be sequences: what the module says of itself, else what the shapes allow."""
+    """List how many arguments, or outputs, may be sequences: by the module's ``attribute``, or else by shapes."""
     declared = getattr(module, attribute, None)
     return [declared] if isinstance(declared, int) else sorted(conceivable, reverse=True)
 
@@ -139,20 +139,20 @@ def _leading(lengths: list[int], wanted: int) -> int:
 
 
 def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
-    """Why the rule is wrong; ``None`` if every trial agrees."""
+    """Say why ``rule`` is wrong; ``None`` if every trial agrees with it."""
     module = copy.deepcopy(module).double().train()
     for norm in batch_norms(module) if rule.inexact else ():
         norm.eval()  # all but their statistics must agree
     try:
         with DoubleThroughout(), warnings.catch_warnings(), rows_untried():  # type: ignore[no-untyped-call]
-            warnings.simplefilter("ignore")  # a part that the trial runs whole is refused
+            warnings.simplefilter("ignore")  # of parts that run whole, for which the module is refused
             return _double_disproof(module, args, kwargs, rule)
     except Exception as error:  # the module's own code runs here: whatever it raises disproves the rule
         return first_line(error)
 
 
 def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
-    """The same of a module in float64."""
+    """Say why ``rule`` is wrong for ``module`` in float64; ``None`` if every trial agrees with it."""
     length = args[0].shape[rule.axis]
     short = min(length, SHORT)
     if reason := _forward_disproof(module, in_double((args, kwargs)), rule):
@@ -170,7 +170,7 @@ def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | None:
-    """The cheap trial first, at full length: one forward in two chunks settles most of the hopeless cases."""
+    """Try one forward in two chunks at full length, which is cheap and settles most of the hopeless cases."""
     found = []
     for subject in (copy.deepcopy(module), _chunked(module, rule, 2)):
         with generators_kept():
@@ -198,12 +198,12 @@ def _effects_of(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
 
 
 def _uneven(length: int) -> int:
-    """The fewest chunks, of three or more if there can be, that are not of one length."""
+    """Return the fewest chunks, at least three if possible, that do not all have one length."""
     return next((chunks for chunks in range(3, length) if length % chunks), 2)
 
 
 def _draws(captured: Any, cut: Any) -> Iterator[Any]:
-    """Those captured, and others like ``cut`` but smaller and larger: what holds for one draw only must not pass."""
+    """Yield the ``captured`` inputs, then smaller and larger random ones like ``cut``: one draw may agree by chance."""
     yield captured
     for seed, scale in enumerate((-1.0, 4.0)):
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Consecutive steps of a model with an optimizer, and what each of them left: its fingerprint, its hooks, its calls."""
+"""Consecutive steps of a model with an optimizer, each recorded by its fingerprint, its hooks and its calls."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from memopt_cli.verification.named import (
 from memopt_cli.verification.updates import RATE, set_rate
 
 _LIBRARIES = ("torch", "memopt_cli")
-"""Whose hooks are not the user's."""
+"""Packages whose hooks are not the user's."""
 
 
 def consecutive(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> Followed:
-    """What ``count`` steps leave, the inputs being the same in each; parameters are afterwards as they were before.
+    """Take ``count`` steps on the same inputs, record what each left, and put the parameters back afterwards.
 
-    ``between``: done to the model before each step, unless that is one of the user's own.
-
-    The optimizer is that of the step, else SGD.  A step that fails is the last.  Raises what a lack of memory raises.
+    The optimizer is that of ``step``, or SGD.  ``between`` is called with the model before each step, but not for a
+    user's own step.  In step ``watched``, if not ``None``, the calls of modules are recorded, too.  A step that fails
+    is the last; only an out-of-memory error is raised.
     """
     is_unseen = any(map(is_compiled, step.model.modules()))
     with compiled_anew() if is_unseen else contextlib.nullcontext(), generators_kept(), _from_start(step) as training:
@@ -70,7 +70,7 @@ def consecutive(step: Step, count: int, watched: int | None, between: Callable[[
 
 
 def _first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
-    """The first step in which an optimizer steps: a scaler of one's own skips updates until it has found its scale."""
+    """Take steps until one updates: the scaler of a user's own step skips updates until it has found its scale."""
     for _ in range(SCALES):
         found = take()
         if found.updated or found.failed:
@@ -81,7 +81,7 @@ def _first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
 
 @contextlib.contextmanager
 def _from_start(step: Step) -> Iterator[Step]:
-    """The step with an optimizer that moves parameters, which are put back."""
+    """Yield ``step`` with an optimizer that moves parameters, and put these back afterwards."""
     if isinstance(step, OwnStep):  # its optimizers are its own, and are made anew with it
         yield replace(step, model=copy_of(step.model))
         return
@@ -90,7 +90,7 @@ def _from_start(step: Step) -> Iterator[Step]:
 
 
 def _optimizer(step: Step) -> Optimizer:
-    """With a rate: those of measured steps have none."""
+    """Make the optimizer of ``step`` with a rate, which is zero in measured steps."""
     made = step.make_optimizer(step.model)
     if made is None:
         return SGD([p for p in step.model.parameters() if p.requires_grad], lr=RATE)
@@ -100,7 +100,7 @@ def _optimizer(step: Step) -> Optimizer:
 
 def _taken(step: Step, start: Others, between: Callable[[nn.Module], object], *, watched: bool) -> StepPrint:
     given = map_leaves(_leaf, (step.args, step.kwargs))
-    args, kwargs = map_leaves(_copied, given)  # which it may write to, as to no leaf that needs a gradient
+    args, kwargs = map_leaves(_copied, given)  # the step may write to copies, but not to leaves that need gradients
     current = replace(step, args=args, kwargs=kwargs)
     watch, hooks = _Watch(step.model), list[str]()
     seen = watch.seeing() if watched else contextlib.nullcontext()
@@ -135,7 +135,7 @@ def _inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tenso
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What a step left, or why it did not end."""
+    """The tensors that a step left, or the reason why it failed."""
 
     tensors: tuple[TensorPrint, ...] = ()
     others: tuple[TensorPrint, ...] = ()
@@ -160,9 +160,9 @@ def _left_by(step: Step, between: Callable[[nn.Module], object]) -> _Left:
     reset_gradients(step)
     output = step.forward()
     outputs = tensors_by_name("output", output)
-    early = {name: t.detach().clone() for name, t in outputs.items() if type(t) is Tensor}  # a loss may write to them
+    early = {name: t.detach().clone() for name, t in outputs.items() if type(t) is Tensor}  # the loss may write to them
     step.backward(output)
-    step.unscale()  # each of two steps finds a scale of its own
+    step.unscale()  # the two models may have found different scales
     left = computed(outputs | early) | left_on(step.model)
     found = _Left(_prints(left), _prints(numbers_by_name("output", output)))
     del output, outputs, early, left
@@ -172,7 +172,7 @@ def _left_by(step: Step, between: Callable[[nn.Module], object]) -> _Left:
 
 
 def _left_by_own(step: OwnStep) -> _Left:
-    """Its function steps its optimizers itself, at their own rates."""
+    """Take a user's own ``step``, whose function steps its optimizers itself, at their own rates."""
     updates = Updates(step)
     handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: updates.see(optimizer))
     try:
@@ -193,7 +193,7 @@ def _prints(tensors: Mapping[str, Tensor]) -> tuple[TensorPrint, ...]:
 
 
 def _drawn(model: nn.Module) -> str:
-    """A digest of where the random generators stand, the model's own too."""
+    """Return a digest of the states of all random generators, those that ``model`` owns included."""
     return hashlib.blake2b(Generators().to_bytes() + own_positions(model), digest_size=16).hexdigest()
 
 
@@ -202,7 +202,7 @@ def _drawn(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
-    """Within, every call of a hook of the user's is told."""
+    """Log every call of a hook of the user's in the block."""
     replaced: list[tuple[dict[Any, Any], Any, Any]] = []
     for path, module in model.named_modules():
         for table in hook_tables(module):
@@ -245,12 +245,12 @@ _CHOICES = {
     _aten.argmax.default: 0,
     _aten.argmin.default: 0,
 }
-"""Operators that choose, and which of their outputs says what."""
+"""Operator that chooses among values -> the index of the output that says which were chosen."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A call that has not ended."""
+    """A call that has not returned yet."""
 
     path: str
     inputs: tuple[TensorPrint, ...]
@@ -260,19 +260,19 @@ class _Open:
 
 @dataclass(slots=True)
 class _Watch:
-    """Sees modules of a model called, in forward and in backward."""
+    """Records calls of a model's modules, in forward and in backward."""
 
     model: nn.Module
     calls: list[CallPrint] = field(default_factory=list)
     choices: list[ChoicePrint] = field(default_factory=list)
     _open: list[_Open] = field(default_factory=list)
     nested: bool = False
-    """Autograd was started while it ran."""
+    """Whether autograd was started while it was running."""
     _engines: int = 0
 
     @contextlib.contextmanager
     def seeing(self) -> Iterator[None]:
-        """Within, calls are told."""
+        """Record the calls in the block."""
         mode = _Choosing(self.choose)
         with (
             module_hooks(self.model, self._enter, self._leave, always_leave=True),
@@ -282,7 +282,7 @@ class _Watch:
             yield
 
     def choose(self, operator: str, values: Tensor, chosen: Tensor) -> None:
-        """An operator has chosen."""
+        """Record a choice of ``operator`` among ``values``."""
         path = self._open[-1].path if self._open else ""
         said = ChoicePrint(
             operator=operator,
@@ -323,16 +323,16 @@ def _printed(value: Any) -> tuple[TensorPrint, ...]:
 
 
 class _Choosing(TorchDispatchMode):
-    """Within, operators that choose are told."""
+    """A mode that reports operators which choose among values."""
 
-    def __init__(self, told: Callable[[str, Tensor, Tensor], None]) -> None:
+    def __init__(self, report: Callable[[str, Tensor, Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._told = told
+        self._report = report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         place = _CHOICES.get(func)
         if place is not None:
             chosen = output[place] if isinstance(output, Sequence) else output
-            self._told(func.overloadpacket.__name__, args[0], chosen)
+            self._report(func.overloadpacket.__name__, args[0], chosen)
         return output

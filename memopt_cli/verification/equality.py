@@ -1,4 +1,4 @@
-"""Do two models compute the same?  Everything a training step leaves behind, by name, and its comparison."""
+"""The effects of a training step (all tensors that it leaves, by name), and the comparison of two steps by them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, cast, dtype_in, seed_everything
 
 _ROUNDING_SCALE = 1e-3
-"""A gradient smaller than this share of the step's largest may be rounding alone, as that of a key's bias in attention
-or of a bias before batch norm is: its difference is related to this share of the largest instead."""
+"""Share of the step's largest gradient below which a gradient may be nothing but rounding, as for the bias of keys in
+attention, or a bias before batch norm.  The difference of such a gradient is divided by this share of the largest."""
 
 _NORM_EPSILON = 1e-5
-"""What norms add to a variance: to a smaller one it makes no difference."""
+"""Number that norms add to a variance, beside which a smaller variance does not matter."""
 
 TOLERANCE = 1e-9
-"""Relative difference in float64 up to which two steps are taken for the same."""
+"""Relative difference in float64 up to which two steps count as the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,18 @@ class Difference:
     """The tensor that differs most between two steps."""
 
     name: str
-    """Empty if all are equal to the bit."""
+    """Name of the tensor; empty if all are equal to the bit."""
     relative: float
-    """Largest absolute difference over the largest magnitude of the reference tensor; infinite for another shape.
-    A gradient that is nearly zero beside the others is measured by :data:`_ROUNDING_SCALE`, and so are the running
-    statistics of a norm: a mean beside the deviation, and a variance beside the mean."""
+    """Largest absolute difference, divided by the largest magnitude in the reference tensor; infinite for another
+    shape. For a gradient that is nearly zero beside the others, the divisor comes from :data:`_ROUNDING_SCALE`, and so
+    for the running statistics of a norm: for a mean from the deviation, for a variance from the mean."""
     compared: int
 
 
 def effects(step: Step) -> dict[str, Tensor]:
     """Run one step and collect its effects: outputs, gradients of parameters and of floating inputs, buffers, state.
 
-    Of a step of one's own they are the gradients that its optimizers are given, and those that it leaves.
+    For a user's own step, gradients are those that its optimizers are given, and those that it leaves.
 
     The caller's inputs and random generators are left alone.  The model's gradients are ``None`` before and afterwards,
     also where the step fails half-way; its state is as the step left it.
@@ -70,14 +70,14 @@ def effects(step: Step) -> dict[str, Tensor]:
 
 def _plain_effects(step: Step) -> dict[str, Tensor]:
     inputs = map_leaves(_fresh_leaf, (step.args, step.kwargs))
-    # The model gets copies: it may modify its inputs in place, which leaves that require gradients forbid.
+    # The model gets copies, since it may modify its inputs in place, which is forbidden for leaves with gradients.
     args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
     step = replace(step, args=args, kwargs=kwargs)
-    # TorchScript as it is written, as segments run it: its executor differentiates by rules that round otherwise.
+    # TorchScript runs unoptimized, as in segments: its profiling executor has derivatives that round differently.
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
         output = step.forward()
     outputs = dict(enumerate(tensors_of(output)))
-    # Read before its loss, a deferred one would be computed, and a loss outside the model formed of it whole.
+    # A deferred output is read after the loss.  Read before, it would be computed whole, and the loss from all of it.
     late = {i: t for i, t in outputs.items() if isinstance(t, DeferredLinear)}
     found = {f"output[{i}]": t.detach().clone() for i, t in outputs.items() if i not in late}
     step.backward(output)
@@ -87,7 +87,7 @@ def _plain_effects(step: Step) -> dict[str, Tensor]:
 
 
 def _own_effects(step: OwnStep) -> dict[str, Tensor]:
-    """What it returned, and the gradients that its optimizers were given."""
+    """Run a user's own ``step``, and collect its outputs and the gradients that its optimizers are given."""
     args, kwargs = map_leaves(_cloned, (step.args, step.kwargs))
     updates = Updates(step)
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def _own_effects(step: OwnStep) -> dict[str, Tensor]:
 
 
 class Updates:
-    """The gradients that optimizers are given in a step of one's own, by parameter and by the turn of the update."""
+    """The gradients that optimizers are given in a user's own step, by parameter and number of the update."""
 
     def __init__(self, step: OwnStep) -> None:
         self._names = {id(p): name for name, p in step.model.named_parameters()}
@@ -104,7 +104,7 @@ class Updates:
         self.gradients: dict[str, Tensor] = {}
 
     def see(self, optimizer: Optimizer) -> None:
-        """One is about to step."""
+        """Copy the gradients that ``optimizer``, about to step, is given."""
         self.count += 1
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
@@ -113,22 +113,22 @@ class Updates:
 
 
 AT_UPDATE = " at update "
-"""In the name of a gradient that an optimizer was given, before the number of the update."""
+"""Part of the name of a gradient that an optimizer was given, before the number of the update."""
 
 
 def gradients_by_parameter(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the effects of a step: the last gradient of each parameter, by its name."""
-    marked = ((name.partition(AT_UPDATE)[0], t) for name, t in found.items() if name.startswith("gradient of "))
-    return {name.removeprefix("gradient of "): tensor for name, tensor in marked}
+    """Return parameter -> its last gradient among ``found``, the effects of a step."""
+    gradients = ((name.partition(AT_UPDATE)[0], t) for name, t in found.items() if name.startswith("gradient of "))
+    return {name.removeprefix("gradient of "): tensor for name, tensor in gradients}
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's buffers and of the tensors it keeps in attributes, by name."""
+    """Copy the buffers of ``model`` and the tensors that it keeps in attributes, by name."""
     return {name: t.detach().clone() for name, t in named_state(model).items()}
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's buffers and the tensors it keeps in attributes, by name."""
+    """Return the buffers of ``model`` and the tensors that it keeps in attributes, by name."""
     named = dict(model.named_buffers())
     known = {id(b) for b in named.values()}
     others = (t for t in ModuleState(model).tensors() if id(t) not in known)
@@ -137,7 +137,7 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Within, the parameters have no gradients; those that they had, they have again afterwards."""
+    """Take the gradients of the parameters away for the block, and give them back afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -150,9 +150,9 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def parameters_kept(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Within, the parameters may move; their values are the same again afterwards.
+    """Restore the values of the parameters after the block, and yield those that may change in it.
 
-    Gives those that can: nobody can write to one whose elements share a place, as those of an expanded tensor do.
+    A parameter whose elements share memory, like an expanded tensor, cannot be written to and is left out.
     """
     movable = [parameter for parameter in model.parameters() if not _is_expanded(parameter)]
     kept = [(parameter, parameter.detach().clone()) for parameter in movable]
@@ -172,7 +172,7 @@ def _is_expanded(parameter: Tensor) -> bool:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Whatever is drawn or seeded within leaves the global generators of PyTorch, Python and NumPy where they stood."""
+    """Restore the global generators of PyTorch, Python and NumPy after the block."""
     generators = Generators()
     try:
         yield
@@ -181,12 +181,12 @@ def generators_kept() -> Iterator[None]:
 
 
 def generator_state() -> dict[str, Tensor]:
-    """Where the global random generators stand, on every device in use."""
+    """Return the state of the global random generators, on every device in use."""
     return {"the random generator's state": torch.frombuffer(bytearray(Generators().to_bytes()), dtype=torch.uint8)}
 
 
 def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
-    """Compare the effects of two steps.  A tensor that only one of them has differs infinitely."""
+    """Compare ``other`` with ``reference``, the effects of two steps; a tensor that only one has differs infinitely."""
     worst, worst_name = 0.0, ""
     gradients = [t for name, t in reference.items() if name.startswith("gradient")]
     least = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
@@ -202,12 +202,12 @@ def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Differ
 
 
 def in_double(value: Any) -> Any:
-    """A copy of ``value`` with its floating tensors in float64, and complex ones in complex128."""
+    """Return a copy of ``value`` with its floating tensors in float64, and complex ones in complex128."""
     return map_leaves(lambda x: x.to(dtype_in(torch.float64, x)) if isinstance(x, Tensor) else x, value)
 
 
 class DoubleThroughout(TorchDispatchMode):
-    """Within, whoever asks for float32 or complex64 gets what is twice as wide: a loss is not rounded to float32."""
+    """A mode in which a request for float32 or complex64 gives twice the width, so that no loss is rounded."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [_widened(value) for value in args]
@@ -216,16 +216,16 @@ class DoubleThroughout(TorchDispatchMode):
 
 @contextmanager
 def step_in_double(step: Step) -> Iterator[Step]:
-    """The step in float64, and what it casts to float32 as well; afterwards the model has its own tensors again."""
+    """Yield ``step`` in float64, its own casts to float32 included; afterwards the model has its old tensors again."""
     with step_cast_to_double(step) as cast, DoubleThroughout():  # type: ignore[no-untyped-call]
         yield cast
 
 
 @contextmanager
 def step_cast_to_double(step: Step) -> Iterator[Step]:
-    """The step with parameters, buffers and inputs in float64; afterwards the model has its own, whatever happened.
+    """Yield ``step`` with parameters, buffers and inputs in float64; afterwards the model has its old ones again.
 
-    What it casts to float32 itself stays so.  ``torch.compile`` compiles it; under a dispatch mode it would not.
+    Its own casts to float32 stay.  It can be compiled, unlike a step under a dispatch mode.
     """
     start = StartingState(step.model)
     stored = [(p, p.data) for p in step.model.parameters()]
@@ -235,11 +235,11 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
     try:
         cast(step.model, torch.float64)
         args, kwargs = in_double((step.args, step.kwargs))
-        settings = replace(step.settings, precision="fp64")  # which needs no scaler, and autocast leaves alone
+        settings = replace(step.settings, precision="fp64")  # which needs neither a scaler nor autocast
         yield replace(step, args=args, kwargs=kwargs, settings=settings, scaler=None)
     finally:
         for parameter, data in stored:
-            parameter.grad = None  # of the other dtype, if a step failed
+            parameter.grad = None  # after a failed step it may have the other dtype
             parameter.data = data
         for optimizer, state in states:
             optimizer.state = state
@@ -247,7 +247,7 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
 
 
 def _state_in_double(state: Mapping[Any, dict[str, Any]], parameter: Any) -> dict[str, Any]:
-    """A copy; a counter of steps stays as it is, as where PyTorch loads it."""
+    """Copy the state of ``parameter`` in float64; a counter of steps keeps its dtype, as PyTorch does when loading."""
     held = copy.deepcopy(state.get(parameter, {}))
     return {name: value if name == "step" else in_double(value) for name, value in held.items()}
 
@@ -260,7 +260,7 @@ _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two steps left the very same bits."""
+    """Return whether two steps left the very same bits."""
     return not difference(reference, other).name
 
 
@@ -275,12 +275,12 @@ def _fresh_leaf(leaf: Any) -> Any:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    # An embedding's gradient may be sparse.
+    # The gradient of an embedding may be sparse.
     return {f"gradient of {name}": p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _magnitude(tensor: Tensor) -> float:
-    """The largest finite magnitude; 0 of a tensor without elements."""
+    """Return the largest finite magnitude in ``tensor``; 0 if it has no elements."""
     if not tensor.numel():
         return 0.0
     largest = _largest(tensor)
@@ -288,15 +288,15 @@ def _magnitude(tensor: Tensor) -> float:
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest magnitude, read in one pass and without a copy; NaN if there is one."""
+    """Return the largest magnitude in ``tensor``, in one pass and without a copy; NaN if there is one."""
     least, most = torch.aminmax(tensor.abs() if tensor.is_complex() else tensor)
     return max(abs(least.item()), abs(most.item()))
 
 
 def _least_statistic(name: str, found: dict[str, Tensor]) -> float:
-    """What the running statistics of a norm are related to at least; 0 for anything else.
+    """Return the least divisor for the difference of a norm's running statistics; 0 for any other tensor.
 
-    The mean of what another norm gave is rounding alone, and so is the variance of what is the same everywhere.
+    The mean of another norm's output is nothing but rounding, and so is the variance of a constant.
     """
     norm = name.removesuffix("running_mean").removesuffix("running_var")
     mean, variance = (found.get(f"{norm}{statistic}") for statistic in ("running_mean", "running_var"))
@@ -313,7 +313,7 @@ def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float
     if not reference.is_floating_point():
         return 0.0 if torch.equal(reference, other) else float("inf")
     gap = _largest(reference.double() - other.double()) if reference.numel() else 0.0
-    if not math.isfinite(gap):  # what is not finite may be so in both
+    if not math.isfinite(gap):  # both may have the same NaN and infinities
         are_same = bool(((reference == other) | ((reference != reference) & (other != other))).all())
         return 0.0 if are_same else float("inf")
     scale = max(_largest(reference), least_scale) if gap else 1.0

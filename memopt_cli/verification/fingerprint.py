@@ -1,10 +1,10 @@
-"""What a step left, in few numbers: two processes that each took it need not hand their tensors over to compare them.
+"""Fingerprints of a step: few numbers by which two processes compare all the tensors that a step left in each of them.
 
-A digest tells whether two tensors are the same to the bit.  Where sums were formed in another order, projections tell
-how far apart they are: of each tensor, :data:`_DIRECTIONS` sums with weights drawn from the normal distribution.  The
-sums of two tensors differ, squared and on average, by the square of the distance between these (as in Johnson and
-Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space", 1984).  A distance ten times what is allowed is
-taken for an allowed one once in ten million.
+A digest shows whether two tensors are equal to the bit.  Where sums were formed in another order, projections show how
+far apart they are: each tensor has :data:`_DIRECTIONS` sums with weights from the normal distribution.  The squared
+difference of such sums of two tensors is, on average, the squared distance of the tensors (Johnson and Lindenstrauss,
+"Extensions of Lipschitz mappings into a Hilbert space", 1984).  With eight directions, a distance of ten times the
+tolerance passes for an allowed one once in ten million.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.verification.equality import AT_UPDATE, generator_state, named_state
 
 _DIGEST_BYTES = 16
-"""Two tensors have the same digest by chance once in 2^128."""
+"""Length of a digest: two tensors have the same one by chance once in 2^128."""
 _DIRECTIONS = 8
 _PIECE = 1 << 14
-"""Elements that are looked at together, on the CPU: a fingerprint needs hardly any memory."""
+"""Elements that are copied to the CPU at a time, so that a fingerprint needs hardly any memory."""
 _SHIFT = 4099
-"""The weights of the next piece begin so many later, a prime number: pieces that change places are noticed."""
+"""Offset from the weights of one piece to those of the next, a prime number, so that swapped pieces differ."""
 
 
 def left_by(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
-    """What a step has left: outputs, gradients of parameters, buffers, state and generators; by name, nothing copied.
+    """Return the tensors that a step left, uncopied: ``output``, gradients, buffers, state and generators, by name.
 
-    ``None``: an output whose values nobody has asked for, and which would be computed to look at it.
+    ``None`` stands for a deferred output that nothing has read, and that a look at it would compute.
     """
     return {f"output[{i}]": _values(t) for i, t in enumerate(tensors_of(output))} | left_on(model)
 
@@ -49,13 +49,13 @@ def _values(output: Tensor) -> Tensor | None:
 
 
 def left_on(model: nn.Module) -> dict[str, Tensor | None]:
-    """The same without the outputs."""
+    """Return the tensors that a step left on ``model``: gradients, buffers, state and generators, by name."""
     found: dict[str, Tensor | None] = {**named_state(model), **generator_state()}
     return found | {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def fingerprint(left: Mapping[str, Tensor | None]) -> Fingerprint:
-    """Of all that a step has left, looked at in pieces; not known to repeat."""
+    """Make the fingerprint of the tensors in ``left``; whether it repeats is not known yet: see :func:`repeated`."""
     return Fingerprint(
         tensors=tuple(_print_of(name, t.detach(), _weights()) for name, t in left.items() if t is not None),
         put_off=tuple(name for name, t in left.items() if t is None),
@@ -65,19 +65,19 @@ def fingerprint(left: Mapping[str, Tensor | None]) -> Fingerprint:
 
 @functools.cache
 def _weights() -> Tensor:
-    """Of the directions: 2 MiB."""
+    """Return the weights of the projections, 2 MiB."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2 * _PIECE, _DIRECTIONS, dtype=torch.float64, generator=generator)
 
 
 def repeated(once: Fingerprint, again: Fingerprint) -> Fingerprint:
-    """The fingerprint of a step, with what another tells, whose outputs are gone, of whether it repeats."""
+    """Return ``once`` with whether the same step repeats, by ``again``, a second run whose outputs are gone."""
     bits = {found.name: found.bits for found in once.tensors if not _is_gone(found.name)}
     return replace(once, repeats=bits == {found.name: found.bits for found in again.tensors})
 
 
 def _is_gone(name: str) -> bool:
-    """Whether it is there within a step alone."""
+    """Return whether the tensor called ``name`` exists only during a step."""
     return name.startswith("output[") or AT_UPDATE in name
 
 
@@ -113,16 +113,20 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
     )
 
 
-def _finite(numbers: Tensor, place: int, told: list[bytes]) -> Tensor:
-    """With zeros for what is not finite, and ``told`` where that is and of which kind: masks hold -inf."""
+def _finite(numbers: Tensor, place: int, not_finite: list[bytes]) -> Tensor:
+    """Replace numbers that are not finite by zeros, and add a digest of their places and kinds to ``not_finite``.
+
+    Masks hold -inf, so such numbers are no failure.
+    """
     if numbers.isfinite().all():
         return numbers
     zeros = numbers.nan_to_num(0.0, 0.0, 0.0)
     kinds = torch.where(numbers.isfinite(), 0.0, numbers).nan_to_num(2.0, 1.0, -1.0).to(torch.int8)
-    told.append(place.to_bytes(8, "little") + hashlib.blake2b(_bytes_of(kinds), digest_size=_DIGEST_BYTES).digest())
+    digest = hashlib.blake2b(_bytes_of(kinds), digest_size=_DIGEST_BYTES).digest()
+    not_finite.append(place.to_bytes(8, "little") + digest)
     return zeros
 
 
 def _bytes_of(held: Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
-    """Of a tensor on the CPU, contiguous; not copied."""
+    """Return the bytes of ``held``, a contiguous tensor on the CPU, uncopied."""
     return (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b""

@@ -1,6 +1,7 @@
-"""What follows the recorded step: other parameters, sizes, masks and modes, and frozen parameters.
+"""Steps after the recorded one, with other parameters, sizes, masks and modes, and with frozen parameters.
 
-Two copies of the model, one of them with the plan, take the same few steps.  What the plain one cannot do is left out.
+Two copies of the model, one of them with the plan, take the same few steps.  Steps that the plain model fails are left
+out.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from memopt_cli.verification.equality import (
 from memopt_cli.verification.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
 
 _STEPS, _STEPS_AS_ASKED = 4, 3
-"""All of it takes no longer than so many steps of the plain model at the size that is compared, or at that which was
-asked for, ..."""
+"""Time that all checks may take, in steps of the plain model: at the compared size, or at the size asked for, whichever
+is longer ..."""
 _QUICK_S = 2.0
-"""... or than this."""
+"""... and in any case this long."""
 _PAIR = 3.0
-"""Assumed time of the first pair of steps, one of them with the plan, over that of a plain one."""
+"""Assumed time of the first pair of steps, one with the plan and one without, divided by that of a plain step."""
 _RATE = 1e-3
-"""The largest change of a parameter by a step of the optimizer, over the largest parameter."""
+"""Largest change of a parameter by a step of the optimizer, divided by the largest parameter."""
 _TIMES_NOISE = 10.0
-"""What differs by so many times what the original itself does from run to run is a difference."""
+"""Multiple of the original's own difference from run to run beyond which a difference counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,34 +51,34 @@ class Recorded:
     step: Step
     batch: int
     gradients: dict[str, Tensor]
-    """By the parameter's name."""
+    """Name of a parameter -> its gradient."""
     plain_s: float
     asked_s: float
-    """Time of a plain step of the size that was asked for, where this one is smaller; else 0."""
+    """Seconds of a plain step at the size asked for, where this one is smaller; else 0."""
     tolerance: float
-    """Relative; zero: to the bit."""
+    """Relative difference that is allowed; 0 for equality to the bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a check found."""
+    """The result of a check."""
 
     check: str
     worst: Difference
     detail: str = ""
-    """What the step with the plan raised."""
+    """Message of the error that the step with the plan raised; empty if none."""
 
     def differs(self, tolerance: float) -> bool:
-        """By more than is allowed."""
+        """Return whether the steps differ by more than ``tolerance``."""
         return self.worst.relative > tolerance if tolerance else bool(self.worst.name)
 
 
 def follow(
     recorded: Recorded, install: Callable[[nn.Module], object], resize: Resize
 ) -> tuple[tuple[FurtherCheck, ...], Found | None]:
-    """Take the further steps with the plan and without; the first difference ends it.
+    """Take further steps with the plan and without, up to the first difference.
 
-    They are taken at fewer samples, or the last of them not at all, where all would take longer than :data:`_STEPS`.
+    Where all would take longer than :data:`_STEPS` allow, steps have fewer samples, or the last are left out.
     """
     start = StartingState(recorded.step.model)
     try:
@@ -86,7 +87,7 @@ def follow(
     except _CannotCopy as error:
         lost = FurtherCheck(name="in later steps", batch=recorded.batch, not_tried=error.message, skipped=True)
         return (lost,), None
-    finally:  # a copy may refer to the model that it is of, from a function's closure say
+    finally:  # a copy may refer to the original model, as from the closure of a function
         recorded.step.model.zero_grad(set_to_none=True)
         start.enter()
 
@@ -100,7 +101,7 @@ def _followed(
         try:
             with deadline.watching(variation):
                 found = pair.compare(variation)
-        except Exception as error:  # so may its forward
+        except Exception as error:  # the model's own code may raise anything
             reason = error.message if isinstance(error, MemoptError) else first_line(error)
             skipped = isinstance(error, _NoTime) or is_out_of_memory(error)
             checks.append(FurtherCheck(name=variation.name, batch=variation.batch, not_tried=reason, skipped=skipped))
@@ -112,9 +113,9 @@ def _followed(
 
 
 def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Inputs:
-    """The first items of every tensor that is as long as the first one.
+    """Cut every input that is as long as the first tensor to its first ``size`` items.
 
-    Raises :class:`StepError` where there are not so many.
+    Raises :class:`StepError` if there are not so many.
     """
     length = next((len(t) for t in tensors_of((args, kwargs)) if t.dim()), 0)
     if not 0 < size <= length:
@@ -128,21 +129,21 @@ def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> I
 
 
 class _NoTime(StepError):
-    """A check would take too long."""
+    """Raised for a check that would take too long."""
 
 
 class _Deadline:
-    """How long all of the checks may take, by the times of the recorded step, and of the checks so far."""
+    """The time that is left for checks, by the times of the recorded step and of the checks so far."""
 
     def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
         self._ends = time.monotonic() + _allowed_s(recorded)
         self._took_s: dict[int, float] = {}
-        """Times of the last pairs of steps, by their batch."""
+        """Batch -> seconds of the last pair of steps at it."""
 
     @contextlib.contextmanager
     def watching(self, variation: Variation) -> Iterator[None]:
-        """Within, a check runs; raises :class:`_NoTime` if there is none left for it."""
+        """Time the check in the block; raises :class:`_NoTime` if there is no time left for it."""
         began, expected_s = time.monotonic(), self._expected_s(variation.batch)
         if began + expected_s > self._ends:
             raise _NoTime(f"a step with the plan and one without take {format_seconds(expected_s)} together")
@@ -150,7 +151,7 @@ class _Deadline:
         self._took_s[variation.batch] = time.monotonic() - began
 
     def _expected_s(self, batch: int) -> float:
-        """Of a pair: what one of that batch took, else in proportion to another."""
+        """Predict the seconds of a pair at ``batch``: as the last one took, or in proportion to another batch."""
         if batch in self._took_s:
             return self._took_s[batch]
         known, took_s = self._recorded.batch, _PAIR * self._recorded.plain_s
@@ -160,25 +161,26 @@ class _Deadline:
 
 
 def _allowed_s(recorded: Recorded) -> float:
-    """Seconds that all further checks may take."""
+    """Return the seconds that all further checks may take."""
     return max(_QUICK_S, _STEPS * recorded.plain_s, _STEPS_AS_ASKED * recorded.asked_s)
 
 
 def _size(recorded: Recorded, checks: int) -> int:
-    """The batch size at which so many checks are done in time, at most the recorded."""
+    """Return the batch, at most the recorded one, at which ``checks`` checks end in time."""
     share = _allowed_s(recorded) / (checks * _PAIR * recorded.plain_s)
     return max(1, min(recorded.batch, int(recorded.batch * share)))
 
 
 class _CannotCopy(StepError):
-    """The model cannot be copied."""
+    """Raised for a model that cannot be copied."""
 
 
 class _Course:
-    """A copy of the model on its way from step to step.
+    """A copy of the model that goes from step to step.
 
-    Each step is put where the last one ended, cut off the graph of that: two copies share what lies outside of them, a
-    module's global dictionary of membranes say, which the other copy has moved on meanwhile.
+    Each step begins from the state in which the last one ended, detached from its graph.  That state is restored, since
+    two copies share everything outside of them, such as a global dictionary of membranes, which the other copy has
+    changed meanwhile.
     """
 
     def __init__(self, step: Step) -> None:
@@ -189,14 +191,15 @@ class _Course:
         self._step = replace(step, model=self.model, optimizer=None)
         self._start = self._reached = StartingState(self.model)
         self.at_start = True
-        """The next step starts from the state in which the model was given."""
+        """Whether the next step starts from the model's original state."""
         self.took_from_start = True
-        """The last one did."""
+        """Whether the last step did."""
 
     def take(self, variation: Variation) -> dict[str, Tensor]:
         """Return the effects of a step that goes on where the last one ended, or from the start where it cannot.
 
-        It cannot where membranes are of another batch size, say.  Raises what the model raises from the start, too.
+        It cannot where membranes have another batch size, for example.  Raises whatever the model raises from the
+        start.
         """
         try:
             return self._take(variation)
@@ -219,7 +222,7 @@ class _Course:
         return found
 
     def noise(self, variation: Variation) -> Difference:
-        """What differs between two steps from one state."""
+        """Return the difference between two steps from the same state."""
         self.at_start = True
         once = self.take(variation)
         self.at_start = True
@@ -228,7 +231,7 @@ class _Course:
         return difference(once, again)
 
     def update(self, gradients: dict[str, Tensor]) -> None:
-        """A step of an optimizer, with these gradients whoever found them: rounding must not add up."""
+        """Take a step of an optimizer with ``gradients``, the same for both copies so that rounding does not add up."""
         named = {name: p for name, p in self.model.named_parameters() if name in gradients}
         rate = _rate(list(named.values()), [gradients[name] for name in named])
         if not rate:
@@ -240,7 +243,7 @@ class _Course:
 
 
 class _Pair:
-    """The model as it is and with the plan, side by side."""
+    """Two copies of the model, one of them with the plan."""
 
     def __init__(self, recorded: Recorded, install: Callable[[nn.Module], object]) -> None:
         self._plain, self._planned = _Course(recorded.step), _Course(recorded.step)
@@ -249,7 +252,7 @@ class _Pair:
         install(self._planned.model)
 
     def compare(self, variation: Variation) -> Found:
-        """One step of both, after a step of an optimizer.  Raises what the plain model raises."""
+        """Take one step of both after a step of an optimizer, and compare them.  Raises what the plain model raises."""
         gradients, self._gradients = self._gradients, {}
         for course in (self._plain, self._planned):
             course.update(gradients)
@@ -268,13 +271,13 @@ class _Pair:
             return Found(variation.name, difference(reference, self._planned.take(variation)))
         except Exception as error:
             if is_out_of_memory(error):
-                self._plain.at_start = True  # as the other one is
+                self._plain.at_start = True  # like the other one
                 raise
             return Found(variation.name, Difference("the step", math.inf, len(reference)), first_line(error))
 
 
 def _rate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:
-    """Zero where there is nothing to go by."""
+    """Return a rate that moves ``parameters`` a little; 0 where gradients give none."""
     steepest = _largest(gradients)
     rate = _RATE * _largest(parameters) / steepest if steepest else 0.0
     return rate if math.isfinite(rate) else 0.0

@@ -1,7 +1,7 @@
-"""What a step leaves, by names that two ways to train a model share: outputs by their keys, state by its path.
+"""Tensors that a step leaves, by names that do not depend on how the model is trained: outputs by key, state by path.
 
-Numbers and a model's own random generators are told as tensors, apart from the others: only those are compared that
-two runs of one model leave the same, for a model may note the time.
+Numbers and a model's own random generators become tensors, too, kept apart from the others: a model may note the time,
+so only those are compared that two runs of one model leave equal.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def tensors_by_name(name: str, value: Any) -> dict[str, Tensor]:
-    """The tensors within: ``output.logits``, ``output[0]``."""
+    """Return the tensors in ``value``, by paths that begin with ``name``: ``output.logits``, ``output[0]``."""
     return {path: leaf for path, leaf in _leaves_of(name, value) if isinstance(leaf, Tensor)}
 
 
 def numbers_by_name(name: str, value: Any) -> dict[str, Tensor]:
-    """The numbers within, as tensors."""
+    """Return the numbers in ``value`` as tensors, by paths that begin with ``name``."""
     return {path: _as_tensor([leaf]) for path, leaf in _leaves_of(name, value) if not isinstance(leaf, Tensor)}
 
 
 def _leaves_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Tensors and numbers; of what is no known container, the tensors that PyTorch finds in it."""
+    """Yield the tensors and numbers in ``value``; in containers of other kinds, the tensors that PyTorch finds."""
     if isinstance(value, Tensor) or type(value) in _NUMBERS:
         yield name, value
     elif isinstance(value, Mapping):
@@ -51,12 +51,12 @@ def _leaves_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def computed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With the values of those that a plan puts off."""
+    """Return ``tensors`` with deferred ones computed."""
     return {name: t.values() if isinstance(t, DeferredLinear) else t for name, t in tensors.items()}
 
 
 def left_on(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients of parameters, buffers, the tensors among attributes, and global random generators."""
+    """Return gradients, buffers, tensors in attributes of ``model``, and the global random generators, by name."""
     buffers = dict(model.named_buffers())
     known = {id(buffer) for buffer in buffers.values()}
     state = {name: t for name, t in state_by_name(model).items() if isinstance(t, Tensor) and id(t) not in known}
@@ -67,24 +67,24 @@ def left_on(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Numbers and random generators among a model's attributes, as they stand now."""
+    """The present numbers and random generators in a model's attributes."""
 
     numbers: Mapping[str, Sequence[Any]]
     generators: Mapping[str, bytes]
 
     @classmethod
     def of(cls, model: nn.Module) -> Others:
-        """Those of a model."""
+        """Read them from ``model``."""
         generators = {name: _position(generator) for name, generator in generators_by_name(model).items()}
         return cls(numbers_by_attribute(model), generators)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the attributes, as :meth:`moved_since` names them."""
+        """Names of the attributes, as in :meth:`moved_since`."""
         return tuple(f"state {name}" for name in (*self.numbers, *self.generators))
 
     def moved_since(self, start: Others) -> dict[str, Tensor]:
-        """Those that stand elsewhere than at the start."""
+        """Return those that have changed since ``start``, as tensors."""
         numbers = {name: _as_tensor(held) for name, held in self.numbers.items() if held != start.numbers.get(name)}
         generators = {
             name: torch.frombuffer(bytearray(position), dtype=torch.uint8)
@@ -95,7 +95,7 @@ class Others:
 
 
 def own_positions(model: nn.Module) -> bytes:
-    """Where a model's own generators stand."""
+    """Return the states of the generators that ``model`` owns."""
     return b"".join(map(_position, generators_by_name(model).values()))
 
 
@@ -106,7 +106,7 @@ def _position(generator: Any) -> bytes:
 
 
 def _as_tensor(numbers: Sequence[Any]) -> Tensor:
-    """Numbers; whole ones have no rounding, and may be of any size."""
+    """Return ``numbers`` as a tensor; whole numbers as their text, since they may be of any size."""
     if not all(isinstance(number, int) for number in numbers):
         return torch.tensor(numbers, dtype=torch.complex128 if any(map(_is_complex, numbers)) else torch.float64)
     return torch.frombuffer(bytearray(repr(list(numbers)).encode()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The optimized model against the original, on the same inputs, before anything is written."""
+"""Comparison of the optimized model with the original on the same inputs, before anything is written."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def verify(
     resize: Resize | None = None,
     asked_s: float = 0.0,
 ) -> Verification:
-    """Compare outputs, gradients, buffers, state and random numbers of a step with and without the plan.
+    """Compare outputs, gradients, buffers, state and random numbers of ``step`` with and without ``plan``.
 
-    A plan without chunks must be equal to the bit, or, where the original itself differs from run to run, within that
-    noise.  Chunks change the order of sums, and a rounding difference can flip a spike: such a plan is compared in
-    float64, to :data:`TOLERANCE`, and what the model itself casts to float32 is left in float64.  In segments that are
-    inexact, as asked for, batch norms are held at fixed statistics meanwhile: all else must agree.
+    Without chunks they must be equal to the bit; where the original itself differs from run to run, within that noise.
+    Chunks change the order of sums, and a difference in rounding can flip a spike.  A plan with chunks is therefore
+    compared in float64, to :data:`TOLERANCE`, with the model's own casts to float32 left out.  In segments that are
+    inexact, as the user allowed, batch norms have fixed statistics during the comparison: everything else must agree.
 
-    With ``resize`` a few steps follow it, see :func:`memopt_cli.verification.further_steps.follow`; ``asked_s``: how
-    long a step takes at the size that was asked for, where this one is smaller.
+    With ``resize``, a few steps follow (:func:`memopt_cli.verification.further_steps.follow`).  ``asked_s`` are the
+    seconds of a step at the size asked for, where this one is smaller.
     """
     chunked = plan.has_chunks
     inexact = tuple(dict.fromkeys(segment.path for segment in plan.everywhere if segment.inexact))
@@ -84,12 +84,12 @@ def verify(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compared:
-    """The recorded step, and what differed most in it with the plan."""
+    """The recorded step, and the tensor that differs most in it under the plan."""
 
     recorded: Recorded
     worst: Difference
     exact: bool
-    """To the bit."""
+    """Whether equality to the bit is required."""
     whole: bool
     """See :attr:`memopt_cli.records.Verification.whole`."""
 
@@ -129,7 +129,7 @@ def _compare(
 
 @contextlib.contextmanager
 def _fixed_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Batch norms in ``modules`` use their running statistics meanwhile."""
+    """Let batch norms in ``modules`` use their running statistics in the block."""
     norms = {m for module in modules for m in batch_norms(module) if m.training}
     for norm in norms:
         norm.eval()
@@ -153,9 +153,9 @@ def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
 
 
 def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> float:
-    """Twice the original's own difference from run to run, as happens with atomic sums on a GPU.
+    """Return twice the original's own difference from run to run, which atomic sums on a GPU may cause.
 
-    Raises :class:`StepError` where there is no such excuse: nothing could be proven of such a model.
+    Raises :class:`StepError` for a difference on the CPU, as nothing can be verified for such a model.
     """
     if bit_equal(once, again):
         return 0.0

@@ -1,4 +1,4 @@
-"""The least sizes of the inputs at which every chunk of a plan still runs, uneven ones among them."""
+"""The least sizes of the inputs at which all chunks of a plan still run, with uneven chunks among them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from memopt_cli.runtime.cuts import Cut
 
 Sizes = Mapping[str, int]
-"""Of what can be resized, by name."""
+"""Name of a dimension that can be resized -> its size."""
 Observe = Callable[[Sizes], Mapping[int, Cut]]
-"""What was cut, by whom, in a forward at such sizes: always by the same.  Raises anything where that cannot be."""
+"""Runs a forward at some sizes; gives segment -> how its input was cut.  Raises anything if the model refuses them."""
 
 _LEAST = 3
-"""The least size to be tried: the first that can be cut unevenly."""
+"""Least size that is tried: the first that can be cut unevenly."""
 _ALIKE = 2
-"""The least size of what is alike, such as samples; a third step in time may go on from two."""
+"""Least size of the dimension whose entries are alike, such as samples; not of time steps, which may need a third."""
 _MOST_LARGER = 1.5
-"""The sizes together may be so much larger than those that were asked for: eight chunks of eight samples are even."""
+"""Factor by which all sizes together may exceed those asked for: eight samples in eight chunks are never uneven."""
 _ROUNDS = 32
-"""Sizes are enlarged so often at most."""
+"""Most times that sizes are enlarged."""
 
 
 def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
-    """As small as can be found; those that were asked for where smaller ones do not do.
+    """Find sizes, as small as possible, at which every segment runs in all of its chunks; else return ``asked``.
 
-    ``alike``: the size of what is so, which is smaller still where that changes no cut.
-
-    Whoever is cut is cut into all of the chunks that it is to run in, of two lengths if any size changes what is cut.
+    Chunks have two lengths where some size changes the length that is cut.  ``alike`` names the dimension whose entries
+    are alike, which is made smaller still where that changes no cut.
     """
     observed: dict[tuple[int, ...], Mapping[int, Cut]] = {}
 
@@ -52,7 +51,7 @@ def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
 
 
 def _smallest(asked: Sizes, cuts: Observe) -> Sizes:
-    """Every size as small as may be, or, where the model does not take that, each of those that may be alone."""
+    """Return the least sizes that the model takes: all at the least, or one after the other as far as it takes them."""
     least = {name: min(size, _LEAST) for name, size in asked.items()}
     if _runs(least, cuts):
         return least
@@ -65,7 +64,7 @@ def _smallest(asked: Sizes, cuts: Observe) -> Sizes:
 
 
 def _of_fewest(alike: str, sizes: Sizes, cuts: Observe) -> Sizes:
-    """The sizes with as few of what is alike as change no cut."""
+    """Return ``sizes`` with fewer entries of the dimension ``alike``, unless that changes a cut."""
     smaller = {name: min(size, _ALIKE) if name == alike else size for name, size in sizes.items()}
     return smaller if _runs(smaller, cuts) and cuts(smaller) == cuts(sizes) else sizes
 
@@ -79,12 +78,12 @@ def _runs(sizes: Sizes, cuts: Observe) -> bool:
 
 
 def _are_whole(found: Iterable[Cut]) -> bool:
-    """Whether every chunk runs."""
+    """Return whether every chunk runs."""
     return all(cut.length >= cut.asked for cut in found)
 
 
 def _enlarged(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
-    """The sizes with one of them larger, so that the first who lacks chunks, or uneven ones, has them."""
+    """Yield ``sizes`` with one of them larger, so that a segment which lacks chunks, or uneven ones, gets them."""
     present = cuts(sizes)
     wanting = [key for key, cut in present.items() if not _is_uneven(cut.length, cut.asked)]
     if not wanting:
@@ -100,9 +99,9 @@ def _enlarged(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
 
 
 def _steps(length: int, growth: int, asked: int) -> int:
-    """How often ``length`` must grow, by ``growth``, to be cut into all chunks, of two lengths if it can be.
+    """Return how often ``length`` must grow by ``growth`` to give ``asked`` chunks, of two lengths if possible.
 
-    0: it has them all, or never will.
+    It is 0 where it gives them already, or never will.
     """
     if growth <= 0:
         return 0

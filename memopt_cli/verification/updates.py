@@ -1,4 +1,4 @@
-"""An optimizer in backward against the same in its step: both train copies of the model for a few steps."""
+"""Comparison of an optimizer in backward with the same optimizer in its own phase, over a few steps."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Install = Callable[[nn.Module, Optimizer], object]
 
 _UPDATES = 3
 RATE = 1e-3
-"""Of optimizers that are to move parameters."""
+"""Learning rate of optimizers that are to move parameters."""
 NAME = f"in {_UPDATES} updates in backward"
 
 
 def compare_updates(step: Step, plain: Install, in_backward: Install, *, batch: int) -> tuple[FurtherCheck, Found]:
-    """Parameters, buffers and the optimizer's state after a few steps, which are the same to the bit or differ.
+    """Compare parameters, buffers and the optimizer's state after a few steps with ``plain`` and with ``in_backward``.
 
-    ``plain`` and ``in_backward`` put the plan on a copy of the model and on its optimizer.  Raises :class:`StepError`
-    if the model cannot be copied or has no optimizer, and what its steps raise.
+    Both put the plan on a copy of the model and on its optimizer.  Only equality to the bit counts.  Raises
+    :class:`StepError` if the model cannot be copied or has no optimizer, and whatever its steps raise.
     """
     reference = _left(step, plain)
     worst = difference(reference, _left(step, in_backward))
@@ -63,7 +63,7 @@ def _copied(leaf: object) -> object:
 
 
 def set_rate(optimizer: Optimizer) -> None:
-    """Let it move parameters: its own rate is zero, as it was made to be measured."""
+    """Give ``optimizer`` a rate, so that it moves parameters; it was made to be measured, with a rate of zero."""
     for group in optimizer.param_groups:
         rate = group.get("lr")
         group["lr"] = torch.full_like(rate, RATE) if isinstance(rate, Tensor) else RATE

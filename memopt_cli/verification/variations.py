@@ -1,4 +1,4 @@
-"""The variations of a recorded step: other sizes, masks, modes, and frozen parameters."""
+"""Variations of a recorded step: other sizes, masks, modes, and frozen parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from memopt_cli.verification.equality import in_double
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 Resize = Callable[[int], Inputs]
-"""The inputs at another batch size; raises where they have no other."""
+"""Makes the inputs at another batch size; raises where they have no other."""
 _Vary = Callable[[Step], AbstractContextManager[Step]]
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """One of the checks: its name as it ends a sentence, and the step as it is varied meanwhile."""
+    """One check: its name, which ends a sentence, and the change of the step."""
 
     name: str
     batch: int
@@ -33,11 +33,14 @@ class Variation:
 
 
 class CannotVary(StepError):
-    """There is nothing of the kind to vary."""
+    """Raised where a step has nothing of the kind to vary."""
 
 
 def variations(batch: int, size: int, resize: Resize) -> Iterator[Variation]:
-    """Most likely to matter first.  ``batch``: of the recorded step; ``size``: the largest that there is time for."""
+    """Yield the variations of a step of ``batch`` samples, those most likely to matter first.
+
+    They have ``size`` samples, if there is no time for more.
+    """
     recorded = batch
     inputs: _Vary = _as_recorded
     if size < batch:
@@ -65,12 +68,12 @@ def _as_recorded(step: Step) -> AbstractContextManager[Step]:
 
 
 def _at(resize: Resize, size: int) -> _Vary:
-    """With inputs of another batch size."""
+    """Return the variation to inputs of ``size`` samples."""
 
     def varied(step: Step) -> AbstractContextManager[Step]:
         try:
             args, kwargs = resize(size) if step.settings.precision != "fp64" else in_double(resize(size))
-        except Exception as error:  # of a script, too
+        except Exception as error:  # the function of a script may raise anything
             raise CannotVary(first_line(error)) from error
         return contextlib.nullcontext(replace(step, args=args, kwargs=kwargs))
 
@@ -78,7 +81,7 @@ def _at(resize: Resize, size: int) -> _Vary:
 
 
 def _masks(step: Step) -> AbstractContextManager[Step]:
-    """Masks among the inputs are turned over in the last half of their last dimension."""
+    """Flip masks among the inputs in the last half of their last dimension."""
     if not any(map(_is_mask, tensors_of((step.args, step.kwargs)))):
         raise CannotVary("no input is a mask")
     args, kwargs = map_leaves(_turned, (step.args, step.kwargs))
@@ -86,7 +89,7 @@ def _masks(step: Step) -> AbstractContextManager[Step]:
 
 
 def _is_mask(leaf: Any) -> bool:
-    """A tensor of zeros and ones that is no floating one, as spikes are."""
+    """Return whether ``leaf`` is a tensor of zeros and ones; floating ones are spikes and do not count."""
     if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or not leaf.dim():
         return False
     return leaf.shape[-1] > 1 and bool(((leaf == 0) | (leaf == 1)).all())
@@ -121,7 +124,7 @@ def _frozen(step: Step) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def _frozen_late(step: Step) -> Iterator[Step]:
-    """Between forward and backward, which is where the loss is formed."""
+    """Freeze parameters between forward and backward, where the loss is computed."""
     if isinstance(step, OwnStep):
         raise CannotVary("its function forms the loss")
     with _thawed_again(step) as freeze:
@@ -135,7 +138,7 @@ def _frozen_late(step: Step) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def _thawed_again(step: Step) -> Iterator[Callable[[], None]]:
-    """Freezes the first half of the parameters, in the model's order, until the end."""
+    """Yield a function that freezes the first half of the parameters, in the model's order, until the block ends."""
     parameters = [p for p in step.model.parameters() if p.requires_grad]
     frozen = parameters[: len(parameters) // 2]
     if not frozen:
@@ -158,6 +161,6 @@ _KINDS: dict[str, _Vary] = {
     "with frozen parameters": _frozen,
     "with parameters frozen before backward": _frozen_late,
 }
-"""By the check's name, as it ends a sentence."""
+"""Name of a check, which ends a sentence -> the variation."""
 CHECKS = len(_KINDS) + 1
-"""How many there are at most."""
+"""Most checks of a step."""

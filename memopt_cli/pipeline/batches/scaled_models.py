@@ -10,9 +10,9 @@ from memopt_cli.measure.jobs import ORIGINAL, Traced
 from memopt_cli.records import UPDATE_PHASES, BatchProbe, Failure, Plan, SegmentPlan, StepTrace
 from memopt_cli.search.batch_size.lines import fit_line
 from memopt_cli.search.plan.cost_model import CostModel
-from memopt_cli.search.plan.grounds import heads_of
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.scaled import ScaledStep, scaled
+from memopt_cli.search.plan.search_spaces import heads_of
 
 _MOST_OF_A_STEP = 0.9
 """Share of a step that its update may take by the sums: one is of runs, the other of a line through them."""

@@ -13,7 +13,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.policy import STEP_NAMES, Selection, recommend
-from memopt_cli.search.plan.ways import spent_by
+from memopt_cli.search.plan.schedules import spent_by
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 _SLOW = 2.0

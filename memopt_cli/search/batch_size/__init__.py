@@ -1,1 +1,1 @@
-"""What ``memopt recommend-batch`` is made of: how large a step fits, and how sequences are batched."""
+"""The search behind ``memopt recommend-batch``: how large a step fits, and how sequences are batched."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from memopt_cli.records import Accumulation
 
 _MORE_STEPS = 2
-"""So many times the fewest steps are taken for a batch that divides the global one."""
+"""Multiple of the fewest steps that may be taken so that all batches are equal."""
 
 
 def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumulation:
-    """The fewest equal steps of at most ``largest`` samples, a multiple of ``multiple_of``, that make up a batch.
+    """Return the fewest equal steps that make up ``global_batch``, each of at most ``largest`` samples.
 
-    Where no number of steps up to twice the fewest divides ``global_batch``, the steps hold a few samples more than
-    it together.  ``largest`` is at least ``multiple_of``, and a multiple of it.
+    Steps are a multiple of ``multiple_of``, of which ``largest`` is one, too.  Where no number of steps up to twice the
+    fewest divides ``global_batch``, the steps together have a few samples more than it.
     """
     fewest = -(-global_batch // largest)
     for steps in range(fewest, _MORE_STEPS * fewest + 1):

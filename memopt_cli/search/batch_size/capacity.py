@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it is free."""
+"""The memory that a device has, and the part of it that is free."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from memopt_cli.text.units import format_bytes
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MEMINFO = Path("/proc/meminfo")
 _SPARED = 0.9
-"""Share of what the machine has available that a run may take: the interpreter needs some, and so do others."""
+"""Share of the machine's available memory that a run may take: the interpreter and other processes need some."""
 _NAMED_HOLDERS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The memory a process may use, and what sets the limit."""
+    """The memory that a process may use, and its limit in words."""
 
     device_bytes: int
     limited_by: str
 
 
 def device_capacity(device: str) -> Capacity:
-    """CUDA: the device's memory.  CPU: the least of the machine's memory, the cgroup's limit and the process's."""
+    """Return the memory of ``device``: on the CPU the least of the machine's, the control group's and the process's."""
     if device.startswith("cuda"):
-        import torch  # which a run on the CPU does without, here
+        import torch  # not at the top: on the CPU this process does without
 
         return Capacity(torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(device))
     limits = [Capacity(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory")]
@@ -45,10 +45,10 @@ def device_capacity(device: str) -> Capacity:
 
 
 def free_capacity(device: str) -> Capacity:
-    """What a share of the device, such as 90 %, is a share of.
+    """Return the memory of ``device`` that ``--memory 90%`` is a share of.
 
-    CUDA: what NVML says is free, with the processes that hold the rest.  CPU: as :func:`device_capacity`, for the
-    system gives way to what is needed.  Raises :class:`MeasurementError` where NVML does not answer.
+    On CUDA it is the memory that NVML says is free, with the processes that hold the rest.  On the CPU it is
+    :func:`device_capacity`, as the system makes room.  Raises :class:`MeasurementError` where NVML does not answer.
     """
     if not device.startswith("cuda"):
         return device_capacity(device)
@@ -62,9 +62,9 @@ def free_capacity(device: str) -> Capacity:
 
 
 def runnable_bytes(device: str) -> int:
-    """What a run may take here and now without others being ended for it.
+    """Return the bytes of ``device`` that a run may take now without other processes being killed for it.
 
-    Where NVML does not tell what a CUDA device has free, all of it: running out of it ends nobody else.
+    Where NVML does not say what a CUDA device has free, they are all of its memory: to run out of it kills nobody else.
     """
     if device.startswith("cuda"):
         try:
@@ -79,7 +79,7 @@ def runnable_bytes(device: str) -> int:
 
 
 def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
-    """Free bytes of a device, and who else holds how much of it, most first."""
+    """Return the free bytes of the device, and a phrase for each process that holds some, those with most first."""
     try:
         import pynvml
     except ImportError as err:

@@ -28,13 +28,13 @@ class AdaptiveSizing:
     """How :class:`~memopt_cli.batching.sizer.AdaptiveBatchSizer` chooses the batch size."""
 
     enabled: bool = True
-    """``False``: the batch size stays as it is."""
+    """Whether the batch size changes at all."""
     target_memory_usage: float = 0.8
     """Share of the device's capacity that a step's peak should reach, in (0, 1]."""
     min_batch_size: int = 1
     max_batch_size: int = 128
     adaptation_interval: int = 10
-    """Calls between two changes; danger is answered at once."""
+    """Calls between two changes; only near the limit it changes at once."""
     performance_window: int = 50
     """Observations kept for the memory model, and the time constant of the loss average, in calls."""
 
@@ -49,7 +49,7 @@ class AdaptiveSizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizationHints:
-    """Memory layout of a tensor that goes into an operation."""
+    """Memory layout of the tensors that go into each kind of operation."""
 
     attention: Layout = "contiguous"
     convolution: Layout = "channels_last"
@@ -63,7 +63,7 @@ class MemoryAwareShaping:
     memory_threshold: float = 0.9
     """Share of the device's capacity that no copy may exceed, in (0, 1]."""
     preserve_gradients: bool = True
-    """Reshaped tensors stay in the autograd graph."""
+    """Whether reshaped tensors stay in the autograd graph."""
     optimization_hints: OptimizationHints = OptimizationHints()
 
     def __post_init__(self) -> None:
@@ -72,12 +72,12 @@ class MemoryAwareShaping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertThresholds:
-    """When :class:`~memopt_cli.batching.monitor.PerformanceMonitor` raises an alert."""
+    """Bounds at which :class:`~memopt_cli.batching.monitor.PerformanceMonitor` raises an alert."""
 
     memory_usage: float = 0.95
     """Share of the device's capacity, in (0, 1]."""
     throughput_drop: float = 0.2
-    """Share of the older throughput that was lost, in (0, 1]."""
+    """Share of the older throughput that may be lost, in (0, 1]."""
 
     def __post_init__(self) -> None:
         _require_share("memory_usage", self.memory_usage)
@@ -86,12 +86,12 @@ class AlertThresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerformanceMonitoring:
-    """What :class:`~memopt_cli.batching.monitor.PerformanceMonitor` keeps."""
+    """Records that :class:`~memopt_cli.batching.monitor.PerformanceMonitor` keeps."""
 
     enabled: bool = True
-    """``False``: nothing is recorded."""
+    """Whether anything is recorded."""
     metrics_window: int = 100
-    """Batches kept."""
+    """Number of batches kept."""
     alert_thresholds: AlertThresholds = AlertThresholds()
 
     def __post_init__(self) -> None:
@@ -100,19 +100,19 @@ class PerformanceMonitoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What :class:`~memopt_cli.batching.validator.BatchShapeValidator` checks."""
+    """Checks that :class:`~memopt_cli.batching.validator.BatchShapeValidator` makes."""
 
     strict_mode: bool = False
-    """An invalid shape raises instead of being reported."""
+    """Whether an invalid shape raises instead of being reported."""
     hardware_checks: bool = True
-    """Shapes are held against the hardware's limits."""
+    """Whether shapes are compared with the hardware's limits."""
     performance_validation: bool = True
-    """Sizes that run slowly are noted (they stay valid)."""
+    """Whether sizes that run slowly are noted; they stay valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShaping:
-    """The whole ``batch_shaping:`` section; what is left out has its default."""
+    """The whole ``batch_shaping:`` section; options that are left out have their defaults."""
 
     adaptive_sizing: AdaptiveSizing = field(default_factory=AdaptiveSizing)
     memory_aware_shaping: MemoryAwareShaping = field(default_factory=MemoryAwareShaping)
@@ -121,14 +121,25 @@ class BatchShaping:
 
 
 _BESIDE = {"recommended", *(f.name for f in fields(FileHeader))}
-"""What ``memopt`` writes next to ``batch_shaping:`` in ``*.batch.yaml``."""
+"""Keys that ``memopt`` writes next to ``batch_shaping:`` in ``*.batch.yaml``."""
 
 
 def read_batch_shaping(path: str | Path) -> BatchShaping:
-    """The ``batch_shaping:`` section of a YAML file, e.g. of the ``*.batch.yaml`` that memopt writes.
+    """Read the ``batch_shaping:`` section of a YAML file, such as the ``*.batch.yaml`` that memopt writes.
 
-    Raises :class:`UsageError` for a file that cannot be read, lacks the section, or holds an unknown key or a value
-    of the wrong type or range.
+    Parameters
+    ----------
+    path:
+        The file.
+
+    Returns
+    -------
+    The configuration; options that the file leaves out have their defaults.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be read, lacks the section, or has an unknown key or a value of the wrong type or range.
     """
     hint = "Write batch_shaping: and options below it."
     data = read_mapping(Path(path), hint)
@@ -141,5 +152,5 @@ def read_batch_shaping(path: str | Path) -> BatchShaping:
 
 
 def parse_batch_shaping(data: Any) -> BatchShaping:
-    """Plain values -> the configuration; raises as :func:`read_batch_shaping` does."""
+    """Check ``data``, plain values, and return the configuration; raises as :func:`read_batch_shaping` does."""
     return from_data(BatchShaping, data, where="batch_shaping")

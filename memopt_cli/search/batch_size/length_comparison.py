@@ -1,6 +1,7 @@
-"""Ways to batch sequences of the user's lengths, by the memory and time of three runs.
+"""Comparison of the strategies to batch sequences of the user's lengths, by the memory and time of three runs.
 
-All fit: the batch does so with the longest of the sequences, and the token budget is of as many positions.
+All strategies stay within the budget: the batch fits with the longest sequences, and the token budget has as many
+positions as that.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from memopt_cli.search.batch_size.length_strategies import (
 from memopt_cli.search.batch_size.lines import fit_line
 
 RUNS = 2
-"""Beside that of the batch that is recommended."""
+"""Number of runs, beside the one of the recommended batch."""
 _SYMBOLS = ("S", "T")
 
 
 def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | None) -> dict[str, int]:
-    """The symbol of a sequence's length, and the size of the longest, at least 2.
+    """Return the symbol of the sequence length -> the longest of ``lengths``, at least 2.
 
     Raises :class:`UsageError` if the inputs have no such symbol, or it has a range.
     """
@@ -51,13 +52,13 @@ class Fit:
     quadratic: float
 
     def __call__(self, extent: BatchExtent) -> float:
-        """The value for a batch."""
+        """Return the value for a batch of ``extent``."""
         return self.constant + extent.positions * (self.linear + self.quadratic * extent.steps)
 
 
 def fit(points: Sequence[tuple[BatchExtent, float]]) -> Fit:
-    """Least squares; without the last term where it would be negative."""
-    import torch  # not before a model was run
+    """Fit ``points`` by least squares; without the quadratic term where it would be negative."""
+    import torch  # not at the top: needed only after a model was run
 
     rows = [[1.0, extent.positions, extent.positions * extent.steps] for extent, _ in points]
     values = torch.tensor([[value] for _, value in points], dtype=torch.float64)
@@ -78,10 +79,10 @@ def compare_lengths(
     seed: int,
     probe: Callable[[int, int], BatchProbe],
 ) -> tuple[LengthBatching, ...]:
-    """The four ways to make batches, of ``batch`` sequences or of as many positions.
+    """Compare the four strategies on ``lengths``, with ``batch`` sequences or as many positions in a batch.
 
-    ``batch`` of the longest fit into ``budget_bytes``.  ``probe(batch, steps)`` measures ``runnable`` sequences, and
-    as many positions in shorter ones.
+    A batch of ``batch`` longest sequences fits ``budget_bytes``.  ``probe(batch, steps)`` measures a batch: of
+    ``runnable`` longest sequences, of as many half as long, and of twice as many half as long.
     """
     longest = max(2, *lengths)
     sizes = ((runnable, longest), (runnable, longest // 2), (2 * runnable, longest // 2))
@@ -96,7 +97,7 @@ def compare_lengths(
             batch_size=batch,
             max_tokens=max_tokens,
             memory=lambda extent: round(memory(extent)),
-            # Far below what was run the line may end under zero.
+            # Far below the sizes that were run, the fitted time may be negative.
             step_s=lambda extent: max(fastest_s * extent.positions, step_s(extent)),
             seed=seed,
         )

@@ -1,4 +1,4 @@
-"""Ways to batch sequences of given lengths, side by side: padding, buckets, sequence packing, a token budget."""
+"""Four strategies to batch sequences of given lengths: padding, buckets, sequence packing, a token budget."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ TOKEN_BUDGET = "token_budget"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchExtent:
-    """Size of one batch of sequences."""
+    """The size of one batch of sequences."""
 
     sequences: int
     steps: int
-    """Of the longest."""
+    """Length of the longest sequence."""
     positions: int
-    """Computed: ``sequences * steps`` if padded, the sum of lengths if packed."""
+    """Positions that are computed: ``sequences * steps`` if padded, the sum of lengths if packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyReport:
-    """What one epoch costs when batched one way."""
+    """The cost of one epoch under one strategy."""
 
     strategy: str
     """``padding`` (random batches), ``buckets``, ``sequence_packing`` (random batches) or ``token_budget``."""
@@ -36,11 +36,11 @@ class StrategyReport:
     tokens: int
     """Sum of all lengths."""
     positions: int
-    """Computed in an epoch."""
+    """Positions computed in an epoch, padding included."""
     peak_bytes: int | None
-    """Of the batch that needs most, by the memory model; ``None`` without one."""
+    """Peak of the batch that needs most, by the memory model; ``None`` without a model."""
     epoch_s: float | None
-    """Sum over batches, by the time model; ``None`` without one."""
+    """Seconds of all batches, by the time model; ``None`` without a model."""
 
     @property
     def waste(self) -> float:
@@ -49,9 +49,9 @@ class StrategyReport:
 
 
 MemoryModel = Callable[[BatchExtent], int]
-"""Peak bytes of one step."""
+"""Gives the peak bytes of one step."""
 TimeModel = Callable[[BatchExtent], float]
-"""Seconds of one step."""
+"""Gives the seconds of one step."""
 
 
 def compare_length_strategies(
@@ -63,10 +63,32 @@ def compare_length_strategies(
     step_s: TimeModel | None = None,
     seed: int = 0,
 ) -> tuple[StrategyReport, ...]:
-    """Waste, memory and time of the four ways on these lengths (steps of each sequence).
+    """Compare padding, buckets, sequence packing and a token budget on ``lengths``: waste, memory and time.
 
-    ``batch_size`` sequences make a batch, except under the token budget, ``max_tokens`` positions: by default what an
-    average batch has, and at least the longest sequence.  ``memory`` and ``step_s`` model one step.
+    Parameters
+    ----------
+    lengths:
+        Steps of each sequence.
+    batch_size:
+        Sequences in a batch, except under the token budget.
+    max_tokens:
+        Positions in a batch under the token budget; ``None`` stands for those of an average batch, and at least the
+        longest sequence.
+    memory, step_s:
+        Models of one step: they give its peak in bytes and its seconds for a :class:`BatchExtent`.
+    seed:
+        Seed of the random batches.
+
+    Returns
+    -------
+    One report for each strategy.
+
+    Raises
+    ------
+    UsageError
+        If ``batch_size`` is below 1.
+    BatchShapeError
+        If there are no lengths, or one is below 1.
     """
     from memopt_cli.search.batch_size.samplers import LengthBucketSampler, TokenBudgetSampler  # import torch
 
@@ -101,18 +123,18 @@ _COUNTED = re.compile(rf"({_NUMBER})(?:\s*[\s:,]\s*({_NUMBER}))?")
 
 
 def read_lengths(path: str | Path) -> list[int]:
-    """Lengths from a text file, one positive whole number a line; empty lines do not count.
+    """Read lengths from a text file, one positive whole number a line; empty lines are skipped.
 
-    Raises :class:`UsageError` naming the line that is none.
+    Raises :class:`UsageError` that names the line which is not a length.
     """
     return [int(match[0]) for match in _matches(path, _LENGTH, "Write one number above 0 a line.")]
 
 
 def read_histogram(path: str | Path) -> dict[int, int]:
-    """Lengths and how often each occurs, from lines ``LENGTH``, ``LENGTH COUNT`` or ``LENGTH: COUNT``, as often as they
-    come; in ascending order.
+    """Read lengths and their counts from lines ``LENGTH``, ``LENGTH COUNT`` or ``LENGTH: COUNT``.
 
-    Raises :class:`UsageError` naming the line that is none.
+    A length may occur on several lines, whose counts add up.  Returns length -> count, in ascending order.  Raises
+    :class:`UsageError` that names the line which is none of these.
     """
     counts: dict[int, int] = {}
     hint = "Write one number above 0 a line, or two: a length and how often it occurs."
@@ -123,7 +145,7 @@ def read_histogram(path: str | Path) -> dict[int, int]:
 
 
 def _matches(path: str | Path, line_of: re.Pattern[str], hint: str) -> list[re.Match[str]]:
-    """The lines of a file that are not empty."""
+    """Match all lines of the file at ``path`` that are not empty against ``line_of``."""
     try:
         lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MOST_BYTES)), "utf-8-sig", errors="replace")
     except OSError as err:

@@ -1,4 +1,4 @@
-"""Numbers that rise as a few lines joined: where they meet a bound, and what lies between known ones."""
+"""Functions that rise piecewise linearly: where they reach a bound, and their values between known points."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 _MOST_DRY_RUNS = 24
 _STRAIGHT = 0.002
-"""Share of the bound up to which a predicted peak is on a line."""
+"""Share of the bound by which a value may be off a line and still count as on it."""
 _LARGEST = 1 << 40
-"""No number: the value does not rise."""
+"""Stands for "no number is above the bound so far"."""
 
 
-def largest_root(value: Callable[[int], float], bound: float, *, start: int, told: Collection[int] = ()) -> int:
-    """The largest whole number whose ``value`` is at most ``bound``, to 1 %; 0 if that of 1 is more.
+def largest_root(value: Callable[[int], float], bound: float, *, start: int, known_at: Collection[int] = ()) -> int:
+    """Find the largest whole number whose ``value`` is at most ``bound``, to 1 %; 0 if that of 1 is above.
 
-    ``told``: numbers whose value takes no time; without any, ``start`` is the first that is asked for.
-    ``value`` rises, about as a few lines joined: each next number lies where the line through the two nearest known
-    ones meets the bound, strictly between those known to be below it and above it; half-way where that advanced little.
-    After one that is above by a hair the next is to be surely below: so near to the end, no other would be.
+    ``value`` is slow and rises, about piecewise linearly.  ``known_at`` lists numbers whose value costs nothing;
+    without any, ``start`` is asked first.
+
+    This is the secant method with a bracket.  The next number is where the line through the two nearest known points
+    reaches the bound, kept strictly between the largest known to be below and the least known to be above.  Across a
+    bend such steps hardly advance, so the bracket is halved instead where it shrank by less than half.  Once a value is
+    above the bound by a hair, a slightly lower bound is aimed at, since otherwise every next number would be above,
+    too.
     """
-    # A single sample may be refused where more are not.
-    known = {number: found for number in told if math.isfinite(found := value(number))}
+    # A model may refuse a single sample and take more: an infinite value is no upper bound.
+    known = {number: found for number in known_at if math.isfinite(found := value(number))}
     high = min((number for number, found in known.items() if found > bound), default=_LARGEST)
     low = max((number for number, found in known.items() if found <= bound and number < high), default=0)
     aim, gap, is_bent = bound, math.inf, False
-    while high - low > _within_reach(low) and len(known) - len(told) < _MOST_DRY_RUNS:
+    while high - low > _within_reach(low) and len(known) - len(known_at) < _MOST_DRY_RUNS:
         if _is_settled(known, low, bound):
             return low
         number = start
         if known:
-            number = (low + high) // 2 if is_bent else min(max(_meeting(known, aim), low + 1), high - 1)
+            number = (low + high) // 2 if is_bent else min(max(_crossing(known, aim), low + 1), high - 1)
         known[number] = value(number)
         if known[number] <= bound:
             low = number
@@ -38,13 +42,13 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int, tol
             high = number
             if known[number] <= (1 + _STRAIGHT) * bound:
                 aim = (1 - _STRAIGHT) * bound
-        is_bent = high < _LARGEST and 2 * (high - low) > gap  # the line through two sides of a bend hardly advances
+        is_bent = high < _LARGEST and 2 * (high - low) > gap  # a line across a bend hardly advances
         gap = high - low if high < _LARGEST else math.inf
     return low if high < _LARGEST else start
 
 
 def _is_settled(known: dict[int, float], low: int, bound: float) -> bool:
-    """``low`` is on the line through the two known numbers nearest to it, which is beyond the bound right after it."""
+    """Return whether ``low`` lies on the line through its two nearest points, which exceeds ``bound`` right after."""
     others = sorted((n for n in known if n != low and math.isfinite(known[n])), key=lambda n: abs(n - low))[:2]
     if low not in known or len(others) < 2:
         return False
@@ -54,15 +58,15 @@ def _is_settled(known: dict[int, float], low: int, bound: float) -> bool:
 
 
 def _within_reach(number: int) -> int:
-    """How much larger a number may be that passes for the same: 1 %."""
+    """Return the difference from ``number`` that does not matter: 1 %."""
     return max(1, number // 100)
 
 
 def between(known: Mapping[int, float], number: int) -> float | None:
-    """The value at a number between known ones; ``None`` where a bend between them could make another of it.
+    """Interpolate the value at ``number`` from ``known`` ones; ``None`` where a bend could change it.
 
-    Values rise as a few lines joined, the steepest last: they are not above the line through the known numbers on both
-    sides, nor below the lines through two on either side.
+    The function is taken to be convex and piecewise linear.  Then its value is at most on the line through the known
+    neighbours on both sides, and at least on the lines through the two neighbours on either side.
     """
     below = sorted((n for n in known if n < number), reverse=True)[:2]
     above = sorted(n for n in known if n > number)[:2]
@@ -79,8 +83,8 @@ def _on_line(known: Mapping[int, float], one: int, other: int, number: int) -> f
     return known[one] + (known[other] - known[one]) / (other - one) * (number - one)
 
 
-def _meeting(known: dict[int, float], bound: float) -> int:
-    """Where the line through the two numbers nearest to the bound meets it; doubled or halved from a single one."""
+def _crossing(known: dict[int, float], bound: float) -> int:
+    """Return where the line through the two points nearest to ``bound`` reaches it; from one point, double or halve."""
     below = sorted(n for n, value in known.items() if value <= bound)
     above = sorted(n for n, value in known.items() if bound < value < math.inf)
     pair = sorted([*below[-1:], *above[:1]] if below and above else [*below[-2:], *above[:2]])
@@ -92,7 +96,7 @@ def _meeting(known: dict[int, float], bound: float) -> int:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares: ``(intercept, slope)`` of ``y = intercept + slope * x``; the points differ in x."""
+    """Fit ``y = intercept + slope * x`` to ``points`` by least squares; at least two differ in x."""
     n = len(points)
     mean_x = sum(x for x, _ in points) / n
     mean_y = sum(y for _, y in points) / n

@@ -1,4 +1,4 @@
-"""What bounds the steps that a search for a batch runs, and those that it recommends."""
+"""Limits on the steps that a search for a batch runs, and on those that it recommends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memopt_cli.text.units import exact_bytes, format_bytes
 
 
 def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_of: int = 1) -> Limits:
-    """``memory`` in bytes, or as a float the share of what the device has free."""
+    """Return the limits on ``device`` for a budget of ``memory``: bytes, or as a float a share of the free memory."""
     whole = device_capacity(device)
     if isinstance(memory, float):
         free = free_capacity(device)
@@ -30,7 +30,7 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
 
 
 def limits_of_device(device: str, longest_step_s: float, *, aim: float) -> Limits:
-    """Where no memory is asked for: the usual share of all that the device has, free or not."""
+    """Return the limits on ``device`` where no memory is given: the usual share of all it has, free or not."""
     capacity = device_capacity(device)
     budget = int(capacity.device_bytes * TARGET_SHARE)
     return Limits(
@@ -44,9 +44,10 @@ def limits_of_device(device: str, longest_step_s: float, *, aim: float) -> Limit
 
 
 def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_of: int) -> Limits:
-    """Of a device that is not here, where no step runs: ``memory`` in bytes, or as a float the share of a card's.
+    """Return the limits on a device that is not here, on which no step runs.
 
-    Raises :class:`UsageError` for more than a card has.
+    ``memory`` is in bytes, or as a float a share of the memory of ``card``.  Raises :class:`UsageError` for more than
+    the card has.
     """
     if isinstance(memory, float):
         assert card is not None, "checked before"

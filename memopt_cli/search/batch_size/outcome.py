@@ -1,4 +1,4 @@
-"""The answer of a search for the largest batch, by what was run so far."""
+"""The answer of a search for the largest batch, from the runs so far."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memopt_cli.search.batch_size.runs import Runs
 from memopt_cli.text.units import format_bytes, format_seconds
 
 CLOSE = 0.03
-"""A batch that ran is the largest if the model finds none that is larger by this share."""
+"""Share by which the model must find a larger batch before one that ran does not count as the largest."""
 
 
 def outcome_of(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOutcome:
-    """What is known so far; ``interrupted``: nothing more can be run."""
+    """Return the answer that ``runs`` and ``model`` give; nothing more can be run if ``interrupted``."""
     limits = runs.limits
     if not runs.fitting:
         least = model.least
@@ -49,8 +49,8 @@ def outcome_of(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOutco
 
 
 def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) -> tuple[str, bool]:
-    """What bounds the largest batch that ran, and whether a larger one would fit by the model."""
-    if not runs.is_in_time(runs.fitting[-1]):  # no step was: whatever else bounds it, that is to be told
+    """Name the limit of the largest batch that ran; return, too, whether a larger one fits by the model."""
+    if not runs.is_in_time(runs.fitting[-1]):  # no step was in time, which matters more than any other limit
         return f"the time of a step ({_longest(runs, runs.fitting[-1])})", estimate > runs.best
     if failed := runs.failed:
         return f"a run at batch {min(failed)}: {runs.failure(min(failed))}", False
@@ -69,6 +69,6 @@ def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) ->
 
 
 def _longest(runs: Runs, best: BatchProbe) -> str:
-    """How long a step may take, and how long one of the best batch does if that is longer."""
+    """Say how long a step may take, and how long one of ``best`` does if that is longer."""
     limit = f"{runs.limits.longest_step_s:g} s"
     return limit if runs.is_in_time(best) else f"{limit}; batch {best.batch} takes {format_seconds(best.step_s)}"

@@ -1,4 +1,4 @@
-"""Plans that may train faster at batches that the original does not fit: priced, dry-run, and the best of them run."""
+"""Search for pairs of a plan and a larger batch that train faster: priced, dry-run, and the best of them run."""
 
 from __future__ import annotations
 
@@ -11,72 +11,72 @@ from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits, Runs
 
 _GROWTH = 1.4
-"""Each batch at which plans are priced is so many times the one before."""
+"""Ratio of consecutive batches at which plans are priced."""
 _MOST_BATCHES = 12
-"""So many are: the last is forty times the first."""
+"""Number of batches at which plans are priced: the last is forty times the first."""
 _DOUBT = 0.1
-"""A pair that by the sums is slower by so much than the best that ran is not run; before one was, the sums may be off
-by that."""
+"""Error of predicted rates before any pair has run: a pair that is slower than the best run by a larger share is not
+run."""
 _CLOSE = 0.03
-"""The same once one was run, which corrects the sums."""
+"""Error of predicted rates once a pair has run, which corrects them."""
 _WORTH_ANOTHER_RUN = 1.1
-"""A batch that ran is followed by one that is so many times as large, if by its run that fits."""
+"""Ratio by which a batch must be larger than the last one of its plan, if that fits by its run, to be run as well."""
 _LESS = (0.9, 0.8, 0.5)
-"""A run out of memory is followed by one that takes so much of it, as an allocator keeps more than it hands out; the
-second in turn by one that takes so much of that, and so on."""
+"""Factors on the memory that the next run may take after the first, the second and later runs out of memory in a row,
+as an allocator keeps more than it hands out."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Candidate:
-    """A plan, and the largest batch that it takes by dry runs and by its runs so far."""
+    """A plan with the largest batch that fits by its dry runs and its runs so far."""
 
     plan: Plan
     model: PeakModel
     batch: int
-    """To be run next."""
+    """Batch to run next."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PairSearch:
-    """What it asks is given, so that it knows neither models nor processes."""
+    """The search, which asks callables and so knows neither models nor processes."""
 
     limits: Limits
     fastest: Callable[[int], Plan | None]
-    """The fastest plan that takes a batch, by sums; ``None``: no plan does."""
+    """Predicts the fastest plan that fits a batch; ``None`` where no plan does."""
     predict: Callable[[Plan], Predict]
-    """Of a plan: the peak at a batch, by dry runs or sums."""
+    """Gives the function that predicts the peak of a plan at a batch."""
     ratio: float
-    """Measured peaks over predicted ones, of the original."""
+    """Measured peak of the original divided by its predicted one."""
     step_s: Callable[[Plan, int], float]
-    """Of a plan at a batch, by sums."""
+    """Predicts the seconds of a step under a plan at a batch."""
     update_s: float
-    """Of a step, what its update takes."""
+    """Seconds that the update of a step takes."""
     samples_per_s: Callable[[int, float, float], float]
-    """Of a batch, the time of a step, and of its update."""
+    """Computes the rate of a batch from the seconds of a step and of its update."""
     growth_known: Callable[[], bool]
-    """Whether the sums know by runs how a step's time grows with its batch: else a pair is run whatever they say."""
+    """Answers whether runs have shown how the time of a step grows with its batch; until then every pair is run."""
     of_use: Callable[[int], int]
-    """The largest batch, no larger than that, of which a step of the optimizer can be made."""
+    """Gives the largest batch up to a size of which a step of the optimizer can be made up."""
     run: Callable[[Plan, int], BatchProbe | Failure]
     runs_left: Callable[[], int]
     over: Callable[[], bool]
-    """No pair is to be tried any more."""
+    """Answers whether the search is to end."""
     bias: float = 1.0
-    """Measured samples a second over those by the sums, of the last pair that ran."""
+    """Measured rate of the last pair that ran divided by its predicted rate."""
     room: float = 1.0
-    """Of what a step may take, what its tensors may by the predictions; less with every run out of memory."""
+    """Share of the memory of a step that its predicted peak may take; it falls with every run out of memory."""
     lost: int = 0
-    """Runs out of memory in turn."""
+    """Runs out of memory in a row."""
     ran: list[BatchProbe] = field(default_factory=list)
-    """Those that fit."""
+    """Runs that fit."""
 
     @property
     def within_bytes(self) -> int:
-        """What a step may take here."""
+        """Bytes that a step may take here."""
         return min(self.limits.budget_bytes, self.limits.runnable_bytes)
 
     def batches(self, after: int) -> Iterator[int]:
-        """Those at which plans are priced: of use, larger than ``after``, and ever larger."""
+        """Yield the batches at which plans are priced, larger than ``after`` and ascending."""
         unit, most, size, last = self.limits.multiple_of, self.limits.most_samples or math.inf, after, after
         for _ in range(_MOST_BATCHES):
             size = max(size + unit, int(size * _GROWTH) // unit * unit)
@@ -88,7 +88,7 @@ class PairSearch:
                 return
 
     def priced(self, after: int) -> list[tuple[Plan, int]]:
-        """The fastest plans at these, each once, with the largest of its batches."""
+        """List the fastest plans at batches larger than ``after``, each with the largest batch where it is fastest."""
         found: dict[Plan, int] = {}
         for batch in self.batches(after):
             plan = None if self.over() else self.fastest(batch)
@@ -99,20 +99,20 @@ class PairSearch:
                 break
             if not plan.is_empty:
                 found[plan] = batch
-            if is_late:  # the least that there is: see below
+            if is_late:  # even the least batch is too slow, but it may be the answer: see _sized
                 break
         return list(found.items())
 
     def seek(self, pairs: Sequence[tuple[Plan, int]], best: float) -> None:
         """Run the pairs that may be faster than ``best`` samples a second, the most promising first."""
         waiting, candidates = list(pairs), list[Candidate]()
-        while self.runs_left() > 0 and not self.over():  # a run may correct the sums of all others
+        while self.runs_left() > 0 and not self.over():  # a run may correct the predictions for all other pairs
             pair = max(waiting, key=lambda pair: self._rate(*pair), default=None)
             candidate = max(candidates, key=lambda found: self._rate(found.plan, found.batch), default=None)
             hopeful = best * (1 - (_CLOSE if self.ran else _DOUBT)) / self.bias if self.growth_known() else 0.0
             next_rate = 0.0 if candidate is None else self._rate(candidate.plan, candidate.batch)
             if pair is not None and self._rate(*pair) >= max(hopeful, next_rate):
-                waiting.remove(pair)  # by dry runs it may take a larger batch, or a smaller one
+                waiting.remove(pair)  # by dry runs, a larger or only a smaller batch may fit
                 plan, batch = pair
                 candidates += self._sized(plan, self._model(plan, batch))
             elif candidate is not None and next_rate >= hopeful:
@@ -123,14 +123,14 @@ class PairSearch:
                 return
 
     def _rate(self, plan: Plan, batch: int) -> float:
-        """Samples a second, by the sums."""
+        """Predict the samples a second of ``plan`` at ``batch``."""
         return self.samples_per_s(batch, self.step_s(plan, batch), self.update_s)
 
     def _measured_rate(self, run: BatchProbe) -> float:
         return self.samples_per_s(run.batch, run.step_s, run.update_s)
 
     def _run(self, candidate: Candidate) -> list[Candidate]:
-        """What of it is left to be run: a smaller batch if it did not fit, a larger one if it took far less."""
+        """Run ``candidate``; return the next run of its plan: a smaller batch if it did not fit, or a larger one."""
         found = candidate.model.runs[candidate.batch] = self.run(candidate.plan, candidate.batch)
         self.lost = self.lost + 1 if isinstance(found, OutOfMemory) else 0
         if self.lost:
@@ -146,9 +146,9 @@ class PairSearch:
         return PeakModel(batch=batch, runs=Runs(self.limits), predict=self.predict(plan), ratio=self.ratio)
 
     def _sized(self, plan: Plan, model: PeakModel) -> list[Candidate]:
-        """With the largest batch that fits, is of use and in time, if there is one; of those too late the smallest."""
+        """Return ``plan`` with its largest usable batch that fits in time, or its smallest if all are too slow."""
         largest = model.largest_within(int(self.room * self.within_bytes))
-        if not any(isinstance(run, OutOfMemory) for run in model.runs.values()):  # of these the room knows
+        if not any(isinstance(run, OutOfMemory) for run in model.runs.values()):  # these have lowered the room already
             largest = model.runs.below_failures(largest)
         batch = self.of_use(largest) if largest else 0
         unit, longest_s = self.limits.multiple_of, self.limits.longest_step_s

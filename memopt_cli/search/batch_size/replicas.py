@@ -1,4 +1,4 @@
-"""How many copies of a model train fastest as one: each number is run once, at one batch size."""
+"""The number of copies of a model that train fastest as one: each number is run once, at one batch size."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.text.units import format_bytes, format_copies
 
 CHOOSING = 4
-"""Choosing a route takes about so many times the memory of a step, for a moment."""
+"""Multiple of a step's memory that choosing a route takes for a moment, about."""
 _PATIENCE = 2
 """Numbers in a row that train no faster than a smaller one before the search ends."""
 _WORTH_A_RUN = 1.25
-"""The most copies that fit are run if they are so many times as many as the last that were."""
+"""Ratio by which the most copies that fit must exceed the last number that ran to be run as well."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaSearch:
-    """The search of one answer.
+    """The search for one answer.
 
     The peak is taken to be ``a + c * copies``, fitted to the last two runs: at one batch size each copy adds its
     parameters, gradients and activations.
@@ -30,14 +30,15 @@ class ReplicaSearch:
     """Number of copies -> the peak and the time of their step, measured."""
     limits: Limits
     batch: int
-    """Of each copy."""
+    """Batch of each copy."""
     outcomes: dict[int, BatchProbe | Failure] = field(default_factory=dict)
-    """What became of each number that was run."""
+    """Number of copies that was run -> its measurement, or its failure."""
 
     def fastest(self, sizes: Sequence[int]) -> ReplicaAdvice | NoBatchFits | Failure:
-        """Run ``sizes``, ascending, as far as they fit and train faster.
+        """Run ``sizes``, ascending, as long as they fit and train faster; return the fastest.
 
-        No batch fits where not even the fewest do; a failure is that of the last run, and no copies can be batched.
+        Returns :class:`NoBatchFits` where not even the fewest copies fit, and the failure of the last run where copies
+        cannot be batched at all.
         """
         stop = ""
         for size in sizes:
@@ -56,16 +57,16 @@ class ReplicaSearch:
 
     @property
     def runs(self) -> list[BatchProbe]:
-        """Those that gave a number, in the order of the runs."""
+        """Runs that gave a measurement, in their order."""
         return [run for run in self.outcomes.values() if isinstance(run, BatchProbe)]
 
     @property
     def fitting(self) -> list[BatchProbe]:
-        """The runs within the budget."""
+        """Runs within the budget."""
         return [run for run in self.runs if run.allocated_peak_bytes <= self.limits.budget_bytes]
 
     def advice(self, limited_by: str) -> ReplicaAdvice:
-        """The fastest of the runs so far, of which one fits."""
+        """Return the fastest of the runs that fit, of which there is one at least."""
         return ReplicaAdvice(
             fastest=max(self.fitting, key=lambda run: run.samples_per_s).replicas,
             probes=tuple(sorted(self.runs, key=lambda run: run.replicas)),
@@ -73,7 +74,7 @@ class ReplicaSearch:
         )
 
     def _beyond(self, size: int) -> str:
-        """Why so many copies are not to be run; empty if they may be."""
+        """Say why ``size`` copies are not to be run; empty if they may be."""
         if not self.runs:
             return ""
         last, peak_bytes = self.runs[-1], self._peak_bytes(size)
@@ -87,7 +88,7 @@ class ReplicaSearch:
         return ""
 
     def _run(self, size: int) -> str:
-        """Run so many copies; why no more are to be run, empty if they may be."""
+        """Run ``size`` copies; say why no more are to be run, empty if they may be."""
         found = self.outcomes[size] = self.probe(size)
         if not isinstance(found, BatchProbe):
             return f"a run of {format_copies(size)}: {describe(found)}"
@@ -97,7 +98,7 @@ class ReplicaSearch:
         return "more copies train no faster" if len(rates) - rates.index(max(rates)) > _PATIENCE else ""
 
     def _run_most(self) -> None:
-        """Run the most copies that fit by the fit, if they are many more than those that were run."""
+        """Run the most copies that are predicted to fit, if they are many more than the last that ran."""
         if len(self.runs) < 2:
             return
         intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])
@@ -106,7 +107,7 @@ class ReplicaSearch:
             self._run(most)
 
     def _peak_bytes(self, size: int) -> float:
-        """By the fit; in proportion after a single run."""
+        """Predict the peak of ``size`` copies: linearly from two runs, in proportion after one."""
         if len(self.runs) == 1:
             return self.runs[0].allocated_peak_bytes * size / self.runs[0].replicas
         intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])

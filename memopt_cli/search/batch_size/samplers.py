@@ -39,11 +39,11 @@ class LengthSampler(Sampler[list[int]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order for another epoch, the same on every rank."""
+        """Choose the order of ``epoch``, which is the same on every rank."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """Batches of this rank."""
+        """Count the batches of this rank."""
         return len(self._batches())
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -61,7 +61,7 @@ class LengthSampler(Sampler[list[int]]):
         return batches[self._rank :: self._ranks]
 
     def _cut(self, indices: list[int]) -> list[list[int]]:
-        """Indices, the longest first -> consecutive batches."""
+        """Cut ``indices``, longest sequences first, into consecutive batches."""
         raise NotImplementedError
 
 
@@ -93,7 +93,7 @@ class LengthBucketSampler(LengthSampler):
         return [indices[start:stop] for start, stop in zip(starts, [*starts[1:], len(indices)], strict=True)]
 
     def _starts(self, indices: list[int], whole: int, rest: int) -> list[int]:
-        """Of the batches, the smaller one put where the padded positions are fewest."""
+        """Return where batches start, the smaller one put where the padded positions are fewest."""
 
         def starts(smaller: int) -> list[int]:
             return [i * self._size - (self._size - rest) * (i > smaller) for i in range(whole + 1)]
@@ -148,9 +148,9 @@ class TokenBudgetSampler(LengthSampler):
 
 
 def divisible(batches: list[list[int]], ranks: int) -> list[list[int]]:
-    """The same indices in a number of batches that ``ranks`` divides: the batches of most sequences are halved.
+    """Halve the largest of ``batches`` until ``ranks`` divides their number.
 
-    Only where every batch is a single sequence already are some repeated, as ``DistributedSampler`` does.
+    Where every batch has only one sequence, some are repeated, as ``DistributedSampler`` does.
     """
     batches = list(batches)
     while len(batches) % ranks:

@@ -1,4 +1,4 @@
-"""The largest batch that fits: dry runs say about which, runs correct it, and a run at the answer proves it."""
+"""The search for the largest batch that fits: dry runs estimate it, runs correct that, and a last run proves it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from memopt_cli.search.batch_size.peak_model import FEWEST, PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits, Runs
 
 _FIRST = 4
-"""The first run is of a batch so many times smaller than the answer by dry runs, no larger than the one described: it
-tells what a step takes in time, and in memory beyond its tensors.  An answer not far from what is described, which that
-would hardly change, is run at once."""
+"""The first run has a batch so many times smaller than the answer by dry runs, and no larger than the one described: it
+shows the time of a step, and its memory beyond tensors.  An answer near the batch described is run at once, since a
+smaller run would hardly change it."""
 _WORTH_ANOTHER_RUN = 1.5
-"""A step that took so much less than it may is followed by a larger one: small batches are slower per sample."""
+"""Ratio by which a batch in time must be larger than the best to be run: small batches are slower per sample."""
 _SURE = 0.98
-"""Share of the budget at which the last run aims while none has fitted: an answer that was run is worth more.  One that
-fits into this share by dry runs is likely to fit."""
+"""Share of the budget that the last run aims at while none has fitted, since an answer that ran is worth more than a
+closer estimate.  A batch that fits this share by dry runs is likely to fit."""
 _ABOUT = 0.25
-"""Share by which a batch that ran may differ from one of which no more than the speed is to be known."""
+"""Share by which a batch that ran may differ from one whose speed is wanted, and stand for it."""
 _BEYOND = 1.5
-"""Times the answer by one run, up to which more runs are likely to lead."""
+"""Multiple of the answer after one run that more runs may lead to."""
 
 Probe = Callable[[int], BatchProbe | Failure]
 """Batch size -> its allocated peak and the time of a step, measured."""
 
 
 class BatchSearch:
-    """The search of one answer; what was run is remembered."""
+    """The search for one answer; runs are remembered."""
 
     def __init__(
         self, *, batch: int, probe: Probe, predict: Predict | None, limits: Limits, ratio: float = 1.0
     ) -> None:
-        """``batch``: as the inputs are described; ``ratio``: measured over predicted, before anything is run here."""
+        """Take the ``batch`` of the inputs as described; see :class:`PeakModel` for ``predict`` and ``ratio``."""
         self.batch = batch
         self.runs = Runs(limits)
         self.model = PeakModel(batch=batch, runs=self.runs, predict=predict, ratio=ratio)
@@ -42,10 +42,10 @@ class BatchSearch:
         self._interrupted = False
 
     def largest(self) -> BatchOutcome:
-        """Run the largest batch within the limits, and say what is known then.
+        """Run the largest batch within the limits, and return the answer.
 
-        Only a batch that was run is recommended.  One that this machine cannot run, or whose step would take too long,
-        is an estimate beside it.
+        Only a batch that ran is recommended.  One that this machine cannot run, or whose step takes too long, is an
+        estimate beside it.
         """
         self.find()
         return self.outcome()
@@ -60,7 +60,7 @@ class BatchSearch:
             self.run(candidate)
 
     def foresee(self) -> None:
-        """Ask for all dry runs that it is going to want, once one batch has run: later runs shift them by little."""
+        """Ask for the dry runs that later runs are likely to need, once one batch has run."""
         largest = self.model.largest_within(self.runs.limits.budget_bytes)
         next_run = min(self.runs.affordable(), largest)
         for batch in (next_run, next_run // 2, int(_BEYOND * largest)):
@@ -68,22 +68,22 @@ class BatchSearch:
                 self.model.predicted(batch)
 
     def run(self, batch: int) -> BatchProbe | Failure:
-        """Run a batch, once."""
+        """Run ``batch``, unless it ran before."""
         if batch not in self.runs:
             self.runs[batch] = self.probe(batch)
         return self.runs[batch]
 
     def also_run(self, batches: Sequence[int]) -> None:
-        """Run more batches for their speed, as far as runs are left."""
+        """Run more ``batches`` for their speed, as far as runs are left."""
         for batch in batches:
             if batch > 0 and batch not in self.runs and len(self.runs) < self.runs.limits.probes:
                 self.model.aside.add(batch)
                 self.run(batch)
 
     def seek_faster(self, batches: Sequence[int], most_runs: int) -> None:
-        """Run these batches, each smaller than the one before, until a larger one is faster.
+        """Run ``batches``, in descending order, until a larger one is the fastest; ``most_runs`` bounds them.
 
-        Where one of about that size has run, it stands for it.
+        A batch of about the same size that has run before stands for one of them.
         """
         last_run = len(self.runs) + most_runs
         for batch in batches:
@@ -93,17 +93,17 @@ class BatchSearch:
                 break
 
     def interrupt(self) -> None:
-        """Nothing more can be run, on data or without: what is known is what the runs say."""
+        """Go on without any more runs or dry runs."""
         self._interrupted, self.model.predict = True, None
 
     def outcome(self) -> BatchOutcome:
-        """What is known so far."""
+        """Return the answer by the runs so far."""
         return outcome_of(self.runs, self.model, interrupted=self._interrupted)
 
     def refusal_of_fewer(self, batch: int) -> str:
-        """Why a smaller batch than the one described does not run; nothing if it was not seen to be refused.
+        """Run ``batch``, smaller than the one described, and say why the model refuses it; empty if it does not.
 
-        To be asked before anything else is run: it takes one run.
+        To be asked before anything else is run.
         """
         fewer = self.runs.rounded(batch)
         if not FEWEST <= fewer < self.batch:
@@ -113,9 +113,9 @@ class BatchSearch:
         return describe(failed) if isinstance(failed, StepFailed | Crashed) else ""
 
     def refusal(self) -> str:
-        """Why the model runs at no batch but the one described; nothing if it does, or was not seen to refuse one.
+        """Say why the model runs at no batch but the one described; empty if it does, or none was refused.
 
-        Where dry runs of its neighbours fail, those are run, as far as runs are left.
+        Neighbours of that batch are run where their dry runs fail, as far as runs are left.
         """
         unit = self.runs.limits.multiple_of
         if [run.batch for run in self.runs.measured] != [self.batch]:
@@ -129,7 +129,7 @@ class BatchSearch:
     # ------------------------------------------------------------------------------------------ the search
 
     def _next(self, within: int) -> int | None:
-        """The batch to run next; ``None`` if the answer has been run, or there is none."""
+        """Return the batch to run next within ``within`` bytes; ``None`` if the answer has run, or there is none."""
         unit = self.runs.limits.multiple_of
         best = self.runs.best
         if not best and self.runs.limits.probes - len(self.runs) == 1:
@@ -146,12 +146,12 @@ class BatchSearch:
         return None if is_known else candidate
 
     def _fits_well(self, batch: int, within: int) -> bool:
-        """Whether memory does not bound it, as is known without a search of one that is near what was run."""
+        """Return whether memory surely does not limit ``batch``, which is near one that ran."""
         is_near = batch <= _FIRST * self.runs.measured[-1].batch and self.runs.below_failures(batch) == batch
         return is_near and self.model.peak_bytes(batch) <= _SURE * within
 
     def _in_time(self, batch: int) -> int | None:
-        """The largest batch in time, if it is worth a run."""
+        """Return ``batch``, the largest in time, if it is worth a run."""
         best = self.runs.best
         is_worth_it = batch >= best * _WORTH_ANOTHER_RUN or batch < best
         return batch if is_worth_it and batch not in self.runs else None
@@ -160,7 +160,7 @@ class BatchSearch:
         return batch if batch >= max(FEWEST, self.runs.limits.multiple_of) else self.model.least
 
     def _begins_small(self, candidate: int, within: int) -> bool:
-        """Of two runs, both go to the answer, unless it is so large that its time must be known first."""
+        """Return whether a small batch should run before ``candidate``, which may be far off or take too long."""
         is_far = candidate > _FIRST * self.batch
         is_sure = self.model.predict is not None and self.model.peak_bytes(candidate) <= _SURE * within
         if self.runs.limits.probes > 2:

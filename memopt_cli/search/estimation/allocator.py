@@ -1,8 +1,10 @@
-"""A caching allocator, simulated: which blocks it would take from which segments, and what that comes to.
+"""A simulation of PyTorch's caching allocator: which blocks it takes from which segments, and how much it reserves.
 
-After PyTorch's ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings, of one stream: the smallest free block
-that is large enough is taken, the lowest of equal ones; what is left of it becomes a block of its own if it is worth
-that; neighbours that are free become one block again.  Segments are kept when all of their blocks are free.
+It follows ``c10/cuda/CUDACachingAllocator.cpp`` with default settings, for one stream.  (A segment here is a piece of
+device memory, and has nothing to do with a plan.)  A request takes the smallest free block that is large enough, the
+lowest of equal ones.  The rest of that block becomes a block of its own if it is large enough to be useful.  A block
+that is freed merges with free neighbours.  Segments stay reserved when all of their blocks are free, until memory runs
+out.
 """
 
 from __future__ import annotations
@@ -16,39 +18,39 @@ from memopt_cli.records import AllocatorRules, StorageTrace
 
 
 class NoRoomError(Exception):
-    """A block finds no room on the device."""
+    """Raised where a block finds no room on the device."""
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A part of a segment; ``start`` counts bytes from the first segment's beginning, in the order of segments."""
+    """A part of a segment; ``start`` is its offset where segments lie one behind the other, in their order."""
 
     start: int
     nbytes: int
     small: bool
     before: _Block | None = None
-    """Its neighbour in the segment."""
+    """Neighbour in front of it in the segment."""
     after: _Block | None = None
     free: bool = True
 
 
 @dataclass(slots=True)
 class CachingAllocator:
-    """Its state, from empty."""
+    """The simulated allocator, which begins empty."""
 
     rules: AllocatorRules = field(default_factory=AllocatorRules)
     most_bytes: int | None = None
-    """What the device has; ``None``: no bound."""
+    """Bytes that the device has; ``None`` for no bound."""
     allocated_bytes: int = 0
     allocated_peak_bytes: int = 0
     reserved_bytes: int = 0
     reserved_peak_bytes: int = 0
     _end: int = 0
     _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
-    """Whether small -> the free blocks, by size and then place."""
+    """Whether small -> the free blocks, by size and then start."""
 
     def allocate(self, nbytes: int) -> _Block:
-        """A block for so many bytes, more than 0.  Raises :class:`NoRoomError`."""
+        """Return a block for ``nbytes``, more than 0.  Raises :class:`NoRoomError`."""
         size = self.rounded(nbytes)
         small = size <= self.rules.small_bytes
         block = self._found(size, small) or self._segment(size, small)
@@ -59,7 +61,7 @@ class CachingAllocator:
         return block
 
     def release(self, block: _Block) -> None:
-        """It is free, and one with the free ones beside it."""
+        """Free ``block``, and merge it with free neighbours."""
         self.allocated_bytes -= block.nbytes
         block.free = True
         for other in (block.before, block.after):
@@ -76,7 +78,7 @@ class CachingAllocator:
         self._add(block)
 
     def rounded(self, nbytes: int) -> int:
-        """To whole multiples of the least block."""
+        """Round ``nbytes`` up to a multiple of the least block."""
         return _up(max(nbytes, 1), self.rules.block_bytes)
 
     def _found(self, size: int, small: bool) -> _Block | None:
@@ -85,7 +87,7 @@ class CachingAllocator:
         return blocks.pop(at)[2] if at < len(blocks) else None
 
     def _segment(self, size: int, small: bool) -> _Block:
-        """A new one, that is one block."""
+        """Reserve a new segment, which is one block."""
         nbytes = self._segment_bytes(size, small)
         if self.most_bytes is not None and self.reserved_bytes + nbytes > self.most_bytes:
             self._give_back()
@@ -104,7 +106,7 @@ class CachingAllocator:
         return _up(size, self.rules.round_bytes)
 
     def _split(self, block: _Block, size: int) -> None:
-        """Leave what the block does not need, where that is enough for another."""
+        """Cut ``block`` to ``size``, if the rest is large enough for another block."""
         rest = block.nbytes - size
         if rest < self.rules.block_bytes if block.small else rest <= self.rules.small_bytes:
             return
@@ -114,7 +116,7 @@ class CachingAllocator:
         self._add(other)
 
     def _give_back(self) -> None:
-        """Segments that are free as a whole."""
+        """Give the segments back to the device that are free as a whole."""
         for blocks in self._free.values():
             whole = [entry for entry in blocks if entry[2].before is None and entry[2].after is None]
             self.reserved_bytes -= sum(nbytes for nbytes, _, _ in whole)
@@ -130,17 +132,17 @@ class CachingAllocator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """Of one block of memory, in instants: those born at one are made after those that die at it are gone."""
+    """The life of one block of memory, in instants; at each, blocks that die are freed before others are made."""
 
     nbytes: int
     born: int
-    """-1: it was there before."""
+    """Instant at which it is made; -1 if before the step."""
     died: int | None
-    """``None``: it outlives the step."""
+    """Instant at which it is freed; ``None`` if it outlives the step."""
 
 
 def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
-    """Of recorded storages, by operators; those without bytes have none."""
+    """Return the lifetimes of ``storages``, one instant for each operator; storages without bytes have none."""
     there = (s for s in storages if s.nbytes and (s.died is None or s.died > s.born))
     return [Lifetime(nbytes=s.nbytes, born=s.born, died=s.died) for s in there]
 
@@ -150,9 +152,9 @@ STEPS: Final = 2
 
 
 def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:
-    """Run an allocator through training steps with these blocks.  Raises :class:`NoRoomError`.
+    """Run ``allocator`` through training steps with blocks of these ``lives``.  Raises :class:`NoRoomError`.
 
-    What was there before a step stays; what outlives it is freed at its end, as gradients are before the next.
+    Blocks from before the step stay.  Blocks that outlive it are freed at its end, as gradients are before the next.
     """
     stays = [life for life in lives if life.born < 0 and life.died is None]
     for life in stays:

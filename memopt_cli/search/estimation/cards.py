@@ -1,7 +1,7 @@
-"""Well-known GPUs as device profiles, and such profiles read from YAML: what ``--for`` takes.
+"""Device profiles for ``--for``: those of well-known GPUs, and profiles read from YAML.
 
-Figures are those of the vendors' data sheets, dense and at boost clock, which kernels do not reach.
-Memory is what a process can allocate: what PyTorch shows as the device's total, less half a GiB for the context.
+Figures come from the vendors' data sheets, dense and at boost clock, which kernels do not reach.  Memory is the part
+that a process can allocate: the total that PyTorch shows, less half a GiB for the context.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memopt_cli.text.units import parse_bytes
 
 _CUBLAS: Final = 4096 * 1024 * 2 + 16 * 1024 * 8
 _CUBLAS_HOPPER: Final = 8 * 4096 * 1024
-"""What PyTorch gives cuBLAS to work in, for each of its handles (``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
+"""Workspace that PyTorch gives each cuBLAS handle, in bytes (``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
 
 
 def _card(
@@ -28,7 +28,7 @@ def _card(
     sheet: str,
     library_bytes: int = _CUBLAS,
 ) -> DeviceProfile:
-    """``gib``: usable memory.  ``tflops``: by name of the rate."""
+    """Make a profile of a card with ``gib`` of usable memory; ``tflops`` are by the name of the rate."""
     return from_data(
         DeviceProfile,
         {
@@ -52,7 +52,7 @@ _A10 = {"fp64": 0.488, "fp32": 31.2, "tf32": 62.5, "bf16": 125.0, "fp16": 125.0}
 _L4 = {"fp64": 0.473, "fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0}
 _L40S = {"fp64": 1.43, "fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp16": 362.0}
 _T4 = {"fp64": 0.253, "fp32": 8.1, "fp16": 65.0}
-"""Of matrix products in TFLOP/s, without sparsity; in 16 bits summed up in fp32."""
+"""Rates of matrix products in TFLOP/s, without sparsity; 16-bit products are summed in fp32."""
 
 CARDS: Final[dict[str, DeviceProfile]] = {
     card.name: card
@@ -75,9 +75,9 @@ CARDS: Final[dict[str, DeviceProfile]] = {
 
 
 def device_profile(text: str) -> DeviceProfile:
-    """``a100-40gb``, or the path of a YAML file, which ends so -> the profile.
+    """Return the profile that ``text`` names: a card such as ``a100-40gb``, or the path of a YAML file.
 
-    Raises :class:`UsageError` for a name that no card here has, and for a file that is no profile.
+    Raises :class:`UsageError` for an unknown card, and for a file that is no profile.
     """
     if text.lower().endswith((".yaml", ".yml")):
         return _read(Path(text))
@@ -92,7 +92,7 @@ def device_profile(text: str) -> DeviceProfile:
 
 
 def check_nothing_runs(request: BatchRequest) -> None:
-    """Raises :class:`OptionError` for what takes steps that are run, where none is."""
+    """Raise :class:`OptionError` if ``request`` asks for something that takes runs where no step is run."""
     wanted = {
         "a search": request.search is not None,
         "a comparison of strategies": bool(request.strategies),
@@ -112,7 +112,7 @@ def check_nothing_runs(request: BatchRequest) -> None:
 
 
 def check_memory_known(request: BatchRequest) -> None:
-    """Raises :class:`UsageError` for a share of the memory of a device that is not here and has no name."""
+    """Raise :class:`UsageError` if ``request`` asks for a share of the memory of an unknown device."""
     if request.layouts and request.card is None and isinstance(request.memory, float):
         raise UsageError(
             "how much memory the device of a rank has is not known",

@@ -1,6 +1,7 @@
-"""How long an operator takes on a device that is not here: by its products, or by the bytes of its tensors.
+"""The time of an operator on a device that is not here, by its floating-point operations or the bytes that it moves.
 
-S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model" (2009), operator by operator.
+It is the model of S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model" (2009),
+operator by operator.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from typing import Final
 from memopt_cli.records import DeviceProfile, OpTrace, Rate, StepTrace
 
 _RATES: Final[dict[str, Rate]] = {"float64": "fp64", "complex128": "fp64", "bfloat16": "bf16", "float16": "fp16"}
-"""Of what is not in single precision."""
+"""Dtype -> the rate of its products; single precision has two (see :func:`rate_of`)."""
 _IN_TF32: Final = ("convolution", "_rnn")
-"""In the names of operators that PyTorch hands to cuDNN, which it lets compute in TF32 unless told not to."""
+"""Parts of the names of operators that PyTorch hands to cuDNN, which computes them in TF32 by default."""
 _PACKING_PASSES: Final = 10
-"""How often a tensor goes through memory to be packed, checked and unpacked, about."""
+"""Times that a tensor goes through memory to be packed, checked and unpacked, about."""
 
 
 def operator_s(op: OpTrace, device: DeviceProfile) -> float:
-    """Seconds; none of one that only gives a view, which the host does."""
+    """Return the seconds of ``op`` on ``device``; 0 if it only makes a view, which the host does."""
     if not op.makes and not op.mutates:
         return 0.0
     products_s = op.flops / rate_of(op, device)
@@ -27,13 +28,13 @@ def operator_s(op: OpTrace, device: DeviceProfile) -> float:
 
 
 def rate_of(op: OpTrace, device: DeviceProfile) -> float:
-    """Floating-point operations a second of its products; a rate that the profile lacks is that of fp32."""
+    """Return the floating-point operations a second of ``op``; the rate of fp32 stands in for one that is not given."""
     rate = _RATES.get(op.dtype, "tf32" if any(part in op.name for part in _IN_TF32) else "fp32")
     return device.flops_per_s.get(rate, device.flops_per_s["fp32"])
 
 
 def timed(trace: StepTrace, device: DeviceProfile) -> StepTrace:
-    """The step with the seconds of its operators on a device, and without the workspaces of kernels of another."""
+    """Return ``trace`` with the seconds of its operators on ``device``, and without workspaces measured elsewhere."""
     ops = tuple(
         replace(op, seconds=operator_s(op, device), workspace_bytes=0, fixed_workspace_bytes=0) for op in trace.ops
     )

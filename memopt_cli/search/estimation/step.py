@@ -1,4 +1,4 @@
-"""What a recorded step needs on a device that is not here."""
+"""The memory and time of a recorded step on a device that is not here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memopt_cli.search.estimation.allocator import CachingAllocator, Lifetime, N
 
 
 def estimate(trace: StepTrace, device: DeviceProfile) -> DeviceEstimate:
-    """Both peaks and the time of a step whose operators have the seconds of that device."""
+    """Estimate both peaks and the time of ``trace``, whose operators have their seconds on ``device``."""
     lives = [*lifetimes(trace.storages), *library_blocks(trace.ops, device)]
     allocator = replayed(lives, device)
     return DeviceEstimate(
@@ -23,27 +23,27 @@ def estimate(trace: StepTrace, device: DeviceProfile) -> DeviceEstimate:
 
 
 def replayed(lives: Sequence[Lifetime], device: DeviceProfile) -> CachingAllocator:
-    """The device's allocator after steps with these blocks, had it no end of memory."""
+    """Return the allocator of ``device`` after steps with these ``lives``, without a bound on memory."""
     allocator = CachingAllocator(device.allocator)
     replay(allocator, lives)
     return allocator
 
 
 def needed_bytes(lives: Sequence[Lifetime], device: DeviceProfile) -> int:
-    """The allocated peak; where the device's allocator finds no room, what it would reserve: more than there is."""
+    """Return the allocated peak; where ``device`` has no room, the bytes to reserve, which are more than it has."""
     allocator = replayed(lives, device)
     fits = _fits(lives, device, allocator)
     return allocator.allocated_peak_bytes if fits else allocator.reserved_peak_bytes
 
 
 def library_blocks(ops: Iterable[OpTrace], device: DeviceProfile) -> list[Lifetime]:
-    """What the matrix library keeps: forward and backward run in threads of their own, each with its handle."""
+    """Return the blocks of the matrix library: forward and backward run in threads, each with a handle of its own."""
     phases = {op.phase for op in ops if op.flops} & {"forward", "backward"}
     return [Lifetime(nbytes=device.library_bytes, born=-1, died=None) for _ in phases if device.library_bytes]
 
 
 def _fits(lives: Sequence[Lifetime], device: DeviceProfile, endless: CachingAllocator) -> bool:
-    """Whether the device has room for these blocks, of which one with no end of memory is known."""
+    """Return whether ``device`` has room for ``lives``; ``endless`` is its allocator without a bound on memory."""
     if endless.reserved_peak_bytes <= device.memory_bytes:
         return True
     try:

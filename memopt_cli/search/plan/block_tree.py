@@ -1,11 +1,11 @@
-"""A recorded step as a tree of blocks, with what each keeps for backward and what it needs beside that.
+"""A recorded step as a tree of blocks, with the bytes that each keeps for backward and those it needs besides.
 
-Where a storage is kept for backward by several operators, the first that takes it as an input pays for it: a block pays
-for its input and not for its output, so what is paid adds up over blocks that follow each other::
+Several operators may keep one storage for backward.  The first that takes it as an input pays for it, so a block pays
+for its input and not for its output, and payments of consecutive blocks add up::
 
     x ──► linear ──► h ──► relu ──► y ──► linear ──► z
 
-    keeps    x              y            y            relu keeps what it gave, linear what it was given
+    keeps    x              y            y            linear keeps its input, relu its output
     pays     x              –            y            12 bytes each: 24 in all, not 36
 """
 
@@ -28,72 +28,71 @@ class Block:
 
     path: str
     kept_bytes: int
-    """What is kept for backward that it pays for."""
+    """Bytes kept for backward that it pays for."""
     peak_bytes: int
-    """Most bytes at any instant of its forward or backward, nothing that is kept for backward counted."""
+    """Most bytes at any instant of its forward or backward, without those kept for backward."""
     again_bytes: int = 0
-    """As ``peak_bytes``, its forward running again beside what its backward finds: gradients, above all."""
+    """Like ``peak_bytes``, with its forward run again beside what its backward finds: gradients, above all."""
     packed_bytes: int = 0
-    """As ``kept_bytes``, with packing."""
+    """Like ``kept_bytes``, with packing."""
     forward_bytes: int = 0
-    """As ``peak_bytes``, with what is inside held as forward alone would: a segment's first run."""
+    """Like ``peak_bytes``, for a forward for which autograd keeps nothing: a segment's first run."""
     packed_peak_bytes: int = 0
-    """As ``peak_bytes``, with packing: what is packed for backward is held whole by forward as well, as long as it
-    would hold it by itself."""
+    """Like ``peak_bytes``, with packing: forward also holds packed tensors whole, as long as it would by itself."""
     resident_bytes: int = 0
-    """Of ``peak_bytes``, what stays whatever is done here: parameters, their gradients so far, inputs."""
+    """Part of ``peak_bytes`` that no schedule changes: parameters, their gradients so far, inputs."""
     rerun: Rerun = field(default_factory=Rerun)
-    """What running its forward again takes."""
+    """Cost of running its forward again."""
     costly: tuple[Costly, ...] = ()
-    """Its costly calls and those of what is below, in their order."""
+    """Costly calls in it and below it, in their order."""
     input_bytes: int = 0
-    """Of what a segment would hold as it is and nobody else holds."""
+    """Bytes of inputs that a segment on it would hold and nothing else holds."""
     packed_input_bytes: int = 0
-    """The same in :attr:`compressor`."""
+    """Bytes of its inputs in :attr:`compressor`."""
     compressor: CompressorName = "null"
     packing_s: float = 0.0
-    """What packing its input takes, unpacking included."""
+    """Seconds that packing and unpacking its input takes."""
     input_shape: tuple[int, ...] = ()
-    """Of the first of its inputs."""
+    """Shape of its first input."""
     given_bytes: int = 0
-    """Of its inputs, whoever holds them."""
+    """Bytes of all its inputs."""
     output_bytes: int = 0
     state_bytes: int = 0
-    """What one chunk of it leaves to the next in attributes."""
+    """Bytes of attributes that one chunk of it leaves to the next."""
     refusal: str = ""
-    """Why it cannot be a segment; empty if it can."""
+    """Reason why it cannot be a segment; empty if it can."""
     children: tuple[Block, ...] = ()
-    """In the order of execution; empty for operators that are not looked into."""
+    """Parts in the order of execution; empty where there is nothing to divide."""
     is_round: bool = False
-    """Calls that no module makes: its backward is over when what follows begins, and nothing of it is kept then."""
+    """Whether it is a round: calls in no module, whose backward is over before the next block begins."""
     signature: int = 0
-    """Equal for blocks that do the same on tensors of the same sizes."""
+    """Hash, equal for blocks that do the same on tensors of the same sizes."""
 
     def __iter__(self) -> Iterator[Block]:
-        """This block and those below it."""
+        """Yield this block and those below it."""
         yield self
         for child in self.children:
             yield from child
 
 
 def block_tree(model: CostModel) -> Block:
-    """The tree of a recorded step."""
+    """Build the tree of the step that ``model`` was made from."""
     return _Builder(model).build()
 
 
 @dataclass(slots=True)
 class _Node:
-    """A call of a module; or a round: calls in turn, in no module, and their backward, as a step of one's own has."""
+    """A call of a module; or a round of a user's own step: consecutive calls in no module, and their backward."""
 
     call: ModuleCall
-    """Of a round as those around see it: over when what follows begins."""
+    """The call; of a round, one that is over when the next block begins."""
     children: list[_Node] = field(default_factory=list)
     around: ModuleCall | None = None
-    """Of a round: from its first operator to that at which the first backward begins, and all of backward."""
+    """Forward of a round, up to the operator at which the first backward begins, and all of its backward."""
 
 
 def _nest(calls: Sequence[ModuleCall]) -> _Node:
-    """The calls as a tree, each within the one that made it."""
+    """Return ``calls`` as a tree, each below the one that made it."""
     root = _Node(calls[0])
     around = [root]
     for call in calls[1:]:
@@ -106,7 +105,7 @@ def _nest(calls: Sequence[ModuleCall]) -> _Node:
 
 
 def _rounds(nodes: Sequence[_Node], ops: int) -> _Node:
-    """The calls that no other made, those whose backward is over before the next call together in a round within."""
+    """Gather ``nodes`` in a round; within it, those whose backward is over before the next call are rounds, too."""
     turn: list[_Node] = []
     for node in nodes:
         first = len(turn)
@@ -119,7 +118,7 @@ def _rounds(nodes: Sequence[_Node], ops: int) -> _Node:
 
 
 def _round(parts: list[_Node], stop: int) -> _Node:
-    """``stop``: the operator at which what follows begins."""
+    """Make a round of ``parts``; the next block begins at the operator ``stop``."""
     backward = [c for c in (part.call for part in parts) if c.backward]
     start, end = parts[0].call.start, parts[-1].call.end
     first = min((c.backward_start for c in backward), default=stop)
@@ -137,7 +136,7 @@ def _round(parts: list[_Node], stop: int) -> _Node:
 
 
 def _backward_edges(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range]:
-    """Backward of the operators between calls: between the backwards of those calls, last first."""
+    """Return the backward of the operators in ``call`` between ``calls``: it lies between the backwards of these."""
     upper = [call.backward_end]
     for child in calls:
         upper.append(min(upper[-1], child.backward_start) if child.backward else upper[-1])
@@ -158,7 +157,7 @@ class _Builder:
     def build(self) -> Block:
         if not self._trace.calls[0].path:
             return self._block(_nest(self._trace.calls))
-        # A step of one's own runs its models in no module.
+        # A user's own step calls its models in no module.
         whole = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
         nodes = _nest([whole, *self._trace.calls]).children
         return self._block(_rounds(nodes, len(self._trace.ops)))
@@ -208,7 +207,7 @@ class _Builder:
         return own
 
     def _children(self, call: ModuleCall, parts: Sequence[_Node]) -> Iterator[Block]:
-        """The calls right below, and the operators between them."""
+        """Yield a block for each of ``parts``, the calls right below, and for the operators between them."""
         if not parts:
             return
         calls = [part.call for part in parts]
@@ -223,7 +222,7 @@ class _Builder:
                 yield self._block(parts[index])
 
     def _span(self, path: str, forward: range, backward: range, stop: int) -> Block:
-        """``stop``: the operator before which running it again ends."""
+        """Make a block of operators; running it again ends before the operator ``stop``."""
         known, ops = self._bytes, [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
         passed, passed_whole = known.passed(forward, backward)
@@ -247,7 +246,7 @@ class _Builder:
         )
 
     def _packed(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
-        """What the inputs take in the codec of this module, step inputs included: those are stored once more."""
+        """Return the bytes of the packed inputs and their codec; step inputs count, since the segment copies them."""
         codecs: tuple[CompressorName, ...] = (module.compressor, "parts")
         for codec in codecs:
             packed = packed_inputs(self._trace, module, call, codec) if codec != "null" else {}
@@ -257,6 +256,6 @@ class _Builder:
 
 
 def repeated(root: Block) -> set[str]:
-    """Paths of modules that are called more than once a step."""
+    """Return the paths of modules that are called more than once a step."""
     calls = Counter(block.path for block in root if block.path)
     return {path for path, count in calls.items() if count > 1}

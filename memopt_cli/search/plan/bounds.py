@@ -1,4 +1,4 @@
-"""Where ranges of lengths end: few of them, such that an epoch is short."""
+"""Bounds of the ranges of lengths in a plan by length: few ranges, such that an epoch is short."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MOST_RANGES = 4
-"""Each has a plan that is searched, measured and verified."""
+"""Most ranges; each has a plan that is searched, measured and verified."""
 _WORTH = 0.01
-"""One range more makes the epoch shorter by this share of it, or is not made."""
+"""Share by which one more range must shorten the epoch."""
 _CANDIDATES = 24
-"""Bounds that are compared, at most."""
+"""Most bounds that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How much of an epoch is done at which length: a step of the original is taken to be as long as its length."""
+    """The work of an epoch by length: a step of the original is taken to last as long as its length."""
 
     lengths: tuple[int, ...]
-    """In ascending order."""
+    """Lengths that occur, in ascending order."""
     upto: tuple[float, ...]
-    """The work of all steps up to each length."""
+    """Work of all steps up to each length."""
 
     @classmethod
     def of(cls, counts: Mapping[int, float]) -> Work:
-        """Of steps of each length."""
+        """Return the work of ``counts``: length -> how many steps have it."""
         lengths = tuple(sorted(counts))
         return cls(lengths, tuple(itertools.accumulate(counts[length] * length for length in lengths)))
 
     def until(self, length: int) -> float:
-        """Of all steps that are no longer."""
+        """Return the work of all steps up to ``length``."""
         index = bisect.bisect_right(self.lengths, length)
         return self.upto[index - 1] if index else 0.0
 
     def epoch(self, slowdowns: Mapping[int, float]) -> float:
-        """The work of an epoch whose steps take so many times as long: bound of a range -> its slowdown."""
+        """Return the work of an epoch with ``slowdowns``: upper bound of a range -> the slowdown of its steps."""
         total, before = 0.0, 0.0
         for bound in sorted(slowdowns):
             total += slowdowns[bound] * (self.until(bound) - before)
@@ -45,10 +45,9 @@ class Work:
 
 
 def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tuple[int, ...]:
-    """Bounds between ``plain``, up to which no plan is needed, and the ``longest``, whose plan makes steps so much
-    longer.
+    """Choose bounds between ``plain``, up to which no plan is needed, and ``longest``, whose plan has ``slowdown``.
 
-    Between them slowdowns are taken to lie on a line.  ``plain`` is 0 where every length needs a plan.
+    In between, slowdowns are taken to rise linearly.  ``plain`` is 0 where every length needs a plan.
     """
 
     def expected(bound: int) -> float:
@@ -68,9 +67,10 @@ def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tu
 
 
 def _spread(lengths: Sequence[int], work: Work) -> list[int]:
-    """At most so many of them that as much is done between one and the next."""
+    """Choose at most :data:`_CANDIDATES` of ``lengths``, with about equal work between neighbours."""
     if len(lengths) <= _CANDIDATES:
         return list(lengths)
     low, high = work.until(lengths[0]), work.until(lengths[-1])
-    marks = (low + (high - low) * step / (_CANDIDATES - 1) for step in range(_CANDIDATES))
-    return sorted({lengths[min(bisect.bisect_left(lengths, mark, key=work.until), len(lengths) - 1)] for mark in marks})
+    amounts = (low + (high - low) * step / (_CANDIDATES - 1) for step in range(_CANDIDATES))
+    places = (bisect.bisect_left(lengths, amount, key=work.until) for amount in amounts)
+    return sorted({lengths[min(place, len(lengths) - 1)] for place in places})

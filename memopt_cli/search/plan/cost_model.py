@@ -1,12 +1,12 @@
-"""What a plan will cost, from one recorded step of the original: a replay of its operators, without running any.
+"""The cost of a plan in bytes and seconds, by a replay of one recorded step of the original that runs no operator.
 
-The replay moves the life of every storage as the plan does.  Within a segment forward frees what only autograd would
-have kept; right before the segment's backward its operators run once more, and what autograd keeps then lives as long
-as it did.  Segments nest: inside a recomputation, an inner segment is in its own forward again.  A segment in chunks
-runs them one after another, so one chunk's share of what is inside it is alive at a time.
+The replay changes the life of every storage as the plan does.  The forward of a segment frees tensors that only
+autograd would have kept.  Right before the segment's backward its operators run once more, and tensors that autograd
+keeps then live as long as before.  Segments nest: within a recomputation, an inner segment is in its first forward
+again.  Chunks run one after another, so one chunk's share of the tensors inside is alive at a time.
 
-All of it is arithmetic on :class:`~memopt_cli.records.StepTrace`; a plan takes milliseconds.  A dry run is the
-authority (:func:`memopt_cli.trace.count`); this is for finding what is worth one.
+All of this is arithmetic on :class:`~memopt_cli.records.StepTrace`, and takes milliseconds for a plan.  The authority
+is a dry run (:func:`memopt_cli.trace.count`); the cost model finds the plans that are worth one.
 """
 
 from __future__ import annotations
@@ -36,118 +36,126 @@ from memopt_cli.search.plan.keeping import kept_calls
 from memopt_cli.search.plan.replay import Original, Replay, ReplayedSegment
 
 _PACKING_BYTES_PER_S = 1e9
-"""Where it was not measured: of the order of two copies of the tensor."""
+"""Rate of packing where it was not measured: of the order of two copies of the tensor."""
 OP_S = 1.5e-6
-"""Time that an operator takes however small its tensors are: what chunks add, in forward, recomputation and backward.
-Fitted, as are the five that follow, to layers of a few numbers in 1 to 4 chunks (``benchmarks/overhead.py``)."""
+"""Seconds that an operator takes however small its tensors are, which chunks add in forward, recomputation and
+backward. Fitted, like the next five, to tiny layers in 1 to 4 chunks (``benchmarks/overhead.py``)."""
 PRODUCT_S = 40e-6
-"""What it is more of a convolution or a product of matrices."""
+"""Seconds that a convolution or a product of matrices takes beyond :data:`OP_S`."""
 SEGMENT_S = 0.4e-3
-"""What a run of a segment takes beside its operators, forward and recomputation together: state, hooks, generators."""
+"""Seconds that a run of a segment takes beside its operators, forward and recomputation together: state, hooks,
+generators."""
 MODULE_S = 40e-6
-"""What each module in it adds: its state is noted, and put back."""
+"""Seconds that each module in a segment adds: its state is saved and put back."""
 SEGMENT_OP_S = 16e-6
-"""What it adds to every operator in it: hooks on what autograd saves."""
+"""Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
 _PACKING_S = 150e-6
-"""What packing a small tensor takes and unpacking it again."""
+"""Seconds that it takes to pack a small tensor and to unpack it again."""
 KEEP_OP_S = 20e-6
-"""What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
+"""Seconds added to each operator, in either run, of a segment that keeps some outputs: it passes through Python."""
 NORM_S = 0.9e-3
-"""What each norm adds to a chunk where batch statistics are gathered: it is a dozen small operators then,
-in forward, in recomputation and in backward, whether it is measured or normalizes."""
+"""Seconds that each norm adds to a chunk where batch statistics are gathered: it is a dozen small operators then, in
+forward, recomputation and backward, whether it gathers or normalizes."""
 _NORM_SHARE = 0.4
-"""What these take for many numbers, of what the norm's own kernel takes: measured 0.48, normalized 0.33."""
+"""Time of these operators on large tensors, as a share of that of the norm's own kernel (0.48 where it gathers, 0.33
+where it normalizes)."""
 _FLOPS_PER_S = 5e10
-"""Where no operator was timed: only ratios of the times count then."""
+"""Assumed rate where no operator was timed: only ratios of the times matter then."""
 _LEAST_S = 15e-6
-"""There, of an operator."""
+"""Assumed least seconds of an operator where none was timed."""
 
 
 def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
-    """Seconds that it takes to pack so many tensors of so many bytes together, checks included, and to unpack them."""
+    """Predict the seconds to pack ``tensors`` tensors of ``nbytes`` in all, checks included, and to unpack them."""
     return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S) + tensors * _PACKING_S
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Those over the chunks of a segment that each gather the statistics of one more of its batch norms, together."""
+    """Passes over the chunks of a segment, each of which gathers the statistics of one more of its batch norms."""
 
     norms: int = 0
-    """A pass ends at each."""
+    """Number of batch norms, at each of which a pass ends."""
     ops: int = 0
-    """Operators of forward that they run, each counted once for every pass that runs it."""
+    """Operators of forward that all passes run, each counted once for every pass."""
     seconds: float = 0.0
-    """What these add in forward and in recomputation together."""
+    """Seconds that the passes add in forward and recomputation together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """What running the forward of one call again takes, and what it is made of: each takes time, however small."""
+    """The forward of one call run again: its seconds, and counts of parts that take time however small they are."""
 
     stop: int = 0
-    """The operator before which it ends: autograd has then what it saved."""
+    """Operator before which it ends, as autograd has all that it saved by then."""
     seconds: float = 0.0
     ops: int = 0
-    """Of the whole forward."""
+    """Operators of the whole forward."""
     products: int = 0
-    """Of these, convolutions and products of matrices."""
+    """Convolutions and products of matrices among the operators."""
     modules: int = 0
-    """In it, itself among them."""
+    """Modules in it, itself included."""
     passes: Passes = Passes()
-    """Those that precede it if it gathers batch statistics."""
+    """Passes that precede it if it gathers batch statistics."""
     scale: float = 1.0
-    """See :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
+    """Factor on all overheads: see :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
 
     def overhead_s(self, segment: SegmentPlan) -> float:
-        """What the call takes as a segment beside that and packing its inputs, in seconds."""
+        """Return the seconds that ``segment`` adds besides the recomputation itself and packing its inputs."""
         passes = self.passes if segment.gathers else Passes()
         runs = segment.chunks * (1 + passes.norms)
-        times = segment.chunks * (1 + passes.ops / max(1, self.ops))  # that an operator runs, in all of them together
+        times = segment.chunks * (1 + passes.ops / max(1, self.ops))  # how often an operator runs, on average
         per_op_s = SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)
         watched_s = runs * (SEGMENT_S + self.modules * MODULE_S) + times * self.ops * per_op_s
         chunked_s = 3 * (times - 1) * (self.ops * OP_S + self.products * PRODUCT_S)
-        met = passes.norms * (passes.norms + 3) // 2  # one norm in the first pass, two in the second ... all at last
-        norms_s = segment.chunks * met * NORM_S
+        # One norm runs in the first pass, two in the second, and so on; all run in the last, which gathers nothing:
+        # 1 + 2 + ... + n + n.
+        norms_run = passes.norms * (passes.norms + 3) // 2
+        norms_s = segment.chunks * norms_run * NORM_S
         states_s = self.seconds * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
         return self.scale * (watched_s + chunked_s + norms_s) + passes.seconds + states_s
 
 
 @dataclass(frozen=True, slots=True)
 class BatchNorm:
-    """A norm by the statistics of a batch, as operators of a step."""
+    """A norm by the statistics of a batch, as one operator of a step."""
 
     op: int
     source: int
-    """What makes the tensor that it normalizes."""
+    """Operator that makes the tensor that it normalizes."""
     nbytes: int = 0
-    """Of that tensor."""
+    """Bytes of that tensor."""
 
 
 def batch_norms(trace: StepTrace) -> list[BatchNorm]:
-    """Those of forward, in their order.  One that normalizes by given statistics makes nothing but its output."""
+    """List the batch norms in the forward of ``trace``, in their order."""
 
-    def finds(op: OpTrace) -> bool:
+    def gathers(op: OpTrace) -> bool:  # one that normalizes by given statistics makes nothing but its output
         made = sum(trace.storages[index].nbytes > 0 for index in op.makes)
         return op.phase == "forward" and "batch_norm" in op.name and made > 1
 
     def given(op: OpTrace) -> StorageTrace:
         return max((trace.storages[index] for index in op.reads), key=lambda storage: storage.nbytes)
 
-    found = [(index, given(op)) for index, op in enumerate(trace.ops) if finds(op)]
+    found = [(index, given(op)) for index, op in enumerate(trace.ops) if gathers(op)]
     return [BatchNorm(index, storage.born, storage.nbytes) for index, storage in found]
 
 
 def trained_input_bytes(trace: StepTrace, call: ModuleCall) -> int:
-    """Of what a call is given and needs gradients: as large a tensor before a norm links the passes that meet there."""
+    """Return the bytes of the inputs of ``call`` that need gradients.
+
+    A norm whose own input is no larger links the two passes that meet at it.
+    """
     return sum(trace.storages[index].nbytes for index in call.inputs if trace.storages[index].kind == "activations")
 
 
 def statistics_passes(
     elapsed: Sequence[float], norms: Sequence[BatchNorm], start: int, stop: int, given_bytes: int
 ) -> Passes:
-    """Over these operators; ``norms`` are those of the step, ``elapsed`` the seconds before every operator.
+    """Price the passes over the operators from ``start`` to ``stop`` that gather batch statistics.
 
-    ``given_bytes``: :func:`trained_input_bytes`.
+    ``elapsed`` are the seconds before every operator of the step, ``norms`` its batch norms, and ``given_bytes`` comes
+    from :func:`trained_input_bytes`.
     """
     within = norms[_first_from(norms, start) : _first_from(norms, stop)]
     seconds = saved_s = 0.0
@@ -157,12 +165,12 @@ def statistics_passes(
         until_s = elapsed[norm.op] - elapsed[start] - saved_s
         if norm.nbytes <= given_bytes:
             seconds += 2 * until_s - handed_on_s
-        else:  # the next pass goes back over it, too
+        else:  # not linked: the backward of the next pass goes through all of this pass, too
             seconds += 4 * until_s
         seconds += _NORM_SHARE * norm_s
         saved_s += (1 - _NORM_SHARE) * norm_s
     ops = sum(norm.op + 1 - start for norm in within)
-    return Passes(norms=len(within), ops=ops, seconds=seconds - 2 * saved_s)  # in the last pass too
+    return Passes(norms=len(within), ops=ops, seconds=seconds - 2 * saved_s)  # the last pass saves as much
 
 
 def _first_from(norms: Sequence[BatchNorm], op: int) -> int:
@@ -170,14 +178,15 @@ def _first_from(norms: Sequence[BatchNorm], op: int) -> int:
 
 
 _MOST_CHUNKS = 256
-"""Of a segment: more of them save next to nothing beside the weights, and a dry run of 2048 takes more than a minute
+"""Most chunks of a segment: more save next to nothing beside the weights, and a dry run of 2048 takes over a minute
 (four blocks of two layers, 64 features, batch 2048)."""
 
 
 def chunk_counts(length: int, factor: int) -> Iterator[int]:
-    """Numbers of chunks worth a try, each about ``factor`` times the one before, up to ``length`` of them.
+    """Yield numbers of chunks worth a try, each about ``factor`` times the one before, up to ``length``.
 
-    Of those whose longest chunk is equally long the least; ``factor`` 1: all of these.
+    Where several give a longest chunk of equal length, the least is taken: an axis of 10 is never cut in 6 to 9 chunks,
+    as 5 already have a length of 2.  With ``factor`` 1, all of these are yielded.
     """
     chunks = 1
     while chunks < length:
@@ -189,23 +198,26 @@ def chunk_counts(length: int, factor: int) -> Iterator[int]:
 
 
 def longest_share(chunks: int, length: int) -> float:
-    """Of the whole; ``length``: of the axis, 0 if it is not known."""
+    """Return the share that the longest of ``chunks`` is of an axis of ``length``; 0 stands for an unknown length."""
     return math.ceil(length / chunks) / length if length else 1 / chunks
 
 
 def cut_by(rule: ChunkRule, segment: SegmentPlan, chunks: int, input_shape: Sequence[int]) -> SegmentPlan:
-    """The segment in so many chunks of what is so large, its inputs raw where chunks of them cannot be packed."""
+    """Return ``segment`` in ``chunks`` by ``rule``, its inputs unpacked where chunks of them cannot be packed."""
     cut = rule.applied(segment, chunks)
     return replace(cut, compressor="null") if is_raw_in_chunks(cut, input_shape) else cut
 
 
 def is_raw_in_chunks(segment: SegmentPlan, input_shape: Sequence[int]) -> bool:
-    """Whether no codec packs its chunks: they are of no whole parts, and have gaps behind an axis that is not cut."""
+    """Return whether no codec packs the chunks of ``segment``.
+
+    Chunks of a concatenation are no whole parts of it, and behind an axis that is not cut, chunks have gaps in memory.
+    """
     return segment.chunks > 1 and (segment.compressor == "parts" or math.prod(input_shape[: segment.axis]) > 1)
 
 
 class CostModel:
-    """Prices plans of one recorded step."""
+    """Predicts peak and time of plans for one recorded step."""
 
     def __init__(self, trace: StepTrace) -> None:
         self.trace = trace
@@ -215,30 +227,30 @@ class CostModel:
             self._calls[call.path].append(call)
         timed = any(op.seconds for op in trace.ops)
         self.packable_bytes = sum(s.nbytes for s in trace.storages if s.saved_by and s.compressor != "null")
-        """Of what autograd saves, the bytes that packing makes less of."""
+        """Bytes that autograd saves and packing makes fewer."""
         self.peak_bytes = trace.allocated_peak_bytes
-        """Of the original."""
+        """Allocated peak of the original."""
         self.seconds = _timed_alike(trace) if timed else [max(_LEAST_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
-        """Of every operator, measured or estimated from its flops."""
+        """Seconds of every operator, measured or estimated from its flops."""
         self.step_s = sum(self.seconds)
-        """Time of the original step in seconds."""
+        """Seconds of the original step."""
         self.elapsed = [0.0, *accumulate(self.seconds)]
-        """Seconds before every operator, and of all."""
+        """Seconds before every operator, and of all of them at last."""
         self.norms = batch_norms(trace)
         self._products = [0, *accumulate(op.flops > 0 for op in trace.ops)]
-        """Before every operator, and of all."""
+        """Costly operators before every operator, and all of them at last."""
         self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
         self._original = Original(trace)
         self._ends = ends_of_recomputation(trace)
         left = [s for s in trace.storages if s.kind == "activations" and s.died is None]
         self._left_born = [s.born for s in left]
-        """Births, in their order, of what is there when the step has ended."""
+        """Operators that made the activations alive at the end of the step, in their order."""
         self._left_bytes = [0, *accumulate(s.nbytes for s in left)]
         self._predicted: dict[Plan, Prediction] = {}
         self._reruns: dict[tuple[str, int, int], Rerun] = {}
 
     def predict(self, plan: Plan) -> Prediction:
-        """The step under ``plan``: allocated peak, when it happens, and time; every plan once."""
+        """Predict the step under ``plan``: its allocated peak, the module that runs then, and its time."""
         if plan not in self._predicted:
             self._predicted[plan] = self._replay(plan)
         return self._predicted[plan]
@@ -262,7 +274,7 @@ class CostModel:
         return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + packing
 
     def rerun(self, call: ModuleCall) -> Rerun:
-        """Of a call, worked out once."""
+        """Return the cost of running the forward of ``call`` again."""
         key = call.path, call.start, call.end
         if key not in self._reruns:
             last = bisect.bisect_left(self._ends, (call.end, 0)) - 1
@@ -280,8 +292,8 @@ class CostModel:
         return self._reruns[key]
 
     def _blocks(self, plan: Plan) -> list[ReplayedSegment]:
-        """Outer ones first, in the order of their forward."""
-        # A head that runs through its loss did so when the step was recorded: see Planner.
+        """Return the segments of ``plan`` as calls to replay, outer ones first, in the order of their forward."""
+        # A head that runs through its loss did so when the step was recorded: see SearchSpaces.
         segments = [segment for segment in plan.segments if not segment.through_loss]
         wanted = [(call, segment) for segment in segments for call in self._segment_calls(segment)]
         wanted.sort(key=lambda pair: (pair[0].start, -pair[0].end))
@@ -322,7 +334,7 @@ class CostModel:
         return blocks
 
     def _saved_before(self, block: ReplayedSegment, blocks: Sequence[ReplayedSegment]) -> set[int]:
-        """Parts of the block's inputs that autograd has saved outside of segments until then."""
+        """Return the parts of the inputs of ``block`` that autograd has saved outside of segments before it."""
         segments = [other.call.forward for other in blocks]
 
         def is_saved(index: int) -> bool:
@@ -332,7 +344,7 @@ class CostModel:
         return set(filter(is_saved, (part for index in block.call.inputs for part in self._parts_of(index))))
 
     def _left_by(self, call: ModuleCall) -> int:
-        """Bytes born in the call that are there when the step has ended."""
+        """Return the bytes made in ``call`` that are alive at the end of the step."""
         first, last = (bisect.bisect_left(self._left_born, edge) for edge in (call.start, call.end))
         return self._left_bytes[last] - self._left_bytes[first]
 
@@ -353,7 +365,7 @@ class CostModel:
                 yield call
 
     def _parts(self, whole: ModuleCall) -> Iterator[ModuleCall]:
-        """The calls right below one."""
+        """Yield the calls right below ``whole``."""
         end = whole.start
         calls = self.trace.calls
         for index in range(bisect.bisect_left(calls, whole.start, key=lambda call: call.start), len(calls)):
@@ -365,7 +377,7 @@ class CostModel:
                 yield call
 
     def _packed(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
-        """``stored``: what a concatenation need not be stored for again."""
+        """Return input -> its packed bytes; parts of a concatenation in ``stored`` are held anyway and cost nothing."""
         codec = block.segment.compressor
         module = self.modules[block.call.path]
         if codec == "null" or is_raw_in_chunks(block.segment, module.input_shape):
@@ -378,15 +390,15 @@ class CostModel:
         return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in held.items() if nbytes}
 
     def _parts_of(self, storage: int) -> Set[int]:
-        """What a storage was made of."""
+        """Return the storages that the operator which made ``storage`` read."""
         born = self.trace.storages[storage].born
         return set(self.trace.ops[born].reads) if born >= 0 else set()
 
 
 def _timed_alike(trace: StepTrace) -> list[float]:
-    """Return the seconds of every operator: of those that do the same on as many bytes the median.
+    """Return the seconds of every operator: the median of those that do the same on equal sizes.
 
-    Each was timed once, the first of them often with cold caches, or while the machine did something else.
+    Each was timed only once, perhaps with cold caches or while the machine did something else.
     """
 
     def kind(op: OpTrace) -> tuple[object, ...]:
@@ -402,10 +414,11 @@ def _timed_alike(trace: StepTrace) -> list[float]:
 
 
 def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec: CompressorName) -> dict[int, int]:
-    """Those inputs of a call that a codec stores in less -> bytes.
+    """Return input of ``call`` -> its bytes in ``codec``, for inputs that take fewer bytes in it.
 
-    Of a storage that autograd saves it is known whether bits or bytes hold it.  Of others, and of codecs that look at
-    more, only the share is known that the module's inputs take in its codec: every input is taken to have that.
+    For a storage that autograd saves, the trace has its codec and its packed bytes.  For others, and for codecs that
+    look at more than the values, it only has the share that all of the module's inputs take, which is assumed for each
+    of them.
     """
     inputs = {index: trace.storages[index] for index in call.inputs}
     packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == codec}
@@ -416,9 +429,9 @@ def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec
 
 
 def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
-    """Every operator of forward that autograd saves something for, and where running up to it again ends; in order.
+    """List the operators of forward that autograd saves something for, each with where a recomputation up to it ends.
 
-    What an operator is given autograd saves before it runs, what it makes afterwards.
+    Autograd saves an operator's inputs before it runs, so that it need not run again, and its outputs afterwards.
     """
     ends: dict[int, int] = {}
     for index, storage in enumerate(trace.storages):

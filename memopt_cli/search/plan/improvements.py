@@ -1,4 +1,4 @@
-"""How an answer is improved: by plans that differ a little, priced by the cost model, which sees more than sums."""
+"""Plans that differ a little from an answer: the cost model prices them, which sees more than the solver's sums."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from memopt_cli.search.plan.questions import ChunkQuestions, nested
 from memopt_cli.search.plan.targets import segment as plain_segment
 
 _MOST_UNWRAPS = 40
-"""Segments that are looked at one by one, those that cost most time first."""
+"""Segments that are tried one by one for removal, those that cost most time first."""
 
 
 class Improvements:
-    """Of plans for one recorded step."""
+    """Makes plans for one recorded step from a plan for it."""
 
     def __init__(self, proposals: Proposals, questions: ChunkQuestions) -> None:
         self._proposals = proposals
@@ -26,9 +26,9 @@ class Improvements:
         self._modules = proposals.modules
 
     def rearranged(self, plan: Plan, chunks: Mapping[str, tuple[ChunkRule, int]]) -> Iterator[Plan]:
-        """The plan with a module at its peak, or all of a class, in so many chunks, of those that these rules are of.
+        """Yield ``plan`` with a module at its peak, or all of a class, in chunks by the rules in ``chunks``.
 
-        And with the modules that have a split of their own split by it.
+        And ``plan`` with every module split that has a split of its own.
         """
         allowed = self._proposals.allowed
         for other in (*self._split(plan), *self._cut(plan, chunks)):
@@ -36,7 +36,7 @@ class Improvements:
                 yield other
 
     def relaxed(self, plan: Plan, fits: Callable[[Plan], bool]) -> Plan:
-        """Without the segments, chunks and packing that are needless for the plan to fit."""
+        """Return ``plan`` without the segments, chunks and packing that it does not need to fit."""
         removable = [s for s in plan.segments if not s.through_loss]
         for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
             plan = self._reduced(plan, segment, fits)
@@ -67,7 +67,7 @@ class Improvements:
                 yield self._in_chunks(plan, {path: rules[path] for path in group}, chunks)
 
     def _in_chunks(self, plan: Plan, rules: Mapping[str, tuple[ChunkRule, int]], chunks: int) -> Plan:
-        """What lies in the modules, and what they lie in, is no segment any longer."""
+        """Return ``plan`` with the modules of ``rules`` in chunks, and no segment within or around them."""
 
         def apart(other: SegmentPlan) -> bool:
             return not any(nested(other.path, path) for path in rules)
@@ -82,7 +82,7 @@ class Improvements:
         return replace(plan, segments=tuple(segments))
 
     def _reduced(self, plan: Plan, segment: SegmentPlan, fits: Callable[[Plan], bool]) -> Plan:
-        """The fastest that fits: without the segment, with it as a whole or in fewer chunks; or the plan as it is."""
+        """Return the fastest that fits: without ``segment``, with it whole or in fewer chunks, or ``plan`` as it is."""
         at = plan.segments.index(segment)
         before, after = plan.segments[:at], plan.segments[at + 1 :]
         without = replace(plan, segments=before + after)

@@ -1,4 +1,4 @@
-"""What a search for a plan is given."""
+"""Questions that a search for a plan asks about the model, handed to it as callables."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotTried:
-    """A plan that was not counted: the search is over, and what was found so far is the answer."""
+    """A plan that was not counted because the search is over; the best plan so far is the answer."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """How a search learns of the model: answers come from dry runs or from profiling subprocesses."""
+    """How a search asks about the model: dry runs or profiling subprocesses answer."""
 
     count: Callable[[Plan], Counted | Failure | NotTried]
-    """The peaks of one step under a plan."""
+    """Counts the peaks of one step under a plan."""
     chunking: Callable[[str], ChunkRule | Refused]
-    """Whether the module at a path may run in chunks."""
+    """Answers whether, and how, the module at a path may run in chunks."""
     report: Callable[[str], None]
-    """Progress, one line."""
+    """Shows one line of progress."""
     trace: Callable[[Plan], StepTrace | Failure | NotTried] = lambda plan: NotTried(reason="no step is recorded")
-    """A step under a plan, recorded."""
+    """Records a step under a plan."""
     late: Callable[[], bool] = lambda: False
-    """Whether the time of the search is over: long sums ask this too, for they count nothing meanwhile."""
+    """Answers whether the time of the search is over; long computations ask, too, since they run no probe meanwhile."""
 
 
 def is_within(path: str, ancestor: str) -> bool:
-    """Whether ``path`` is ``ancestor`` or lies below it; the empty path is the root."""
+    """Return whether ``path`` is ``ancestor`` or lies below it; the empty path is the root."""
     return not ancestor or path == ancestor or path.startswith(ancestor + ".")

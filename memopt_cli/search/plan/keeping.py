@@ -1,7 +1,7 @@
-"""What a segment may keep instead of recomputing it: the outputs of its costly operators.
+"""Outputs that a segment may keep instead of recomputing them: those of its costly operators.
 
-Convolutions, matrix products and attention take most of the time and make a part of the bytes; what stands between
-them is cheap to run again.  Of a segment's costly calls those are kept first that save most time for a byte.
+Convolutions, matrix products and attention take most of the time and make only a part of the bytes; the operators
+between them are cheap to run again.  A segment keeps those outputs first that save most time for a byte.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from memopt_cli.records import StepTrace
 from memopt_cli.search.plan.interface import is_within
 
 _MOST_CALLS = 24
-"""A segment of more costly calls keeps none: smaller ones can."""
+"""Most costly calls of a segment that keeps any: of larger ones, the segments within can."""
 _MOST_CHOICES = 6
-"""How many sets of calls are looked at for one segment."""
+"""Most sets of calls that are tried for one segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +24,17 @@ class Costly:
     """One call of a costly operator in forward."""
 
     op: int
-    """Its place in the step."""
+    """Index in the step."""
     name: str
     module: str
     """Path of the innermost module around it."""
     nbytes: int
-    """Of its outputs; 0: they are written in place later, and are not kept."""
+    """Bytes of its outputs; 0 where they are written in place later, so that they cannot be kept."""
     seconds: float
 
 
 def costly_calls(trace: StepTrace, seconds: Sequence[float]) -> list[Costly]:
-    """The costly calls of forward, in their order."""
+    """List the costly calls in the forward of ``trace``, in their order; ``seconds`` are those of every operator."""
     written = {index for op in trace.ops for index in op.mutates}
     return [
         Costly(
@@ -50,7 +50,7 @@ def costly_calls(trace: StepTrace, seconds: Sequence[float]) -> list[Costly]:
 
 
 def choices(calls: Sequence[Costly]) -> list[frozenset[int]]:
-    """Sets of calls worth keeping, by their place in the step: from the best for a byte to all that can be."""
+    """List sets of ``calls`` worth keeping, by their index in the step: from the few best for a byte to all."""
     worthy = sorted((c for c in calls if c.nbytes and c.seconds), key=lambda c: c.nbytes / c.seconds)
     if len(worthy) > _MOST_CALLS:
         return []
@@ -59,9 +59,10 @@ def choices(calls: Sequence[Costly]) -> list[frozenset[int]]:
 
 
 def keep_names(calls: Sequence[Costly], kept: Collection[int], within: Collection[str]) -> tuple[str, ...]:
-    """``kept`` as a plan names it: an operator all of whose calls are kept has no number.
+    """Return the names of ``kept`` in a plan.
 
-    ``calls``: the costly calls of a segment; ``within``: paths of segments that lie in it, whose calls do not count.
+    ``aten::mm`` stands for all calls of that operator, ``aten::mm#2`` for the second alone.  ``calls`` are the costly
+    calls of a segment; those in segments ``within`` it do not count.
     """
     own = [c for c in calls if not any(is_within(c.module, path) for path in within)]
     return tuple(dict.fromkeys(_names(own, kept)))
@@ -77,12 +78,12 @@ def _names(own: Sequence[Costly], kept: Collection[int]) -> Iterator[str]:
 
 
 def numbered(keep: Collection[str]) -> bool:
-    """Whether single calls are named: they are counted in one run, and in chunks a segment runs once for each."""
+    """Return whether ``keep`` names single calls, which chunks rule out: each chunk makes all of them once more."""
     return any("#" in name for name in keep)
 
 
 def kept_calls(trace: StepTrace, own: Sequence[int], keep: Collection[str]) -> Iterator[int]:
-    """The inverse: which of a segment's ``own`` operators, in their order, ``keep`` names."""
+    """Yield those of a segment's ``own`` operators, in their order, that ``keep`` names: see :func:`keep_names`."""
     made: Counter[str] = Counter()
     for place in own:
         name = trace.ops[place].name

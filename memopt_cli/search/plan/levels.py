@@ -1,4 +1,4 @@
-"""What a level says: the means that a plan may use, and those that one does."""
+"""Levels: what plans of each may do, and the level of a given plan."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from memopt_cli.records import ModuleTrace, Plan, SearchOptions
 from memopt_cli.search.plan.interface import is_within
-from memopt_cli.search.plan.segment_ways import Allowed
+from memopt_cli.search.plan.schedules import Limits, spent_by
+from memopt_cli.search.plan.segment_schedules import Allowed
 from memopt_cli.search.plan.targets import asked_for
-from memopt_cli.search.plan.ways import Limits, spent_by
 
 NESTED, CHUNKS, KEPT = 2, 3, 4
 """The levels from which segments may lie in others, run in chunks and through losses, and keep outputs."""
 
 
 def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: Limits) -> Allowed:
-    """The means of a level, of the modules that were asked for; from level 2 on what lies in them counts as asked for.
+    """Return the permissions of ``level``; from level 2 on, parts of a module that was asked for are allowed, too.
 
     Raises :class:`PlanError` for a target that matches nothing that can be a segment.
     """
@@ -42,7 +42,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
 
 
 def level_of(plan: Plan) -> int:
-    """The least level that allows all that a plan does."""
+    """Return the least level that allows all that ``plan`` does."""
     if plan.is_empty:
         return 0
     if any(segment.keep for segment in plan.segments):

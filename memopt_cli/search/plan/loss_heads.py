@@ -1,4 +1,7 @@
-"""Linear layers whose output goes to a cross-entropy and nowhere else: the heads of language models."""
+"""Linear layers whose output goes to a cross-entropy and nowhere else: the heads of language models.
+
+Such a head may run through its loss in chunks, so that the logits of a whole batch never exist at once.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ from memopt_cli.records import ModuleTrace, Plan, SegmentPlan, StepTrace
 from memopt_cli.search.plan.interface import is_within
 
 _LEAST_ROWS = 128
-"""Of a chunk: products of fewer rows are slow."""
+"""Fewest rows of a chunk: products of fewer are slow."""
 _ON_THE_WAY = {"aten::_to_copy", "aten::clone"}
 _LOSS = "aten::_log_softmax"
 
 
 def with_heads(start: Plan, peak_bytes: int, trace: StepTrace, peak_of: Callable[[Plan], float]) -> Plan:
-    """The plan with every head through its loss that does not raise its peak, if that lowers it in the end.
+    """Add to ``start`` every head through its loss that does not raise the peak; return ``start`` if none lowers it.
 
-    Of two that stand equally high one alone changes nothing.  ``peak_of``: by a dry run, infinite where that fails.
+    A head that merely does not raise it may stay, since of two equal peaks one head alone lowers none.  ``peak_of``
+    counts a plan by a dry run, infinite where that fails.
     """
     best, lowest = start, float(peak_bytes)
     for head in loss_heads(trace):
@@ -30,7 +34,7 @@ def with_heads(start: Plan, peak_bytes: int, trace: StepTrace, peak_of: Callable
 
 
 def loss_heads(trace: StepTrace) -> tuple[SegmentPlan, ...]:
-    """Every such head, in as many chunks as make one of its output about as large as its input."""
+    """Return a segment for every head in ``trace``, so cut that a chunk of the output is as large as the input."""
     return tuple(
         SegmentPlan(path=module.path, chunks=_chunks(module), through_loss=True)
         for module in trace.modules
@@ -50,9 +54,9 @@ def _chunks(module: ModuleTrace) -> int:
 
 
 def _feeds_loss_alone(trace: StepTrace, module: ModuleTrace) -> bool:
-    """Whether forward reads the output of its one call in views and casts until a loss does.
+    """Return whether forward reads the output of ``module`` only in views and casts, and then in a loss.
 
-    Being returned is not being read.
+    A model may return it besides: that is no read.
     """
     call = next(call for call in trace.calls if call.path == module.path)
     logits = set(call.outputs)

@@ -1,6 +1,7 @@
-"""How many bytes a recorded step holds at each of its operators, and which operator pays for what backward keeps.
+"""Bytes that a recorded step holds at each of its operators, and which operator pays for what backward keeps.
 
-Where a storage is kept for backward by several operators, the first that takes it as an input pays for it.
+Several operators may keep one storage for backward; the first that takes it as an input pays for it (``block_tree.py``
+has an example).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from memopt_cli.records import ModuleCall, StepTrace
 
 
 class OperatorBytes:
-    """Lists with an entry for each operator of a step, in bytes."""
+    """Lists of bytes with an entry for each operator of a step."""
 
     def __init__(self, trace: StepTrace) -> None:
         self._trace = trace
@@ -21,18 +22,19 @@ class OperatorBytes:
         self._backward_starts = [
             op for op, ran in enumerate(trace.ops) if ran.phase == "backward" and trace.ops[op - 1].phase != "backward"
         ]
-        """Where a forward ends."""
+        """Operators at which a backward begins, and so a forward ends."""
         self.payer: dict[int, int] = {}
-        """Storage that is kept for backward -> the operator that pays for it."""
+        """Storage kept for backward -> the operator that pays for it."""
         self.paid, self.paid_packed = self._payments()
-        """What operators of forward pay for, without packing and with, as prefix sums."""
+        """Prefix sums of what operators of forward pay for: without packing, and with it."""
         self.base, self.entry, self.resident = self._levels()
-        """What is not kept for backward, workspace included; what of it an operator finds; and what of it stays."""
+        """At every operator: bytes not kept for backward, workspace included; those there before it; those that
+        stay."""
         self.whole = self._held_whole()
-        """Of what is packed for backward, what forward holds, and what is whole again where backward uses it."""
+        """At every operator: bytes of packed tensors that are whole, in forward or unpacked for backward."""
 
     def _payments(self) -> tuple[list[int], list[int]]:
-        """Bytes that every operator of forward pays for, without packing and with, as prefix sums."""
+        """Compute :attr:`payer`, :attr:`paid` and :attr:`paid_packed`."""
         count = len(self._trace.ops) + 1
         paid, packed = [0] * count, [0] * count
         for index, storage in enumerate(self._trace.storages):
@@ -46,7 +48,7 @@ class OperatorBytes:
         return list(accumulate(paid)), list(accumulate(packed))
 
     def _levels(self) -> tuple[list[int], list[int], list[int]]:
-        """At every operator: bytes not kept for backward, workspace included; those it finds; those that stay."""
+        """Compute :attr:`base`, :attr:`entry` and :attr:`resident`."""
         count = len(self._trace.ops)
         base, entry, resident = [0] * (count + 1), [0] * (count + 2), [0] * (count + 1)
         for index, storage in enumerate(self._trace.storages):
@@ -66,13 +68,13 @@ class OperatorBytes:
         return levels, list(accumulate(entry[:-2])), list(accumulate(resident[:-1]))
 
     def _held_whole(self) -> list[int]:
-        """At every operator: bytes that forward holds of what is packed for backward, and that backward unpacks."""
+        """Compute :attr:`whole`."""
         level = [0] * (len(self._trace.ops) + 1)
         for index in self.payer:
             storage = self._trace.storages[index]
             end = self._end_of_forward(storage.born)
             freed = end if storage.freed is None else min(storage.freed, end)
-            used = storage.died if storage.died is not None and storage.died > end else 0  # right before
+            used = storage.died if storage.died is not None and storage.died > end else 0  # used right before it dies
             for start, stop in ((storage.born, freed), (used - 1, used)):
                 if storage.compressor != "null" and stop > start >= 0:
                     level[start] += storage.nbytes
@@ -80,14 +82,14 @@ class OperatorBytes:
         return list(accumulate(level[:-1]))
 
     def _end_of_forward(self, op: int) -> int:
-        """Of the forward that an operator is in."""
+        """Return the operator at which the forward around ``op`` ends."""
         if not self._backward_starts:
             return len(self._is_forward)
         place = bisect.bisect_left(self._backward_starts, op)
         return self._backward_starts[min(place, len(self._backward_starts) - 1)]
 
     def passed(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
-        """At every operator: bytes of what is made in ``forward`` and paid for later; and those that are not packed."""
+        """Return operator -> bytes made in ``forward`` and paid for later: of all storages, and of those not packed."""
         changes: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
         for index in range(*self._born_in(forward)):
             storage = self._trace.storages[index]
@@ -106,7 +108,7 @@ class OperatorBytes:
         return levels(changes[0]), levels(changes[1])
 
     def forward_alone(self, call: ModuleCall) -> int:
-        """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""
+        """Return the most bytes at any instant of the forward of ``call`` if autograd keeps nothing that is inside."""
         level: dict[int, int] = defaultdict(int)
         for index in range(*self._born_in(call.forward)):
             storage = self._trace.storages[index]

@@ -1,4 +1,7 @@
-"""One search for all that is asked: levels, budgets, the frontier.  Shortlisted by arithmetic, decided by dry runs."""
+"""The planner: one search that answers for levels, budgets and the frontier.
+
+Arithmetic on the recorded step makes a shortlist, and dry runs decide.
+"""
 
 from __future__ import annotations
 
@@ -8,63 +11,64 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from memopt_cli.records import Counted, Outlook, Plan, SearchOptions, StepTrace
-from memopt_cli.search.plan.grounds import WORTH_LOWERING, Ground, Grounds
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.level_search import LevelRuns, LevelSearch
 from memopt_cli.search.plan.questions import DryRuns, Priced, TimeIsUp
+from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpace, SearchSpaces
 from memopt_cli.text.units import format_bytes
 
 _FRONTIER_POINTS = 8
-"""Budgets that the frontier is asked at, evenly spaced."""
+"""Budgets at which plans of the frontier are looked for, evenly spaced."""
 _NEARLY = 0.01
-"""Of plans whose peaks differ by no more than this share, the fastest is the answer of a level."""
+"""Share above the least peak within which the fastest plan is the answer of a level."""
 _WITHIN_REACH = 1.25
-"""Times a budget: up to this least peak, modules are asked anew in the order of a level, which led 8 % lower once."""
+"""Multiple of a budget: if the least peak is below it, the search starts anew level by level, which once led 8 %
+lower."""
 _REFUTATIONS = 3
-"""Dry runs above the budget, in a row, of plans with less that the cost model finds to fit."""
-_TELLING = 0.01
-"""A neighbour is worth naming that is faster, or smaller, by this share."""
+"""Dry runs in a row that may exceed the budget although the cost model found a relaxed plan to fit."""
+_WORTH_NAMING = 0.01
+"""Share by which a neighbour must be faster, or smaller, to be named."""
 
 
 class Planner:
-    """Finds plans of one recorded step; what it learns of the model while it looks is kept.
+    """Finds plans for one recorded step, and keeps what it learns about the model from one question to the next.
 
-    Any question may be asked when time is up or after Ctrl-C: the answer is then the best of what was counted.
+    After its time is over, or Ctrl-C, every question is answered by the best plan counted so far.
     """
 
     def __init__(self, trace: StepTrace, original: Counted, probes: Probes, options: SearchOptions) -> None:
         self._probes = probes
         self._options = options
         self.dry_runs = DryRuns(probes, original)
-        """The plans that were counted while it looked."""
-        self._new_grounds = functools.partial(Grounds, trace, probes, self.dry_runs, options)
-        self._grounds = self._new_grounds()
+        """Plans counted so far."""
+        self._new_spaces = functools.partial(SearchSpaces, trace, probes, self.dry_runs, options)
+        self._spaces = self._new_spaces()
         self._descended: set[tuple[int, float]] = set()
-        """Levels whose least peak was looked for, at most so slow."""
+        """Pairs of a level and a slowdown for which the least peak was looked for."""
 
     @property
     def frontier_so_far(self) -> list[Priced]:
-        """Of all plans that were dry-run, those of which no other is both smaller and faster, fastest first."""
+        """Plans counted so far of which no other is both smaller and faster, fastest first."""
         return list(nondominated(self.dry_runs.up_to(self._options.level)))
 
     def neighbours(self, plan: Plan, refused: Collection[Plan] = ()) -> tuple[Outlook | None, Outlook | None]:
-        """What the next faster plan on the frontier so far would give, and the next smaller, by a percent at least.
+        """Return what the next faster and the next smaller plan than ``plan`` promise, each ``None`` if there is none.
 
-        Where none so far is smaller, that of the least peak by the sums alone.  The original is no plan, and of what is
-        ``refused`` more is known than a prediction.
+        They lie on the frontier so far and differ by a per cent at least.  Where no smaller plan was counted, the
+        solver's prediction of the least peak stands in.  The original and the ``refused`` plans are left out.
         """
         own = self.dry_runs.known(plan)
         if own is None:
             return None, None
         frontier = [p for p in self.frontier_so_far if not p.plan.is_empty and p.plan not in refused]
-        faster = [found for found in frontier if found.slowdown <= (1 - _TELLING) * own.slowdown]
-        smaller = [found for found in frontier if found.peak_bytes <= (1 - _TELLING) * own.peak_bytes]
+        faster = [found for found in frontier if found.slowdown <= (1 - _WORTH_NAMING) * own.slowdown]
+        smaller = [found for found in frontier if found.peak_bytes <= (1 - _WORTH_NAMING) * own.peak_bytes]
         return _outlook(faster[-1:]), _outlook(smaller[:1]) or self._smaller_by_sums(own.peak_bytes)
 
     def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
-        """The plan of the lowest peak found that a level allows and that is no slower; none is above a lower level's.
+        """Return the plan of the lowest peak that ``level`` allows and that is at most ``most_slowdown`` slow.
 
-        Modules that stand at the peak are put in chunks while that lowers it.
+        All lower levels are searched first, so a higher level never has a higher peak.
         """
         with contextlib.suppress(TimeIsUp):
             for lower in range(1, level + 1):
@@ -74,9 +78,10 @@ class Planner:
         return self.dry_runs.smallest(level, most_slowdown)
 
     def best(self, level: int, most_slowdown: float = math.inf) -> Priced:
-        """The fastest plan whose peak is nearly the least, and no higher than the least of the level below.
+        """Return the fastest plan of ``level`` whose peak is within a per cent of the least.
 
-        What only this level may do has to lower that by enough: chunks change the order of sums.
+        Permissions that only this level has are used where they lower the least peak of the level below by enough:
+        chunks change the order in which sums are rounded.
         """
         least = self.least(level, most_slowdown)
         while True:
@@ -85,25 +90,25 @@ class Planner:
             pays = least.peak_bytes <= lower
             found = self.within(level, int(min(nearly, lower)) if pays else below.peak_bytes) or least
             known, least = least, self.dry_runs.smallest(level, most_slowdown)
-            if least.peak_bytes == known.peak_bytes:  # else a plan was found that is smaller still
+            if least.peak_bytes == known.peak_bytes:  # otherwise the search for it found a smaller plan still
                 return found
 
     def within(self, level: int, budget_bytes: int) -> Priced | None:
-        """The fastest plan found whose dry run stays within the budget; ``None`` if none does."""
+        """Return the fastest plan of ``level`` whose dry run stays within ``budget_bytes``; ``None`` if none does."""
         with contextlib.suppress(TimeIsUp):
             self._search(level, budget_bytes)
             if self.dry_runs.fastest(level, budget_bytes) is None:
                 if self.least(level).peak_bytes <= _WITHIN_REACH * budget_bytes:
                     for asked in range(level, 0, -1):
-                        self._begin_anew()  # as for that level alone, which nothing else has led elsewhere
-                        self.best(asked)  # sums are a little off: just above the least may be less
+                        self._begin_anew()  # answers on chunks asked for one level can mislead another
+                        self.best(asked)  # sums are a little off: a plan just above their least may have less
                         if self.dry_runs.fastest(level, budget_bytes) is not None:
                             break
                 self._relax(level, budget_bytes)
         return self.dry_runs.fastest(level, budget_bytes)
 
     def frontier(self, level: int, most_slowdown: float = math.inf) -> list[Priced]:
-        """From the original to the lowest peak, none slower: plans of which no other is both smaller and faster."""
+        """Return plans from the original to the lowest peak, of which no other is both smaller and faster."""
         low, high = self.best(level, most_slowdown).peak_bytes, self.dry_runs.smallest(0).peak_bytes
         with contextlib.suppress(TimeIsUp):
             for step in range(_FRONTIER_POINTS):
@@ -113,9 +118,9 @@ class Planner:
         return [found for found in self.frontier_so_far if found.slowdown <= most_slowdown]
 
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
-        """Modules may run in chunks that were not asked whether they can."""
+        """Predict the plan of the least peak, its chunks assumed; ``None`` if not clearly below ``peak_bytes``."""
         with contextlib.suppress(TimeIsUp):
-            proposals = self._grounds.highest.proposals
+            proposals = self._spaces.highest.proposals
             plan = proposals.solvers.least(peak_bytes)
             predicted = proposals.peak_of(plan) if plan is not None else peak_bytes
             is_news = plan is not None and self.dry_runs.known(plan) is None
@@ -124,36 +129,36 @@ class Planner:
         return None
 
     def _begin_anew(self) -> None:
-        """Forget what was learned of the model, but for the dry runs."""
-        self._grounds = self._new_grounds()
+        """Forget what was learned about the model, but for the dry runs."""
+        self._spaces = self._new_spaces()
         self._descended.clear()
 
     def _at(self, level: int) -> LevelSearch:
-        ground = self._grounds.at(level)
+        space = self._spaces.at(level)
         return LevelSearch(
-            ground=ground,
-            runs=LevelRuns(level, ground, self._grounds, self.dry_runs),
+            space=space,
+            runs=LevelRuns(level, space, self._spaces, self.dry_runs),
             options=self._options,
         )
 
     def _search(self, level: int, budget_bytes: int) -> None:
-        """Count plans within the budget, and what can be left out of the fastest of them."""
+        """Count plans within ``budget_bytes``, then the fastest of them relaxed."""
         if self.dry_runs.smallest(0).peak_bytes <= budget_bytes:
             return
         self._at(level).approach(budget_bytes)
         self._relax(level, budget_bytes)
 
     def _relax(self, level: int, budget_bytes: int) -> None:
-        """Count the fastest plan so far without what the cost model finds needless, as long as a dry run agrees.
+        """Count the fastest plan without the parts that the cost model finds needless, as long as a dry run agrees.
 
-        Where it does not, the cost model is asked for as much less, a few times.
+        Where one exceeds the budget, the cost model is given a budget that is lower by as much, a few times.
         """
         over_bytes, refuted = 0, 0
         while (best := self.dry_runs.fastest(level, budget_bytes)) and refuted < _REFUTATIONS:
-            ground = self._grounds.of(best.plan)
-            bias = best.peak_bytes - ground.proposals.peak_of(best.plan) + over_bytes
-            less = ground.improvements.relaxed(best.plan, functools.partial(self._fits, ground, budget_bytes - bias))
-            found = self.dry_runs.count(less, ground.proposals) if less != best.plan else None
+            space = self._spaces.of(best.plan)
+            bias = best.peak_bytes - space.proposals.peak_of(best.plan) + over_bytes
+            less = space.improvements.relaxed(best.plan, functools.partial(self._fits, space, budget_bytes - bias))
+            found = self.dry_runs.count(less, space.proposals) if less != best.plan else None
             if found is None:
                 break
             is_over = found.peak_bytes > budget_bytes
@@ -161,8 +166,8 @@ class Planner:
                 break
             over_bytes, refuted = (over_bytes + found.peak_bytes - budget_bytes, refuted + 1) if is_over else (0, 0)
 
-    def _fits(self, ground: Ground, most_bytes: int, plan: Plan) -> bool:
-        return self._grounds.admits(plan) and ground.proposals.peak_of(plan) <= most_bytes
+    def _fits(self, space: SearchSpace, most_bytes: int, plan: Plan) -> bool:
+        return self._spaces.admits(plan) and space.proposals.peak_of(plan) <= most_bytes
 
 
 def _outlook(found: Sequence[Priced]) -> Outlook | None:
@@ -170,7 +175,7 @@ def _outlook(found: Sequence[Priced]) -> Outlook | None:
 
 
 def nondominated(plans: Sequence[Priced]) -> Iterator[Priced]:
-    """Those of which no other has both a lower peak and a shorter step, fastest first."""
+    """Yield those of ``plans`` of which no other has both a lower peak and a shorter step, fastest first."""
     lowest: int | None = None
     for priced in sorted(plans, key=lambda p: (p.slowdown, p.peak_bytes)):
         if lowest is None or priced.peak_bytes < lowest:

@@ -1,6 +1,6 @@
-"""What was asked of the search -> what it does: profiles, preferences, budgets, and which candidates become segments.
+"""Options of a search as given -> as used: profiles, preferences, budgets; and the choice among candidates at level 1.
 
-Presets, precedence and names are those of SpikingJelly's memory optimization, where the same words mean the same.
+Presets, precedence and names are those of SpikingJelly's memory optimization, so that a word means the same in both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memopt_cli.errors import OptionError
 from memopt_cli.records import ModuleTrace, Preference, Profile, SearchOptions, SearchOverrides, SelectionPolicy
 
 DEFAULT_SLOWDOWN = 1.33
-"""Of a level's plan: one forward more is about a third of a step."""
+"""Slowdown that a level's plan may have by default: one forward more is about a third of a step."""
 
 
 PROFILES: dict[Profile, SearchOverrides] = {
@@ -37,35 +37,35 @@ PROFILES: dict[Profile, SearchOverrides] = {
     "memory": SearchOverrides(level=3, max_split_rounds=2, max_candidates_per_round=2, warmup_in_main_process=False),
     "exhaustive": SearchOverrides(level=4),
 }
-"""What each profile stands for, where it is not the default; it gives way to what was asked for."""
+"""Profile -> the options that it changes from their defaults; options given beside it win."""
 
 CHECKPOINT_BUDGETS: dict[Preference, float] = {"speed": 0.5, "balanced": 0.75, "memory": 1.0}
 """Share of the candidates that become segments."""
 
 PROFILE_OF: dict[Preference, Profile] = {"speed": "safe", "balanced": "balanced", "memory": "memory"}
-"""The profile that ``prefer`` stands for; the budget it stands for has its own name."""
+"""Value of ``prefer`` -> the profile that it stands for; it stands for the checkpoint budget of its own name, too."""
 
 
-# ---------------------------------------------------------------------------------------------- what to search
+# ------------------------------------------------------------------------------------------------ options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A settled search."""
+    """The options that a search uses, and how they came about."""
 
     options: SearchOptions
     requested_level: int
-    """The level that was asked for, or that the profile stands for."""
+    """Level that was asked for, or that the profile stands for."""
     notes: tuple[str, ...]
-    """What decided, where it was not asked for in so many words."""
+    """Notes on every option that something else than itself decided."""
 
 
 def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> Resolved:
-    """Settle a search: what was asked for wins over the profile, the profile and the budget over ``prefer``.
+    """Resolve ``asked``: an option given wins over the profile, profile and checkpoint budget win over ``prefer``.
 
-    ``has_inputs``: there is something to run the model on; without it no level above 1 can be measured.
-    Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs unless a profile
-    was chosen, which then falls back to level 1.
+    ``has_inputs`` says whether there is something to run the model on; without it no level above 1 can be measured.
+    Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs, unless a profile
+    asks for it: then level 1 takes its place.
     """
     _check(asked)
     said: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -88,7 +88,7 @@ def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> Resolved:
 
 
 def _prefer(said: dict[str, Any]) -> list[str]:
-    """Add the profile and the budget that ``prefer`` stands for, unless they are given; a note on each."""
+    """Add to ``said`` the profile and budget that its ``prefer`` stands for, unless given; return a note on each."""
     preference = said.get("prefer")
     if preference is None:
         return []
@@ -99,7 +99,7 @@ def _prefer(said: dict[str, Any]) -> list[str]:
 
 
 def _budgeted(options: SearchOptions, notes: list[str]) -> SearchOptions:
-    """The budget's share, unless a limit is given."""
+    """Set the share of candidates that the checkpoint budget stands for, unless a limit is given."""
     budget = options.checkpoint_budget
     if budget is None:
         return options
@@ -111,7 +111,7 @@ def _budgeted(options: SearchOptions, notes: list[str]) -> SearchOptions:
 
 
 def _bounded(options: SearchOptions, said: Mapping[str, Any], notes: list[str]) -> SearchOptions:
-    """Without expensive profiling: one round, one segment tried in it, no warm-up, whatever was asked for."""
+    """Bound the search to one round of one candidate, without warm-up, unless expensive profiling is allowed."""
     if options.allow_expensive_profiling or options.level <= 1:
         return options
     bounds: dict[str, Any] = {
@@ -126,7 +126,7 @@ def _bounded(options: SearchOptions, said: Mapping[str, Any], notes: list[str]) 
 
 
 def _check(asked: SearchOverrides) -> None:
-    """Raise :class:`OptionError` for the first value out of its range."""
+    """Raise :class:`OptionError` for the first value in ``asked`` that is out of its range."""
     _check_least("level", asked.get("level"), 0, 4)
     _check_least("temporal_split_factor", asked.get("temporal_split_factor"), 2)
     _check_least("max_split_rounds", asked.get("max_split_rounds"), 0)
@@ -158,35 +158,35 @@ def _check_least(name: str, value: int | None, least: int, most: int | None = No
         raise OptionError(f"{name} is {value}", hint=f"It must be {bound}.")
 
 
-# ---------------------------------------------------------------------------------------------- which candidates
+# ------------------------------------------------------------------------------------------------ candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which modules become segments at level 1, and by what rule."""
+    """The modules that become segments, and the rule that chose them."""
 
     policy: SelectionPolicy
     candidates: int
-    """Modules that could have been selected."""
+    """Number of modules that could have been selected."""
     selected: tuple[ModuleTrace, ...]
-    """In the order of first call."""
+    """Selected modules in the order of first call."""
     explanation: str
     asked: tuple[ModuleTrace, ...] = ()
-    """The outermost modules that were asked for by name, whatever became of them in a search."""
+    """Outermost modules that were asked for by name, selected or not."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Why modules asked for by path cannot be candidates, by path."""
+    """Path -> why the module, asked for by path, cannot be a candidate."""
 
     @property
     def considered(self) -> tuple[ModuleTrace, ...]:
-        """Those selected, and those asked for."""
+        """Modules that were asked for, then the other selected ones."""
         return (*self.asked, *(m for m in self.selected if m not in self.asked))
 
 
 def select(candidates: Sequence[ModuleTrace], options: SearchOptions) -> Selection:
-    """As many of the candidates as the limits allow, those with the largest input first.
+    """Select as many of ``candidates`` as ``options`` allow, those with the largest input first.
 
-    The input is the first positional tensor of the first call, in bytes; ties go by the order of first call, and so
-    does everything if no input is known.  ``max_gc_wrapped_modules`` is a count, ``gc_target_budget_ratio`` stands for
+    The input counted is the first positional tensor of the first call, in bytes; ties, and candidates of unknown input,
+    go by the order of first call.  ``max_gc_wrapped_modules`` is a count, ``gc_target_budget_ratio`` stands for
     ``max(1, ceil(n · ratio))`` of n candidates; the smaller one holds, and 0 or less selects none.
     """
     count = len(candidates)
@@ -212,7 +212,7 @@ def _selection(
 def chosen(
     candidates: int, segments: Sequence[ModuleTrace], options: SearchOptions, *, by_goal: bool = False
 ) -> Selection:
-    """What the search chose of the candidates: for the least peak, or ``by_goal`` for a budget or from the frontier."""
+    """Describe the ``segments`` that a search chose: for the least peak, or ``by_goal`` (a budget, the frontier)."""
     policy: SelectionPolicy = "fastest_within_budget" if by_goal else "least_predicted_peak"
     if not candidates:
         policy = "no_candidates"
@@ -222,7 +222,7 @@ def chosen(
 
 
 def most_segments(options: SearchOptions, candidates: int) -> int | None:
-    """How many segments the limits allow, of so many candidates; ``None``: nothing limits them."""
+    """Return how many of ``candidates`` may become segments; ``None`` where ``options`` set no limit."""
     limits = []
     if options.max_gc_wrapped_modules is not None:
         limits.append(max(0, options.max_gc_wrapped_modules))
@@ -265,17 +265,14 @@ _EXPLANATIONS: dict[SelectionPolicy, str] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------- what to say of it
+# ------------------------------------------------------------------------------------------------ words for the summary
 
 STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_split", 4: "level4_greedy_unwrap"}
-"""How a level that changed the plan is called among the applied steps."""
+"""Level -> its name among the applied steps of a summary."""
 
 
 def skipped_step(level: int, *, segments: int, tried: int, options: SearchOptions) -> str:
-    """Why a level left the plan as it was.
-
-    ``segments``: those of the plan it started from; ``tried``: plans it probed.
-    """
+    """Name the reason why ``level`` changed nothing in a plan of so many ``segments``, after ``tried`` plans."""
     reason = "no_improving_candidate"
     if level > 1 and not segments:
         reason = "no_gccontainers"
@@ -285,10 +282,10 @@ def skipped_step(level: int, *, segments: int, tried: int, options: SearchOption
 
 
 def recommend(options: SearchOptions, selection: Selection | None, *, measured: str, generic: str) -> str:
-    """What to try next, by the most particular choice that was made.
+    """Advise what to try next, by the most specific option that was given.
 
-    ``measured``: a sentence with what was measured, or empty; ``generic``: what to say if no choice has a word of its
-    own, or empty.
+    ``measured`` is a sentence on the measurement, put behind the advice.  ``generic`` is the advice where no option has
+    one of its own.  Either may be empty.
     """
     advice = _particular(options, selection) or generic
     return " ".join(sentence for sentence in (advice, measured) if sentence)
@@ -301,7 +298,7 @@ def _particular(options: SearchOptions, selection: Selection | None) -> str:
         return _PREFER_ADVICE[options.prefer]
     budget = options.checkpoint_budget
     if budget in _BUDGET_ADVICE and options.gc_target_budget_ratio == CHECKPOINT_BUDGETS.get(budget or "speed"):
-        return _BUDGET_ADVICE[budget]  # it decided, and no explicit limit
+        return _BUDGET_ADVICE[budget]  # no explicit limit overruled it
     return _PROFILE_ADVICE.get(options.profile or "", "")
 
 

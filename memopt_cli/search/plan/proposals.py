@@ -1,4 +1,4 @@
-"""What the solver proposes: plans of one recorded step, by sums alone."""
+"""Plans that the solver proposes for one recorded step, by sums alone."""
 
 from __future__ import annotations
 
@@ -10,54 +10,59 @@ from dataclasses import replace
 from memopt_cli.records import ChunkRule, Plan, Prediction, SegmentPlan, StepTrace, ancestry
 from memopt_cli.search.plan.block_tree import block_tree
 from memopt_cli.search.plan.cost_model import CostModel
+from memopt_cli.search.plan.schedules import Schedule
 from memopt_cli.search.plan.search import SolvedBlocks, Solver
-from memopt_cli.search.plan.segment_ways import Allowed
-from memopt_cli.search.plan.ways import Way
+from memopt_cli.search.plan.segment_schedules import Allowed
 
 _OVERSHOOT = 1.1
-"""By how much more than it is too slow: else the last correction may be too small by a hair."""
+"""Factor on every correction, since the last could be too small by rounding otherwise."""
 _CORRECTIONS = 4
-"""How often time is taken off what the solver may add, because the cost model finds its plan slower than it does."""
+"""Most reductions of the time that the solver may add, where the cost model finds its plan slower than the solver
+does."""
 
 
 class Solvers:
-    """Of one recorded step, for one set of means: with packing and without."""
+    """Solvers of one recorded step under one set of permissions: one with packing, one without."""
 
     def __init__(
-        self, model: CostModel, solvers: Mapping[bool, Solver], heads: tuple[SegmentPlan, ...], ground_slowdown: float
+        self, model: CostModel, solvers: Mapping[bool, Solver], heads: tuple[SegmentPlan, ...], heads_slowdown: float
     ) -> None:
-        """``solvers`` by whether they pack; ``heads`` are in every plan, and take ``ground_slowdown`` by themselves."""
+        """Take ``solvers`` by whether they pack; ``heads`` are in every plan and slow it by ``heads_slowdown``."""
         self._model = model
         self._solvers = solvers
         self._heads = heads
-        self._ground_slowdown = ground_slowdown
+        self._heads_slowdown = heads_slowdown
 
     @property
     def packings(self) -> tuple[bool, ...]:
-        """Without packing, and with it where that may be and saves anything."""
+        """``False`` for without packing; ``True`` for with it, where that is allowed and saves memory."""
         return tuple(self._solvers)
 
     def fastest(self, packed: bool, budget_bytes: int) -> Plan | None:
-        """The fastest within a budget."""
-        way = self._solvers[packed].fastest(budget_bytes)
-        return self._plan(way, packed) if way is not None else None
+        """Return the fastest plan within ``budget_bytes``; ``None`` if there is none."""
+        schedule = self._solvers[packed].fastest(budget_bytes)
+        return self._plan(schedule, packed) if schedule is not None else None
 
     def least(self, high_bytes: int, most_slowdown: float = math.inf) -> Plan | None:
-        """The plan of the least peak that is no slower; ``None`` if none has less than ``high_bytes``."""
+        """Return the plan of the least peak that is at most ``most_slowdown`` slow.
+
+        ``None`` if none is within ``high_bytes``.
+        """
         plans = (self._least_by(solver, packed, high_bytes, most_slowdown) for packed, solver in self._solvers.items())
         return min((plan for plan in plans if plan is not None), key=self._peak, default=None)
 
     def _least_by(self, solver: Solver, packed: bool, high_bytes: int, most_slowdown: float) -> Plan | None:
-        """By one solver, whose time is corrected by what the cost model says.
+        """Return the plan of the least peak by one ``solver``, whose time limit is corrected by the cost model.
 
-        Of all that it finds on its way down, for its sums are off by more than the next plan differs.
+        The answer is chosen among all plans that the solver finds on its way down, by the cost model: the solver's sums
+        are off by more than neighbouring plans differ.
         """
-        seconds = most_s = (most_slowdown / self._ground_slowdown - 1) * self._model.step_s
+        seconds = most_s = (most_slowdown / self._heads_slowdown - 1) * self._model.step_s
         for _ in range(_CORRECTIONS):
             low = solver.least_peak_bytes(high_bytes, seconds)
             if low is None:
                 return None
-            plans = (self._plan(way, packed) for way in solver.ways(seconds))
+            plans = (self._plan(schedule, packed) for schedule in solver.schedules(seconds))
             over = {plan: self._model.predict(plan).step_s - self._model.step_s - most_s for plan in plans}
             if quick := [plan for plan, over_s in over.items() if over_s <= 0]:
                 return min(quick, key=self._peak)
@@ -65,17 +70,17 @@ class Solvers:
         return None
 
     def _peak(self, plan: Plan) -> tuple[int, float]:
-        """And the time of its step, by the cost model."""
+        """Return the peak of ``plan``, then its step time, by the cost model."""
         predicted = self._model.predict(plan)
         return predicted.allocated_peak_bytes, predicted.step_s
 
-    def _plan(self, way: Way, packed: bool) -> Plan:
-        segments = {segment.path: segment for segment in way.segments()}
+    def _plan(self, schedule: Schedule, packed: bool) -> Plan:
+        segments = {segment.path: segment for segment in schedule.segments()}
         return Plan(segments=(*segments.values(), *self._heads), packed=packed)
 
 
 class Proposals:
-    """What may be done to one recorded step, what solvers make of it, and the cost model that prices what they find."""
+    """The permissions for one recorded step, the solvers that use them, and the cost model that prices their plans."""
 
     def __init__(
         self,
@@ -85,9 +90,9 @@ class Proposals:
         heads: tuple[SegmentPlan, ...] = (),
         slowdown: float = 1.0,
     ) -> None:
-        """``heads`` ran through their losses in the recorded step, at so much ``slowdown``, and do so in every plan.
+        """Take a ``trace`` whose ``heads`` ran through their losses, which slowed the step by ``slowdown``.
 
-        ``tick`` is called all along; what it raises ends the search.
+        They do so in every plan.  ``tick`` is called all along; an exception from it ends the search.
         """
         self.model = CostModel(trace)
         self.modules = self.model.modules
@@ -95,47 +100,47 @@ class Proposals:
         self.heads = heads
         normed = {trace.ops[norm.op].module for norm in self.model.norms}
         self.norms = Counter(path for module in normed for path in ancestry(module))
-        """Of every module, how many in it normalize by the statistics of a batch."""
+        """Path of a module -> how many modules in it normalize by the statistics of a batch."""
         self.allowed = Allowed()
-        self._ground_slowdown = slowdown
+        self._heads_slowdown = slowdown
         self._tick = tick
         self._solved = SolvedBlocks()
         self._known: dict[Hashable, Solver] = {}
-        """By all that their answers depend on: what one has solved another is not asked for."""
+        """Everything that a solver's answers depend on -> the solver, so that nothing is solved twice."""
         self.solvers = self._solvers(Allowed(), ())
 
     @property
     def least_slowdown(self) -> float:
-        """No plan is faster."""
-        return min(1.0, self._ground_slowdown)
+        """Slowdown below which no plan is."""
+        return min(1.0, self._heads_slowdown)
 
     def allow(self, allowed: Allowed) -> None:
-        """What plans may do from now on."""
+        """Set the permissions of plans from now on."""
         self.allowed = allowed
         may_pack = allowed.compress and self.model.packable_bytes > 0 and not self.modules[""].refusal
         self.solvers = self._solvers(allowed, (False, True) if may_pack else (False,))
 
     def allow_chunks(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
-        """The modules that may run in chunks from now on: how, and the length of the axis."""
+        """Set the modules that may run in chunks from now on: path -> how, and the length of the axis."""
         self.allow(replace(self.allowed, chunks=chunks))
 
     def supposing(self, chunks: Mapping[str, tuple[ChunkRule, int]], packings: Iterable[bool]) -> Solvers:
-        """Solvers as they would be if these modules could run in chunks."""
+        """Return the solvers as they would be if the modules of ``chunks`` could run in chunks."""
         return self._solvers(replace(self.allowed, chunks=chunks), packings)
 
     def predict(self, plan: Plan) -> Prediction:
-        """By the cost model."""
+        """Predict the peak and the step time of ``plan`` by the cost model."""
         self._tick()
         return self.model.predict(plan)
 
     def peak_of(self, plan: Plan) -> int:
-        """The allocated peak, by the cost model."""
+        """Predict the allocated peak of ``plan`` in bytes."""
         return self.predict(plan).allocated_peak_bytes
 
     def slowdown(self, plan: Plan) -> float:
-        """Step time over that of the original, by the cost model."""
-        ground = self._ground_slowdown if plan.segments else 1.0
-        return ground * self.model.predict(plan).step_s / self.model.step_s
+        """Predict the step time of ``plan``, divided by that of the original."""
+        recorded = self._heads_slowdown if plan.segments else 1.0
+        return recorded * self.model.predict(plan).step_s / self.model.step_s
 
     def _solvers(self, allowed: Allowed, packings: Iterable[bool]) -> Solvers:
         targets = frozenset(filter(allowed.targets, self.modules))
@@ -147,4 +152,4 @@ class Proposals:
                 self._known[key, packed] = solver
             return self._known[key, packed]
 
-        return Solvers(self.model, {p: solver(p) for p in packings}, self.heads, self._ground_slowdown)
+        return Solvers(self.model, {p: solver(p) for p in packings}, self.heads, self._heads_slowdown)

@@ -1,4 +1,4 @@
-"""What a search asks of the model: dry runs of plans, and which modules may run in chunks."""
+"""Questions that a search asks about the model: dry runs of plans, and which modules may run in chunks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from memopt_cli.search.plan.levels import level_of
 from memopt_cli.search.plan.proposals import Proposals
 
 _MOST_CLASSES = 12
-"""Of which a module is asked for chunks, which takes a real step of it: no more are looked for beyond."""
+"""Classes of modules that are asked for chunks at most, since each question takes a real step of a module."""
 
 
 class TimeIsUp(Exception):
-    """Raised where the search goes on no longer, within sums too; the best of what was counted is its answer."""
+    """Raised anywhere in a search when its time is over; its answer is then the best of the plans counted so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A plan that was counted by a dry run, with the step time that the cost model gives it."""
+    """A plan with the peak that a dry run counted, and the slowdown that the cost model predicts."""
 
     plan: Plan
     counted: Counted
     level: int
-    """The least that allows all that the plan does."""
+    """The least level that allows all that the plan does."""
     slowdown: float
-    """Step time over that of the original."""
+    """Step time divided by that of the original."""
 
     @property
     def peak_bytes(self) -> int:
@@ -38,20 +38,20 @@ class Priced:
 
 
 class DryRuns:
-    """Plans that were counted: what is found for one level or budget may be the answer for another."""
+    """Plans that were counted, for all levels and budgets: what is found for one may be the answer for another."""
 
     def __init__(self, probes: Probes, original: Counted) -> None:
         self._probes = probes
         first = Priced(plan=Plan(), counted=original, level=0, slowdown=1.0)
         self._found: dict[Plan, Priced | None] = {first.plan: first}
         self.failures: dict[Plan, Failure] = {}
-        """Plans that could not be counted, and why."""
+        """Plan that could not be counted -> why."""
 
     def __len__(self) -> int:
         return len(self._found) - 1
 
     def count(self, plan: Plan, proposals: Proposals) -> Priced | None:
-        """A plan with its peak; ``None`` if it cannot run.  Raises :class:`TimeIsUp`."""
+        """Count ``plan``, once; ``None`` if it cannot run.  Raises :class:`TimeIsUp`."""
         if plan not in self._found:
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):
@@ -64,45 +64,46 @@ class DryRuns:
         return self._found[plan]
 
     def known(self, plan: Plan) -> Priced | None:
-        """A plan as it was counted, if it was."""
+        """Return ``plan`` as it was counted; ``None`` if it was not, or cannot run."""
         return self._found.get(plan)
 
     def up_to(self, level: int) -> list[Priced]:
-        """All that a level allows, the original among them."""
+        """List the counted plans that ``level`` allows, the original among them."""
         return [found for found in self._found.values() if found is not None and found.level <= level]
 
     def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
-        """Of those that are no slower, the fastest of the least peak."""
+        """Return the plan of the least peak that is at most ``most_slowdown`` slow; of equal ones the fastest."""
         usable = [found for found in self.up_to(level) if found.slowdown <= most_slowdown or found.plan.is_empty]
         return min(usable, key=lambda found: (found.peak_bytes, found.slowdown))
 
     def fastest(self, level: int, budget_bytes: int) -> Priced | None:
-        """Within the budget."""
+        """Return the fastest plan of ``level`` within ``budget_bytes``; ``None`` if none is."""
         fitting = [found for found in self.up_to(level) if found.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda found: (found.slowdown, found.peak_bytes), default=None)
 
 
 class ChunkQuestions:
-    """Which modules may run in chunks: few are asked, at the peak; their answer is taken for all of their class.
+    """Learns which modules may run in chunks, by few questions.
 
-    A plan that relies on another of the class has that one asked as well.
+    A module at the peak is asked, and its answer is assumed for all of its class.  Before a plan with chunks of another
+    module of the class is used, that one is asked as well.
     """
 
     def __init__(self, probes: Probes, proposals: Proposals, options: SearchOptions) -> None:
-        """``options`` limit how many modules are asked, or else as many are as pay."""
+        """Ask at most as many modules as ``options`` allow; without such limits, as many as pay."""
         per_round, rounds = options.max_candidates_per_round, options.max_split_rounds
         self._allow_inexact = options.allow_inexact
         self._probes = probes
         self._proposals = proposals
         self._most = math.inf if per_round is None else per_round * (1 if rounds is None else rounds)
         self._learned = 0
-        """Questions that were not asked for certainty alone."""
+        """Number of questions, but for those that only confirmed an assumed answer."""
         self._asked: set[str] = set()
         self._certain = {head.path for head in proposals.heads}
-        """Modules whose own answer is known."""
+        """Paths of modules that were asked themselves."""
         self.questions = 0
         self.known: Mapping[str, tuple[ChunkRule, int]] = {}
-        """Modules that may run in chunks: how, and the length of the axis."""
+        """Path -> how that module may run in chunks, and the length of the axis."""
 
     @property
     def may_ask(self) -> bool:
@@ -110,14 +111,14 @@ class ChunkQuestions:
         return self.questions < self._most and self._learned < _MOST_CLASSES
 
     def learn(self, plan: Plan) -> bool:
-        """Ask of a module that stands at the plan's peak; ``False`` if none is left to ask that can."""
+        """Ask modules at the peak of ``plan`` until one can run in chunks; return whether one can."""
         at_peak = self._around(self._proposals.predict(plan).module, plan)
         return any(self.may_ask and self._learn(block.path) for block in at_peak)
 
     def confirm(self, plan: Plan) -> bool:
-        """Ask for the modules that the plan runs in chunks on trust, or because others of their class can.
+        """Ask the modules whose chunks in ``plan`` are assumed; return whether all can run as the plan says.
 
-        ``False``: of one it was learned that it cannot, or by another rule, which the next plan then follows.
+        Where one cannot, or only by another rule, the next plan that is made follows that answer.
         """
         modules = self._proposals.modules
         for path in sorted((s.path for s in _cut(plan)), key=lambda path: -modules[path].saved_bytes):
@@ -126,7 +127,7 @@ class ChunkQuestions:
         return self.follows(plan) and all(self._is_certain(segment) for segment in _cut(plan))
 
     def follows(self, plan: Plan) -> bool:
-        """Whether the plan is one that could be made by the answers so far."""
+        """Return whether ``plan`` agrees with the answers so far."""
         rules = ((segment, self.known.get(segment.path)) for segment in _cut(plan))
         return all(known and known[0].applied(segment, segment.chunks) == segment for segment, known in rules)
 
@@ -144,9 +145,10 @@ class ChunkQuestions:
         return False
 
     def hopeful(self) -> dict[str, tuple[ChunkRule, int]]:
-        """What may run in chunks if every module that was not asked can, along the longer of its first two axes.
+        """Return the modules that can run in chunks, those that were not asked assumed to be able to.
 
-        With a batch norm in it by exact statistics, which cost more, and with several not at all: but for inexact ones.
+        They are assumed to run along the longer of their first two axes.  Unless inexact chunks are allowed, a module
+        with a batch norm gathers exact statistics, which costs more, and one with many norms is left out.
         """
         hopeful = dict(self.known)
         for path, module in self._proposals.modules.items():
@@ -161,7 +163,7 @@ class ChunkQuestions:
         return hopeful
 
     def is_cuttable(self, path: str) -> bool:
-        """Whether chunks of a module may be in a plan, and would save something."""
+        """Return whether chunks of the module at ``path`` are allowed, and would save memory."""
         proposals = self._proposals
         may_be = proposals.allowed.targets(path) and not any(nested(path, head.path) for head in proposals.heads)
         return may_be and self._may_save(proposals.modules[path])
@@ -175,7 +177,7 @@ class ChunkQuestions:
         self._proposals.allow_chunks(chunks)
 
     def _learn(self, path: str) -> bool:
-        """Ask whether a module can run in chunks: its answer, refused or not, is taken for all of its class."""
+        """Ask the module at ``path``, and assume its answer, refusals included, for all of its class."""
         modules, alike = self._proposals.modules, self._like(path)
         self._asked.update(alike)
         self._learned += 1
@@ -194,17 +196,18 @@ class ChunkQuestions:
         return rule if isinstance(rule, ChunkRule) else None
 
     def _like(self, path: str) -> list[str]:
-        """The module and those of its class: where one stands at the peak, the next is not far below."""
+        """List ``path`` and the modules of its class: where one is at the peak, the next is not far below."""
         modules = self._proposals.modules
         kind = modules[path].class_name
         alike = (m for m in modules.values() if m.class_name == kind and m.path and not m.refusal)
         return [path, *(m.path for m in alike if m.path != path and self._may_save(m))]
 
     def _around(self, path: str, plan: Plan) -> Iterator[Block]:
-        """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
+        """Yield the blocks worth asking where ``path`` is at the peak of ``plan``, each module once.
 
-        Then what it lies in, from within, which in chunks holds nothing between its parts.  The model itself comes
-        last, as a trial of it takes longest.
+        First the segments around it (or itself) and their parts, largest first; then the modules around it, from the
+        innermost outwards, as these in chunks hold nothing between their parts either.  The model itself comes last:
+        its trial takes longest.
         """
         segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
         usable = {b.path: b for b in self._proposals.root if not b.refusal and self.is_cuttable(b.path)}
@@ -216,15 +219,15 @@ class ChunkQuestions:
 
 
 def saves_by_chunks(module: ModuleTrace) -> bool:
-    """Whether a module holds more than its output, which stays whole."""
+    """Return whether ``module`` holds more than its output, which stays whole in chunks."""
     return module.saved_bytes > module.output_bytes
 
 
 def nested(path: str, other: str) -> bool:
-    """Whether one lies in the other."""
+    """Return whether one of ``path`` and ``other`` lies in the other, or they are equal."""
     return is_within(path, other) or is_within(other, path)
 
 
 def _cut(plan: Plan) -> Iterator[SegmentPlan]:
-    """What the plan runs in chunks by a rule that was asked for."""
+    """Yield the segments that ``plan`` runs in chunks, but for heads through their losses."""
     return (s for s in plan.segments if s.chunks > 1 and not s.through_loss)

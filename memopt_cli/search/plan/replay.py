@@ -1,4 +1,14 @@
-"""A recorded step under a plan: its operators in their new order, and the bytes alive after each."""
+"""The replay of a recorded step under a plan: its operators in their new order, and the bytes alive at each.
+
+An *instant* is a place in that new order.  An operator of a segment has several: one in the first forward, and one in
+every recomputation around it.  With a segment around operators 1 and 2 of forward, and backward 3 to 6::
+
+    original      0 1 2   3 4 5 6        4 and 5 are the backward of 2 and 1
+    instants      0 1 2   3 4 5 6 7 8
+    runs          0 1 2   3 1 2 4 5 6    the recomputation stands right before the backward that it serves
+
+The replay then gives every storage its life in instants, and adds up the bytes alive at each.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +20,10 @@ from memopt_cli.records import ModuleCall, OpTrace, SegmentPlan, StepTrace, Stor
 
 
 def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
-    """What the states that chunks start from take: between forward and backward, and at most in backward.
+    """Return the bytes of the states that chunks of ``segment`` start from: between forward and backward, and at most.
 
-    ``state_bytes``: of one of them.  Recomputed ones are bisected (:mod:`memopt_cli.runtime.chunk_starts`).
+    One state takes ``state_bytes``.  All of them are kept, or else recomputed by bisection, for which a logarithm of
+    them is alive in backward (:mod:`memopt_cli.runtime.chunk_starts`).
     """
     if segment.chunks == 1:
         return 0, 0
@@ -29,66 +40,69 @@ class ReplayedSegment:
     call: ModuleCall
     segment: SegmentPlan
     parent: ReplayedSegment | None
-    """The segment's call that it lies in."""
+    """Innermost segment's call around it; ``None`` for an outermost one."""
     offset: int = 0
     """Instant at which the recomputation starts."""
     stop: int = 0
-    """Operator before which the recomputation ends: nothing from there on is kept for backward."""
+    """Operator before which the recomputation ends: from there on nothing is kept for backward."""
     joined: int = 0
-    """Instant at which chunks join the pieces of the input's gradient."""
+    """Instant at which chunks join the pieces of their input's gradient."""
     first_saver: int | None = None
-    """The first operator within that autograd saves something for: backward comes to it last."""
+    """First operator in it that autograd saves something for, to which backward comes last; ``None`` if there is
+    none."""
     length: int = 0
-    """Of the axis along which it is cut; 0: not known."""
+    """Length of the axis along which it is cut; 0 where it is not known."""
     shares: float = 1.0
-    """The whole over the longest chunk, that of the blocks around it multiplied in."""
+    """Size of the whole divided by that of the longest chunk, times that of the segments around it."""
     longest_adds_in_place: bool = False
-    """Of chunks: the longest comes after two others in backward."""
+    """Whether backward comes to a longest chunk after two others."""
     packed: dict[int, int] = field(default_factory=dict)
-    """Storages that are stored packed -> bytes."""
+    """Input that is stored packed -> its packed bytes."""
     kept: frozenset[int] = frozenset()
-    """Operators whose outputs it keeps."""
+    """Operators whose outputs it keeps instead of running them again."""
     state_bytes: int = 0
-    """What one chunk leaves to the next in attributes."""
+    """Bytes of attributes that one chunk leaves to the next."""
     norms: tuple[int, ...] = ()
-    """Of batch norms that get the statistics of all chunks, the operators: at each ends a pass, and the next is linked
-    to it."""
+    """Batch norms, as operators, that get the statistics of all chunks and link the pass that ends there to the
+    next."""
     keeps_graph: bool = False
-    """The state that it leaves keeps a part of the graph that backward does not come by."""
+    """Whether the state that it leaves keeps a part of the graph that backward never comes to."""
     outwards: tuple[ReplayedSegment | None, ...] = ()
-    """The block, those around it, and at last the first forward (``None``)."""
+    """Itself, the segments around it from the innermost on, and at last ``None``, which stands for the first
+    forward."""
 
     def __post_init__(self) -> None:
         self.outwards = (self, *_outwards(self.parent))
 
     def norm_behind(self, op: int) -> int | None:
-        """The first of its norms behind an operator."""
+        """Return the first of :attr:`norms` behind the operator ``op``; ``None`` if there is none."""
         return next((norm for norm in self.norms if norm > op), None)
 
 
 LEAST_PACKED_BYTES = 4096
-"""Smaller tensors are saved as they are (see :mod:`memopt_cli.runtime.packing`)."""
+"""Least size of a tensor that is packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
 
 
 class Original:
-    """What every replay of a recorded step needs to know of it."""
+    """Facts about a recorded step that all of its replays share."""
 
     def __init__(self, trace: StepTrace) -> None:
         self.trace = trace
         self.is_forward = [op.phase == "forward" for op in trace.ops]
-        """Of every operator; a step of one's own goes forward several times."""
+        """Whether each operator is one of forward; a user's own step goes forward several times."""
         self.backward_end = _innermost_backward_end(trace)
         self.held_before = sum(s.nbytes for s in trace.storages if s.born < 0)
         self.savers = [[op for op in s.saved_by if self.is_forward[op]] for s in trace.storages]
-        """Of every storage, the operators of forward that autograd keeps it for."""
+        """For every storage, the operators of forward that autograd keeps it for."""
         self.makers = {s.born: s.module if s.kind == "gradients" else None for s in trace.storages}
-        """Operators that make something -> the module of whose parameters that is the gradient, if it is one."""
+        """Operator that makes a storage -> the module whose parameter's gradient that is; ``None`` for other
+        storages."""
         self._needed: dict[tuple[int, int], frozenset[int]] = {}
 
     def needed_by(self, call: ModuleCall) -> frozenset[int]:
-        """The storages from before a call that it reads: its inputs, and state that an earlier call has left behind.
+        """Return the storages from before ``call`` that a recomputation reads: its inputs, and state of earlier calls.
 
-        Not parameters that were gathered: backward gathers them again.
+        Parameters that were gathered from other ranks are left out, as backward gathers them again.
         """
         key = call.start, call.end
         if key not in self._needed:
@@ -100,15 +114,15 @@ class Original:
 
 
 class _Order:
-    """The instants of a step under a plan."""
+    """The instants of a step under a plan: see the module."""
 
     def __init__(self, trace: StepTrace, blocks: Sequence[ReplayedSegment]) -> None:
-        """Recomputations stand right before the backward they serve.
+        """Put every recomputation right before the backward it serves.
 
-        Chunks join the pieces of their input's gradient at an instant behind it.
+        Chunks join the pieces of their input's gradient at an instant of its own, behind that backward.
         """
         self.place: list[int] = []
-        """Instant of every original operator."""
+        """Instant of every operator of the original step."""
         starting: dict[int, list[ReplayedSegment]] = defaultdict(list)
         joining: dict[int, list[ReplayedSegment]] = defaultdict(list)
         for block in blocks:
@@ -128,35 +142,35 @@ class _Order:
             self.place.append(now)
             now += 1
         self.length = now
-        """Instants in all."""
+        """Number of instants."""
 
     def at(self, block: ReplayedSegment | None, op: int) -> int:
-        """The instant at which an operator runs, in the first forward or in a recomputation."""
+        """Return the instant of ``op`` in the recomputation of ``block``, or in the first forward for ``None``."""
         return self.place[op] if block is None else block.offset + min(op, block.stop) - block.call.start
 
     def after(self, op: int | None) -> int:
-        """The instant right after the operator before ``op``, in the original order; ``None``: the end."""
+        """Return the instant right after the operator before ``op`` in the original order; the end for ``None``."""
         return self.length if op is None else self.place[op - 1] + 1 if op > 0 else 0
 
     def end_of(self, block: ReplayedSegment) -> int:
-        """The instant at which a recomputation ends."""
+        """Return the instant at which the recomputation of ``block`` ends."""
         return block.offset + block.stop - block.call.start
 
 
 class _Ledger:
-    """Bytes at every instant."""
+    """Bytes at every instant, entered as differences."""
 
     def __init__(self, length: int) -> None:
         self.change = [0] * (length + 1)
         self.extra = [0] * (length + 1)
         self.behind = [0] * (length + 1)
-        """What there is for a moment when an operator has run, and what it alone needed is gone."""
+        """Bytes alive for a moment right after an operator, when those that it alone needed are gone."""
         self._freed = [0] * (length + 1)
         self.made = [0] * (length + 1)
-        """What an operator makes."""
+        """Bytes that the operator of an instant makes."""
 
     def live(self, start: int, end: int, nbytes: int, *, is_made: bool = True) -> None:
-        """So many bytes, from one instant to before another; unless ``is_made`` they are there before it."""
+        """Enter ``nbytes`` alive from ``start`` to before ``end``; unless ``is_made``, they are there before."""
         if end > start:
             self.change[start] += nbytes
             self.made[start] += nbytes if is_made else 0
@@ -164,7 +178,7 @@ class _Ledger:
             self._freed[end] += nbytes
 
     def highest(self, before: int) -> tuple[int, int]:
-        """The most bytes, and the instant; ``before``: what is there when the step begins."""
+        """Return the most bytes and their instant; ``before`` are alive when the step begins."""
         alive, best, at = before, -1, 0
         for instant in range(len(self.change) - 1):
             alive += self.change[instant]
@@ -176,7 +190,7 @@ class _Ledger:
 
 
 class _Lives:
-    """Until when storages are held, and by what, in a step under a plan."""
+    """Answers until when storages are held, and by what, in a step under a plan."""
 
     def __init__(
         self, original: Original, blocks: Sequence[ReplayedSegment], inner: list[ReplayedSegment | None], order: _Order
@@ -190,7 +204,7 @@ class _Lives:
                 self._by_input[index].append(block)
 
     def savers_in(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
-        """The operators that autograd keeps a storage for, by the innermost block around them."""
+        """Group the operators that autograd keeps storage ``index`` for, by the innermost block around them."""
         savers: dict[ReplayedSegment | None, list[int]] = {}
         for op in self._original.savers[index]:
             savers.setdefault(self._inner[op], []).append(op)
@@ -203,9 +217,10 @@ class _Lives:
         return self._order.at(block, freed)
 
     def release(self, storage: StorageTrace, savers: list[int]) -> int:
-        """When autograd lets go of it: its first user in forward is the last in backward.
+        """Return when autograd releases ``storage``: backward comes last to the first of ``savers``.
 
-        That is when it died, if nobody else held it longer: what is made again nobody else holds.
+        If that was the last to hold it in the original step, it is where it died there: nothing else holds a storage
+        that is computed again.
         """
         first = min(savers)
         if first == min(storage.saved_by, default=None) and storage.died != storage.freed:
@@ -213,7 +228,7 @@ class _Lives:
         return self._order.after(self._original.backward_end[first])
 
     def holders(self, index: int, storage: StorageTrace, block: ReplayedSegment | None) -> Iterator[ReplayedSegment]:
-        """The segments right inside ``block`` that hold this storage as their input, as it is."""
+        """Yield the segments right inside ``block`` that hold storage ``index`` as their input, unpacked."""
         for held in self._by_input.get(index, ()):
             if held.parent is block and index not in held.packed and storage.born < held.call.start:
                 yield held
@@ -225,9 +240,10 @@ class _Lives:
         savers: Mapping[ReplayedSegment | None, list[int]],
         block: ReplayedSegment | None,
     ) -> int:
-        """Until when the first runs of segments within ``block`` hold what they save, inputs of inner ones too.
+        """Return until when the first runs of segments within ``block`` hold ``storage``, which they save or pass on.
 
-        That is their end (see :class:`memopt_cli.runtime.held.Held`), or the norm at which their pass ends.
+        They do so until they end (see :class:`memopt_cli.runtime.held.Held`), or up to the norm at which their pass
+        ends.
         """
         around = (held.parent for held in self._by_input.get(index, ()) if storage.born < held.call.start)
         last = {run: run.norm_behind(max(ops)) for run, ops in savers.items() if run is not None}
@@ -237,9 +253,9 @@ class _Lives:
         return max(ends, default=0)
 
     def held_until(self, index: int, block: ReplayedSegment) -> int:
-        """When a segment lets go of its input: where backward has used all that was saved within.
+        """Return when ``block`` releases its input ``index``: when backward has used all that was saved within.
 
-        The recomputation around another segment gives it away.
+        A segment within another releases it at the end of its recomputation where nothing in it was saved of the input.
         """
         if block.parent is None and block.first_saver is not None:
             storage = self._original.trace.storages[index]
@@ -255,20 +271,20 @@ class _Lives:
 
 
 class _Passes:
-    """What chunks hold that gather batch statistics, in the passes that go back over them."""
+    """Bytes held by chunks that gather batch statistics, in the backward of their passes."""
 
     def __init__(self, original: Original, order: _Order) -> None:
         self._original, self._trace, self._order = original, original.trace, order
 
     def linked_bytes(self, block: ReplayedSegment) -> int:
-        """Of what goes back from one pass over all chunks to the one before: the gradient of what a norm is given."""
+        """Return the bytes of the gradient, of a norm's input, that a pass over all chunks hands to the one before."""
         made = (self._trace.ops[norm].makes for norm in block.norms)
         return max((self._trace.storages[index].nbytes for indices in made for index in indices), default=0)
 
     def add_links(self, block: ReplayedSegment, ledger: _Ledger) -> None:
-        """What a norm is given and its gradient by the statistics, where the pass that ends at it begins to go back.
+        """Enter each norm's input and its gradient by the statistics, where the backward of its pass begins.
 
-        What the operator makes that then goes back is not there yet.
+        The storage that the operator of this instant makes does not exist yet at that moment.
         """
         storages = self._trace.storages
         for norm in block.norms:
@@ -278,7 +294,7 @@ class _Passes:
                 ledger.extra[instant] = max(ledger.extra[instant], 2 * given - ledger.made[instant])
 
     def waiting_bytes(self, block: ReplayedSegment) -> int:
-        """Of what all chunks have made when a pass goes back, and one before uses: as beside a residual connection."""
+        """Return the bytes made in backward by all chunks that an earlier pass uses, as with a residual connection."""
         most, begin = 0, block.call.backward_start
         for norm in block.norms:
             end = self._original.backward_end[norm]
@@ -288,9 +304,9 @@ class _Passes:
         return most
 
     def statistics_bytes(self, block: ReplayedSegment) -> int:
-        """What the first pass over its chunks, which comes last in backward, holds beside the gradients of all.
+        """Return the bytes that the first pass, last in backward, holds beside the gradients of all chunks.
 
-        Of the longest chunk of what is normalized: its gradient by the statistics.
+        They are the gradient, by the statistics, of the longest chunk of a norm's input.
         """
         if not block.segment.batch_statistics:
             return 0
@@ -299,9 +315,10 @@ class _Passes:
         return max((_share_of(self._trace.storages[index], block) for index in made), default=0)
 
     def product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
-        """Of the derivative of a norm in chunks, which get the statistics of all: its kernel holds none of this.
+        """Return the bytes that the derivative of ``norm`` takes in chunks that get the statistics of all.
 
-        That by the scale is a sum over the product of input and gradient, which takes as much as the input's gradient.
+        The derivative by the scale is then a sum over the product of input and gradient, which is as large as the
+        input's gradient; the kernel of a whole batch makes no such product.
         """
         if not any(around is not None and around.segment.batch_statistics for around in block.outwards):
             return 0
@@ -309,17 +326,17 @@ class _Passes:
 
 
 class Replay:
-    """The operators of a step under a plan, in their new order, and the bytes alive after each."""
+    """One replay: enters the lives of all storages in a ledger, and finds the peak."""
 
     def __init__(self, original: Original, blocks: Sequence[ReplayedSegment], packed: bool) -> None:
         self.blocks = blocks
         self.packed_away: list[int] = []
-        """Of every storage that is packed outside of segments, the bytes before packing."""
+        """Bytes to be packed of every storage that is packed outside of segments."""
         self._packed = packed
         self._original = original
         self._trace = trace = original.trace
         self._inner: list[ReplayedSegment | None] = [None] * len(trace.ops)
-        """The innermost block around every operator, of forward and of backward."""
+        """Innermost block around every operator, of forward and of backward."""
         for block in blocks:
             for ops in (block.call.forward, block.call.backward):
                 self._inner[ops.start : ops.stop] = [block] * len(ops)
@@ -328,10 +345,8 @@ class Replay:
         self._ledger = _Ledger(self._order.length)
         self._passes = _Passes(original, self._order)
 
-    # ------------------------------------------------------------------------------------------ bytes
-
     def peak(self) -> tuple[int, OpTrace]:
-        """The most bytes at any instant, kernel workspace included, and the operator that runs then."""
+        """Return the most bytes at any instant, kernel workspace included, and the operator that runs then."""
         for index, storage in enumerate(self._trace.storages):
             if storage.born < 0:
                 if storage.died is not None:
@@ -351,7 +366,7 @@ class Replay:
         return best, operators[at]
 
     def _forward_life(self, index: int, storage: StorageTrace) -> None:
-        """In the first forward, and again in every recomputation around it."""
+        """Enter ``storage``, made in forward: in the first forward, and again in every recomputation around it."""
         inner = self._inner[storage.born]
         around = _outwards(inner)
         savers = self._lives.savers_in(index)
@@ -367,7 +382,7 @@ class Replay:
                 end = max(end, self._lives.release(storage, savers[block]))
             end = max(end, self._lives.held_by_first_runs(index, storage, savers, block))
             for held in self._lives.holders(index, storage, block):
-                # The graph that is left keeps the input of the recomputation.
+                # The part of the graph that outlives the step keeps the recomputation's input.
                 end = self._order.length if held.keeps_graph else max(end, self._lives.held_until(index, held))
             if keeps:
                 last = max(last, end)
@@ -385,9 +400,9 @@ class Replay:
             self._ledger.live(start, last, storage.nbytes)
 
     def _begin_of_pass(self, block: ReplayedSegment | None, savers: Sequence[int]) -> int:
-        """The instant at which a pass over the chunks of a block runs again that alone saves something for ``savers``.
+        """Return the instant at which the pass that saves for ``savers`` runs again; 0 if ``block`` has no passes.
 
-        It goes back from the norm behind them, which itself goes back in the pass that is the next in forward.
+        It is linked to the norm behind them, so it runs again when backward has come through that norm.
         """
         norm = block.norm_behind(max(savers)) if block is not None and savers else None
         return 0 if norm is None else self._order.after(self._original.backward_end[norm])
@@ -396,7 +411,7 @@ class Replay:
         return self._packed and storage.compressor != "null" and storage.nbytes >= LEAST_PACKED_BYTES
 
     def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
-        """Packed when the first operator saves it; whole again for an instant where backward uses it."""
+        """Enter ``storage`` packed, from the first operator that saves it on, and whole where backward uses it."""
         self.packed_away.append(storage.packing_bytes)
         start, end = self._order.place[min(savers)], self._lives.release(storage, savers)
         self._ledger.live(start, end, storage.packed_bytes)
@@ -414,17 +429,18 @@ class Replay:
             outer = left[-1].parent if left else block
             shares = outer.shares if outer else 1.0
             chunked = [b for b in left if b.segment.chunks > 1]
-            if chunked:  # the pieces come first: see :meth:`_add_chunks`
+            if chunked:  # until the pieces are joined, there are only pieces: see :meth:`_add_chunks`
                 whole = chunked[-1].joined
                 self._ledger.live(start, whole, int(storage.nbytes / block.shares))
                 start = whole
         self._ledger.live(start, self._order.after(storage.died), int(storage.nbytes / shares))
 
     def _add_pieces_of_gradient(self, block: ReplayedSegment, storage: StorageTrace) -> None:
-        """Of a parameter in chunks: that of all chunks so far is there from the first on, and each adds its own.
+        """Enter a parameter's gradient in chunks: the sum so far, alive from the first chunk on, and a chunk's own.
 
-        A product is transposed, and autograd adds to no view in place: the first sum is one more, when what the node
-        of autograd used is gone.  The longest chunk comes last in backward, and adds to that sum in place.
+        The gradient of a matrix product is a transposed view, to which autograd does not add in place, so the first sum
+        takes one more tensor, after the tensors of the node are gone.  Later chunks add to that sum in place, so it
+        does not count where the longest chunk is one of those.
         """
         chunked = [b for b in block.outwards if b is not None and b.segment.chunks > 1]
         if chunked:
@@ -438,14 +454,14 @@ class Replay:
                 self._ledger.behind[self._order.place[end - 1]] += 2 * storage.nbytes
 
     def _end_of_node(self, gradient: StorageTrace) -> int:
-        """The operator behind those that make the gradients of one module's parameters, one after the other."""
+        """Return the operator behind those that make the gradients of the same module as ``gradient``, in a row."""
         makers, end = self._original.makers, gradient.born + 1
         while end < len(self._trace.ops) and makers.get(end, gradient.module) == gradient.module:
             end += 1
         return end
 
     def _add_stored_input(self, block: ReplayedSegment) -> None:
-        """A packed input lives from the segment's start on; unpacked it is one tensor more while it is needed."""
+        """Enter the packed inputs of ``block``, from its start on, and the unpacked ones beside them while needed."""
         start = self._order.at(block.parent, block.call.start)
         for index, packed_bytes in block.packed.items():
             nbytes = self._trace.storages[index].nbytes
@@ -454,9 +470,10 @@ class Replay:
             self._ledger.live(block.offset, end, nbytes // block.segment.chunks)
 
     def _add_chunks(self, block: ReplayedSegment) -> None:
-        """What chunks hold beside their share: states, and of output and input gradient both pieces and whole.
+        """Enter bytes of chunks beyond their share: states, and the pieces of the output and of the input's gradient.
 
-        In backward states are used up while the pieces of the input's gradient are made.
+        The pieces and the whole are alive together where they are joined.  Backward uses up the states while it makes
+        the pieces of the gradient, so that only the larger of both counts.
         """
         storages = self._trace.storages
         share = int(block.parent.shares) if block.parent else 1
@@ -475,7 +492,7 @@ class Replay:
         between, in_backward = chunk_state_bytes(segment, block.state_bytes)
         handed_on = self._handed_on(block)
         longest = block.length % segment.chunks or segment.chunks
-        # The longest are the first: when backward comes to them, those before them are there, and a gradient of one.
+        # Longest chunks come first.  When backward reaches them, the states before them are alive, and one's gradient.
         between, in_backward = between + (segment.chunks - 1) * handed_on, in_backward + longest * handed_on
         pieces = max(gradients, self._passes.linked_bytes(block)) + self._passes.waiting_bytes(block)
         pieces -= pieces // segment.chunks
@@ -483,13 +500,13 @@ class Replay:
         self._ledger.live(block.offset, block.joined, max(in_backward, pieces) // share)
 
     def _handed_on(self, block: ReplayedSegment) -> int:
-        """What one chunk gives to the next as arguments: the outputs that are not cut, a recurrent layer's states."""
+        """Return the bytes that a chunk hands to the next as arguments: outputs that are not cut, as LSTM states."""
         storages, call = self._trace.storages, block.call
         made = (storages[index] for index in call.outputs[block.segment.seq_outputs :])
         return sum(storage.nbytes for storage in made if storage.born >= call.start)
 
     def _add_workspaces(self) -> list[OpTrace]:
-        """The operator that runs at every instant."""
+        """Enter the workspaces of all operators; return the operator that runs at every instant."""
         ops = self._trace.ops
         running: list[OpTrace] = [ops[0]] * self._order.length
 
@@ -519,7 +536,7 @@ _NORM_BACKWARD = "aten::native_batch_norm_backward"
 
 
 def _share_of(storage: StorageTrace, block: ReplayedSegment | None) -> int:
-    """The bytes of a storage that is made in each chunk of a block."""
+    """Return the bytes of ``storage`` in the longest chunk of ``block``."""
     if block is None:
         return storage.nbytes
     lengths = {around.length for around in block.outwards if around is not None and around.segment.chunks > 1}
@@ -528,14 +545,14 @@ def _share_of(storage: StorageTrace, block: ReplayedSegment | None) -> int:
 
 
 def _outwards(block: ReplayedSegment | None) -> tuple[ReplayedSegment | None, ...]:
-    """The block, those around it, and at last the first forward (``None``)."""
+    """Return :attr:`ReplayedSegment.outwards` of ``block``; that of the first forward is ``(None,)``."""
     return (None,) if block is None else block.outwards
 
 
 def _innermost_backward_end(trace: StepTrace) -> list[int]:
-    """For every operator of forward, where the backward of the innermost module around it ends.
+    """Return, for every operator of forward, where the backward of the innermost module around it ends.
 
-    Around the models of a step of one's own there is none: where the next backward ends.
+    Operators between the models of a user's own step are in no module: for them, where the next backward ends.
     """
     ends, end = [len(trace.ops)] * len(trace.ops), len(trace.ops)
     for op in reversed(range(len(trace.ops))):

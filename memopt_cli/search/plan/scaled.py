@@ -1,4 +1,4 @@
-"""A recorded step at other batch sizes: by records of two of them every size is a fixed part and a part per sample."""
+"""A recorded step at other batch sizes, on the line through the records of two of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from memopt_cli.records import UPDATE_PHASES, OpTrace, Plan, StepTrace, StorageTrace
+from memopt_cli.records import UPDATE_PHASES, Plan, StepTrace, StorageTrace
 from memopt_cli.search.plan.cost_model import CostModel
 
 
@@ -19,20 +19,20 @@ class ScaledStep:
 
     @property
     def timed(self) -> StepTrace:
-        """The larger of those whose operators were timed; the larger one if none was."""
+        """The larger of the records whose operators were timed; the larger one if none was."""
         timed = (step for step in (self.large, self.small) if any(op.seconds for op in step.ops))
         return next(timed, self.large)
 
     def at(self, batch: int, *, pace: float, update_pace: float) -> StepTrace:
-        """The step at a batch size.
+        """Return the step at ``batch`` samples: bytes, flops and shapes lie on the line through the two records.
 
-        Bytes, flops and shapes lie on the line through the two records.  Operators take ``pace`` times as long as in
-        :attr:`timed`, and ``update_pace`` times those of the update, which take as long whatever the batch.
+        Operators take ``pace`` times as long as in :attr:`timed`; those of the update, whose time does not depend on
+        the batch, ``update_pace`` times.
         """
         share = (batch - self.small.batch) / (self.large.batch - self.small.batch)
         step: StepTrace = _on_the_line(self.small, self.large, share)
         ops = tuple(
-            _paced(op, timed, update_pace if timed.phase in UPDATE_PHASES else pace)
+            replace(op, seconds=timed.seconds * (update_pace if timed.phase in UPDATE_PHASES else pace))
             for op, timed in zip(step.ops, self.timed.ops, strict=True)
         )
         pairs = zip(step.storages, self.small.storages, self.large.storages, strict=True)
@@ -42,12 +42,12 @@ class ScaledStep:
 
 
 def scaled(small: StepTrace, large: StepTrace) -> ScaledStep | None:
-    """Of two records; ``None`` where more differs than sizes: operators, or the lives of storages."""
+    """Pair the records ``small`` and ``large``; ``None`` where operators or the lives of storages differ."""
     return ScaledStep(small=small, large=large) if _shape(small) == _shape(large) else None
 
 
 def _shape(step: StepTrace) -> tuple[object, ...]:
-    """What has no size."""
+    """Return the parts of ``step`` that do not depend on sizes."""
     paths = [module.path for module in step.modules]
     ops = [(op.name, op.module, op.phase, op.reads, op.makes, op.mutates) for op in step.ops]
     lives = [(s.kind, s.module, s.born, s.died, s.freed, s.saved_by) for s in step.storages]
@@ -55,7 +55,7 @@ def _shape(step: StepTrace) -> tuple[object, ...]:
 
 
 def _on_the_line(small: Any, large: Any, share: float) -> Any:
-    """Numbers that differ are on the line through both, and no less than nothing; of other values the larger's."""
+    """Put numbers that differ on the line through both, at least 0; take all other values from ``large``."""
     if small == large:
         return large
     if is_dataclass(large) and not isinstance(large, type):
@@ -69,12 +69,8 @@ def _on_the_line(small: Any, large: Any, share: float) -> Any:
     return round(value) if isinstance(large, int) else value
 
 
-def _paced(op: OpTrace, timed: OpTrace, pace: float) -> OpTrace:
-    return replace(op, seconds=pace * timed.seconds)
-
-
 def _packed_alike(storage: StorageTrace, small: StorageTrace, large: StorageTrace) -> StorageTrace:
-    """What two codecs held is taken to be held by none."""
+    """Return ``storage``, unpacked if two codecs held it in the two records."""
     if small.compressor == large.compressor:
         return storage
     return replace(storage, compressor="null", packed_bytes=storage.nbytes)

@@ -1,15 +1,17 @@
-"""The fastest plan within a budget: exact over sequences and nesting, by an algebra of three numbers.
+"""The fastest plan within a budget, by dynamic programming over the tree of blocks.
 
-The algebra is that of ``ways.py``; ``segment_ways.py`` says which segments there may be on a block.
+``schedules.py`` has the three numbers of a schedule (bytes kept, peak, time added) and the rules by which they combine;
+``segment_schedules.py`` makes the segments that a block may be.
 
-A segment may also keep the outputs of some costly calls, which then are not run again: to the ways of its inside a
-fourth number is added, the bytes so held, and to the segment's own kept bytes their sum.
+Every rule is monotonic in each number, so a schedule that another beats in all three is part of no best plan.  What is
+left of a block is a Pareto set, built from those of its children: as in Herrmann et al., "Optimal checkpointing for
+heterogeneous chains", 2019, but over a tree of modules instead of a chain, with nested segments.
 
-All of this keeps the order of each number, so a way that is worse in all than another is part of no best plan: what
-remains is a Pareto set for every block, built from those of its children (dynamic programming as in Herrmann et al.,
-"Optimal checkpointing for heterogeneous chains", 2019, over a tree of modules instead of a chain, segments nested).
-Blocks that are alike, and in which a plan may do the same, are solved once.  Sets that grow beyond a cap are thinned,
-on the safe side.
+A segment may also keep the outputs of some costly calls, which are then not run again.  The schedules of its inside
+have a fourth number for this, the bytes so held, which add to what the segment keeps.
+
+Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thinned, which may lose the best plan
+but never gives one that exceeds the budget.
 """
 
 from __future__ import annotations
@@ -21,59 +23,62 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from memopt_cli.search.plan.block_tree import Block, repeated
-from memopt_cli.search.plan.segment_ways import Allowed, Around, Means, Segments
-from memopt_cli.search.plan.ways import MOST_INNER_WAYS, MOST_WAYS, Bounds, Way, followed, thinned
+from memopt_cli.search.plan.schedules import MOST_INNER_SCHEDULES, MOST_SCHEDULES, Bounds, Schedule, followed, thinned
+from memopt_cli.search.plan.segment_schedules import Allowed, Context, Means, Segments
 
 _PRECISION = 1000
-"""A least peak is found to this part of itself."""
+"""A least peak is found to one part in so many."""
 _GALLOP = 16
-"""The first step down from a peak that is met, in steps of that."""
+"""The first step of a descent, in multiples of the precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What is decided before the blocks are gone through, and what that makes of them."""
+    """Modules called several times that are segments, decided before blocks are gone through, and answers so far."""
 
     segmented: frozenset[str]
-    """Of the modules that are called several times, those that are segments in every call."""
+    """Paths of modules that are called several times and are segments in every call."""
     kinds: Mapping[Block, int]
-    """Equal for blocks that are alike and in which a plan may do the same, by the paths that lie in them."""
+    """Block -> a number, the same for equal blocks with equal permissions for all paths in them."""
     counts: Counter[int]
-    """Blocks of each kind."""
-    answers: dict[int, tuple[Way | None, float]] = field(default_factory=dict)
-    """Of the budgets that were asked for, the fastest way within each, and the least time that any is known to add."""
+    """Kind -> how many blocks there are of it."""
+    answers: dict[int, tuple[Schedule | None, float]] = field(default_factory=dict)
+    """Budget that was asked for -> the fastest schedule within it, and the least time that one is known to add."""
 
     def least_added_s(self, budget_bytes: int) -> float:
-        """No way within the budget is known to add less: none within a larger one does."""
+        """Return a lower bound on the time that a schedule within ``budget_bytes`` adds: that of larger budgets."""
         return max((least for budget, (_, least) in self.answers.items() if budget >= budget_bytes), default=-math.inf)
 
-    def known(self, budget_bytes: int) -> Way | None:
-        """The fastest way within the budget, if it is that of a larger one that was asked for."""
-        larger = (way for budget, (way, _) in self.answers.items() if budget >= budget_bytes)
-        return next((way for way in larger if way is not None and way.peak_bytes <= budget_bytes), None)
+    def known(self, budget_bytes: int) -> Schedule | None:
+        """Return the fastest schedule within ``budget_bytes`` if it is a larger budget's answer; else ``None``."""
+        larger = (schedule for budget, (schedule, _) in self.answers.items() if budget >= budget_bytes)
+        return next(
+            (schedule for schedule in larger if schedule is not None and schedule.peak_bytes <= budget_bytes), None
+        )
 
 
 @dataclass(slots=True)
 class SolvedBlocks:
-    """Ways of blocks by themselves, which solvers of the same step share."""
+    """Schedules of blocks by themselves, which solvers of the same step share."""
 
-    ways: dict[tuple[Means, int, Around], tuple[Block, list[Way]]] = field(default_factory=dict)
-    segments: dict[tuple[Means, Block, int, bool], list[Way]] = field(default_factory=dict)
+    schedules: dict[tuple[Means, int, Context], tuple[Block, list[Schedule]]] = field(default_factory=dict)
+    segments: dict[tuple[Means, Block, int, bool], list[Schedule]] = field(default_factory=dict)
 
 
 class _Candidates:
-    """Which blocks of a step may be segments."""
+    """Decides which blocks of a step may be segments."""
 
     def __init__(self, root: Block, allowed: Allowed) -> None:
         self._root = root
         self._allowed = allowed
-        # In a step of one's own nearly all are: there each call is decided by itself, and the plan does what any wants.
+        # In a user's own step nearly all modules are called several times: there each call is decided by itself, and
+        # the plan makes a module a segment if any of its calls wants that.
         self._repeated = set() if root.is_round else repeated(root)
 
     def choices(self) -> list[_Choice]:
-        """What may be decided before the blocks are gone through.
+        """List the decisions on modules that are called several times.
 
-        Of the modules that are called several times none are segments; or one of the outermost is; or all of these are.
+        None of them is a segment; or one of the outermost ones is; or all of the outermost ones are.
         """
         usable = {b.path for b in self._root if b.path in self._repeated and self._is_target(b)}
         outermost = sorted(p for p in usable if not any(p.startswith(f"{other}.") for other in usable))
@@ -109,9 +114,10 @@ class Solver:
         tick: Callable[[], None] = lambda: None,
         solved: SolvedBlocks | None = None,
     ) -> None:
-        """``tick`` is called for every block that is gone through; what it raises ends the search.
+        """Solve the step of ``root`` under the permissions in ``allowed``.
 
-        ``solved``: what other solvers have found of blocks, and this one adds to.
+        ``tick`` is called for every block; an exception from it ends the search.  ``solved`` has the schedules that
+        other solvers found for blocks, and takes those of this one.
         """
         self._root = root
         self._tick = tick
@@ -119,22 +125,22 @@ class Solver:
         self._candidates = _Candidates(root, allowed)
         self._segments = Segments(allowed)
         self._solved = SolvedBlocks() if solved is None else solved
-        self._outside = Around(packed=allowed.packed)
+        self._outside = Context(packed=allowed.packed)
         self._choices = self._candidates.choices()
         self._chosen = self._choices[0]
 
-    def fastest(self, budget_bytes: int) -> Way | None:
-        """The way through the step that adds least time and stays within the budget; ``None`` if there is none."""
-        best: Way | None = None
+    def fastest(self, budget_bytes: int) -> Schedule | None:
+        """Return the schedule of the step within ``budget_bytes`` that adds least time; ``None`` if none fits."""
+        best: Schedule | None = None
         for choice in self._choices:
             less = math.inf if best is None else math.nextafter(best.added_s, -math.inf)
             best = self._fastest(choice, budget_bytes, less) or best
         return best
 
     def least_peak_bytes(self, high: int, most_added_s: float = math.inf) -> int | None:
-        """The least budget, to a part in a thousand, that a way stays within which adds no more time.
+        """Return the least budget that a schedule which adds at most ``most_added_s`` fits, to a part in a thousand.
 
-        ``None`` if none stays within ``high``.
+        ``None`` if none fits ``high``.
         """
         least: int | None = None
         for choice in self._choices:
@@ -142,118 +148,121 @@ class Solver:
             least = least if lower is None else lower
         return least
 
-    def ways(self, most_added_s: float) -> Iterator[Way]:
-        """Those found so far that add no more time."""
-        found = (way for choice in self._choices for way, _ in choice.answers.values())
-        return (way for way in found if way is not None and way.added_s <= most_added_s)
+    def schedules(self, most_added_s: float) -> Iterator[Schedule]:
+        """Yield the schedules found so far that add at most ``most_added_s``."""
+        found = (schedule for choice in self._choices for schedule, _ in choice.answers.values())
+        return (schedule for schedule in found if schedule is not None and schedule.added_s <= most_added_s)
 
     def _least(self, choice: _Choice, high: int, most_added_s: float) -> int | None:
-        """The same for one choice: down in growing steps, then by halves."""
+        """Find the least budget for one ``choice``: down in growing steps, then by bisection."""
 
-        def is_met(budget_bytes: int) -> bool:
+        def has_schedule(budget_bytes: int) -> bool:
             return self._fastest(choice, budget_bytes, most_added_s) is not None
 
-        if high < 0 or not is_met(high):
+        if high < 0 or not has_schedule(high):
             return None
         low = high - (step := _GALLOP * _step(high))
-        while low >= 0 and is_met(low):
+        while low >= 0 and has_schedule(low):
             high, low, step = low, low - 2 * step, 2 * step
         low = max(low, -1)
         while high - low > _step(high):
             middle = (low + high) // 2
-            if is_met(middle):
+            if has_schedule(middle):
                 high = middle
             else:
                 low = middle
         return high
 
-    def _fastest(self, choice: _Choice, budget_bytes: int, most_added_s: float) -> Way | None:
-        """``None``: none within the budget adds so little."""
-        way = choice.known(budget_bytes)
-        if way is None and choice.least_added_s(budget_bytes) <= min(most_added_s, sys.float_info.max):
+    def _fastest(self, choice: _Choice, budget_bytes: int, most_added_s: float) -> Schedule | None:
+        """Return the fastest schedule of ``choice`` within both bounds; ``None`` if there is none."""
+        schedule = choice.known(budget_bytes)
+        if schedule is None and choice.least_added_s(budget_bytes) <= min(most_added_s, sys.float_info.max):
             self._chosen = choice
             bounds = Bounds(budget_bytes, most_added_s, self._allowed.limits)
-            # Segments that are called several times count once each.
+            # A segment counts once, however often it is called.
             spent = (len(choice.segmented), 0, 0) if bounds.limits.hold and choice.segmented else ()
-            found = self._through([Way(spent=spent)], self._root, bounds)
-            way = min(found, key=lambda way: way.added_s, default=None)
-            least_s = math.nextafter(most_added_s, math.inf) if way is None else way.added_s
-            choice.answers[budget_bytes] = way, least_s
-        return way if way is not None and way.added_s <= most_added_s else None
+            found = self._through([Schedule(spent=spent)], self._root, bounds)
+            schedule = min(found, key=lambda schedule: schedule.added_s, default=None)
+            least_s = math.nextafter(most_added_s, math.inf) if schedule is None else schedule.added_s
+            choice.answers[budget_bytes] = schedule, least_s
+        return schedule if schedule is not None and schedule.added_s <= most_added_s else None
 
-    def _through(self, before: list[Way], block: Block, bounds: Bounds) -> list[Way]:
-        """Ways up to and through a block: here every peak within the budget is as good as another."""
+    def _through(self, before: list[Schedule], block: Block, bounds: Bounds) -> list[Schedule]:
+        """Return the schedules of ``before`` continued through ``block``; peaks within the budget are equally good."""
         self._tick()
         if self._stands_alone(block):
-            return followed(before, self._ways(block, self._outside), bounds)
-        plain, run = before, list[Way]()
+            return followed(before, self._schedules(block, self._outside), bounds)
+        plain, run = before, list[Schedule]()
         for child in block.children:
-            ways = self._ways(child, self._outside) if self._stands_alone(child) else []
-            if len(ways) == 1:  # many in a row are one, before they follow all the ways so far
-                run = [run[0].then(ways[0])] if run else ways
+            schedules = self._schedules(child, self._outside) if self._stands_alone(child) else []
+            if len(schedules) == 1:  # such blocks in a row become one, before it follows all the schedules so far
+                run = [run[0].then(schedules[0])] if run else schedules
                 continue
             plain = followed(plain, run, bounds) if run else plain
             plain, run = self._through(plain, child, bounds), []
         plain = followed(plain, run, bounds) if run else plain
         segments = followed(before, self._as_segment(block, self._outside), bounds)
-        return thinned([*plain, *segments], MOST_WAYS, bounds.budget_bytes)
+        return thinned([*plain, *segments], MOST_SCHEDULES, bounds.budget_bytes)
 
     def _stands_alone(self, block: Block) -> bool:
-        """Whether it is looked at by itself: it has no parts, others are like it, or it keeps nothing in the end."""
+        """Return whether ``block`` is solved by itself: it has no parts, has equals, or keeps nothing in the end."""
         if block.is_round:
             return block is not self._root
         return self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children
 
-    def _ways(self, block: Block, around: Around) -> list[Way]:
-        """The Pareto set of a block by itself; of blocks of a kind the first is solved."""
+    def _schedules(self, block: Block, around: Context) -> list[Schedule]:
+        """Return the Pareto set of ``block`` by itself, solved for the first block of its kind."""
         around = around.of(block)
         key = self._allowed.means, self._chosen.kinds[block], around
-        if key not in self._solved.ways:
-            self._solved.ways[key] = block, self._solve(block, around)
-        solved, ways = self._solved.ways[key]
+        if key not in self._solved.schedules:
+            self._solved.schedules[key] = block, self._solve(block, around)
+        solved, schedules = self._solved.schedules[key]
         if solved is block:
-            return ways
-        more = block.resident_bytes - solved.resident_bytes  # gradients that are there already
+            return schedules
+        more = block.resident_bytes - solved.resident_bytes  # gradients made before its backward
         moved = (solved.path, block.path)
-        return [way.elsewhere(moved, more) for way in ways]
+        return [schedule.moved_to(moved, more) for schedule in schedules]
 
-    def _solve(self, block: Block, around: Around) -> list[Way]:
+    def _solve(self, block: Block, around: Context) -> list[Schedule]:
         self._tick()
         if block.is_round:
-            return thinned([way.over() for way in self._inside(block, around)], MOST_INNER_WAYS)
+            return thinned([schedule.finished() for schedule in self._inside(block, around)], MOST_INNER_SCHEDULES)
         segments = self._as_segment(block, around)
         if block.path in self._chosen.segmented:
             return segments
-        return thinned([*self._inside(block, around), *segments], MOST_INNER_WAYS)
+        return thinned([*self._inside(block, around), *segments], MOST_INNER_SCHEDULES)
 
-    def _inside(self, block: Block, around: Around) -> list[Way]:
-        """Ways of its parts, the block itself being no segment."""
+    def _inside(self, block: Block, around: Context) -> list[Schedule]:
+        """Return the schedules of ``block`` without a segment on it, from those of its parts."""
         if not block.children:
             kept = block.packed_bytes if around.packed else block.kept_bytes
             held = [c for c in block.costly if c.op in around.kept]
             saved_s = sum(c.seconds for c in held)
             own = block.packed_peak_bytes if around.packed else block.peak_bytes
             peak = kept + (max(own, block.again_bytes) if around.recomputed else own)
-            return [Way(kept, peak, -saved_s, sum(c.nbytes for c in held))]
-        ways = [Way()]
+            return [Schedule(kept, peak, -saved_s, sum(c.nbytes for c in held))]
+        schedules = [Schedule()]
         for child in block.children:
-            ways = thinned([way.then(own) for way in ways for own in self._ways(child, around)], MOST_INNER_WAYS)
-        return ways
+            schedules = thinned(
+                [schedule.then(own) for schedule in schedules for own in self._schedules(child, around)],
+                MOST_INNER_SCHEDULES,
+            )
+        return schedules
 
-    def _as_segment(self, block: Block, around: Around) -> list[Way]:
+    def _as_segment(self, block: Block, around: Context) -> list[Schedule]:
         may_be = self._candidates.may_be_segment(block, self._chosen.segmented)
         if not may_be or (around.recomputed and not self._allowed.nested):
             return []
         key = self._allowed.means, block, self._chosen.kinds[block], around.recomputed
         if key not in self._solved.segments:
             choices = [frozenset[int](), *self._segments.keeps(block, around)]
-            ways = [way for kept in choices for way in self._keeping(block, kept, around)]
-            self._solved.segments[key] = thinned(ways, MOST_INNER_WAYS)
+            schedules = [schedule for kept in choices for schedule in self._keeping(block, kept, around)]
+            self._solved.segments[key] = thinned(schedules, MOST_INNER_SCHEDULES)
         return self._solved.segments[key]
 
-    def _keeping(self, block: Block, kept: frozenset[int], around: Around) -> Iterator[Way]:
+    def _keeping(self, block: Block, kept: frozenset[int], around: Context) -> Iterator[Schedule]:
         counts = not around.recomputed and block.path not in self._chosen.segmented
-        for inside in self._inside(block, Around(recomputed=True, kept=kept)):
+        for inside in self._inside(block, Context(recomputed=True, kept=kept)):
             yield from self._segments.around(block, inside, kept, around, counts=counts)
 
 

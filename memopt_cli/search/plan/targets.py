@@ -1,4 +1,4 @@
-"""Which modules may become segments, as the user names them: by class, by path or by object."""
+"""Modules that may become segments, as the user names them: by class, by path or by object."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _NONE_ALLOWED: dict[SelectionPolicy, str] = {
 
 
 def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
-    """Segments on the selected modules."""
+    """Return a plan with a plain segment on every module of ``selection``."""
     return Plan(segments=tuple(segment(m, options.compress_x) for m in selection.selected))
 
 
 def segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
-    """The plain segment on a module, its input packed by the codec that held it in the recorded step."""
+    """Return the plain segment on ``module``, its input packed by the codec that held it in the recorded step."""
     return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
 
 
 def asked_for(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
-    """The outermost modules that may be segments; ``None``: whichever memopt chooses."""
+    """Return the outermost modules that ``options`` name; ``None`` where memopt may choose any."""
     if options.targets:
         return matching_targets(modules, options.targets)
     if options.modules is not None:
@@ -39,7 +39,7 @@ def asked_for(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[Mo
 
 
 def selected(modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions, *, by_goal: bool) -> Selection:
-    """Which of the candidates are segments of a plan, and why modules that were asked for are none."""
+    """Describe the choice that ``plan`` makes among the candidates, and why modules asked for cannot be candidates."""
     asked = asked_for(modules, options)
     candidates = len(asked) if asked is not None else sum(not module.refusal for module in modules)
     by_path = {module.path: module for module in modules}
@@ -49,14 +49,14 @@ def selected(modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions,
 
 
 def refused(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str, str]:
-    """Why modules asked for by path cannot be candidates, by path; those that can are not in it."""
+    """Return path -> why the module, asked for by path, cannot be a candidate; those that can are left out."""
     known = {m.path: m.refusal for m in modules}
     reasons = {path: known.get(path, _NEVER_CALLED) for path in options.modules or ()}
     return {path: reason for path, reason in reasons.items() if reason}
 
 
 def left_out(refusals: Mapping[str, str]) -> list[str]:
-    """A note on the modules asked for by path that cannot be candidates, if there are any."""
+    """Write a note on the modules in ``refusals`` (path -> why it cannot be a candidate), if there are any."""
     named = [f"'{path or '(root)'}' ({reason})" for path, reason in refusals.items()]
     return [f"Not candidates: {format_some(named)}."] if named else []
 
@@ -84,13 +84,16 @@ def _why_none(paths: Sequence[str], selection: Selection, dropped: Dropped | Non
 
 
 def outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:
-    """Those that lie below no other, in the order of first call: a segment within a segment is recomputed twice."""
+    """Return those of ``modules`` that lie in no other, in the order of first call."""
     ordered = sorted(modules, key=lambda m: m.order)
     return [m for m in ordered if not any(o is not m and is_within(m.path, o.path) for o in modules)]
 
 
 def matching_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> list[ModuleTrace]:
-    """The outermost modules whose class name or path matches; :class:`PlanError` if a target matches nothing usable."""
+    """Return the outermost modules whose class name or path matches one of ``targets``.
+
+    Raises :class:`PlanError` for a target that matches nothing that can be a segment.
+    """
     chosen: list[ModuleTrace] = []
     for target in targets:
         matches = [m for m in modules if m.class_name == target or (m.path and fnmatch.fnmatchcase(m.path, target))]

@@ -1,4 +1,4 @@
-"""Ranks of a real group that agree: on what each found, and on whether any failed."""
+"""Agreement among the ranks of a real group: on results, and on whether any rank failed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Found = TypeVar("Found")
 
 
 class Ranks:
-    """Those of a group.  Whatever one of them is to do, all are to do; each of these calls is a collective."""
+    """The ranks of a group.  All of its methods but :meth:`alone` are collectives, which every rank must call."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -37,15 +37,15 @@ class Ranks:
         self.count: int = dist.get_world_size(group)
 
     def each(self, do: Callable[[], Found]) -> Found:
-        """What ``do`` gives here, once it is done on all ranks.  ``do`` waits for no other rank.
+        """Call ``do`` on all ranks, and return its result here; ``do`` itself must not wait for other ranks.
 
-        Raises on every rank what the first raises on which it fails: a :class:`MemoptError` of the same class, or a
-        :class:`MeasurementError` where it is another exception, but for that rank itself.
+        If it fails on any rank, all ranks raise.  The first rank that failed raises its own exception; the others raise
+        a :class:`MemoptError` of the same class, or a :class:`MeasurementError` for an exception of another kind.
         """
         error: BaseException | None = None
         try:
             found = do()
-        except BaseException as err:  # an interrupt, too: the others would wait for this rank
+        except BaseException as err:  # also an interrupt: the other ranks would wait for this one
             error = err
         failures = {rank: told for rank, told in enumerate(self._gathered(_as_told(error))) if told is not None}
         if error is not None and (self.rank == min(failures) or not isinstance(error, Exception)):
@@ -58,9 +58,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Within, this rank waits for others, who learn nothing of what fails here but that it is gone.
+        """Name this rank in errors of the block, in which it waits for others; they only notice that it is gone.
 
-        What is raised says which rank it was, as a :class:`MemoptError`; lack of memory stays as it is.
+        An error becomes a :class:`MemoptError` that says which rank it was; an out-of-memory error stays as it is.
         """
         try:
             yield
@@ -74,7 +74,7 @@ class Ranks:
             raise _named(StepError(first_line(err)), self.rank, self.count) from err
 
     def all(self, do: Callable[[], Found]) -> list[Found]:
-        """What ``do`` gives on each rank, which can be pickled.  Raises as :meth:`each`."""
+        """Return the results of ``do`` on all ranks, which must be picklable.  Raises as :meth:`each`."""
         return self._gathered(self.each(do))
 
     def _gathered(self, mine: Found) -> list[Found]:
@@ -84,11 +84,11 @@ class Ranks:
         return told
 
     def first(self, do: Callable[[], Found]) -> Found:
-        """What ``do`` gives on the first rank, which alone does it.  Raises as :meth:`all`."""
+        """Call ``do`` on the first rank alone, and return its result on all.  Raises as :meth:`each`."""
         return self.all(lambda: do() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def require_same(self, what: str, value: Any) -> str:
-        """The digest of a value that is to be the same on all ranks.  Raises :class:`UsageError` where it is not."""
+        """Return the digest of ``value``.  Raises :class:`UsageError` unless it is the same on all ranks."""
         digests = self.all(lambda: digest_of(value))
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
@@ -102,10 +102,10 @@ class Ranks:
 
 @contextlib.contextmanager
 def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Ranks]:
-    """The ranks of a group; ``None``: of all.
+    """Yield the ranks of ``group``; ``None`` stands for all.
 
-    All talk through a group of gloo's for this alone, in which one waits for another as long as ``limit``; those of
-    another group through that, whose backend has a limit of its own.
+    All ranks talk through a gloo group made for this, in which they wait for one another up to ``limit``.  A smaller
+    group is used itself, with the limit of its backend.
     """
     if group is not None and group is not dist.group.WORLD:
         yield Ranks(group)
@@ -121,7 +121,7 @@ def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Rank
 
 @contextlib.contextmanager
 def lost_ranks_told() -> Iterator[None]:
-    """Within, what a backend raises because another rank is gone becomes a :class:`RankLostError`."""
+    """Turn an error that a backend raises in the block because another rank is gone into a :class:`RankLostError`."""
     try:
         yield
     except Exception as error:
@@ -129,7 +129,7 @@ def lost_ranks_told() -> Iterator[None]:
             raise
         raise RankLostError(
             f"another rank has ended, or does not answer: {first_line(error)}",
-            hint="What that rank says, or the log of its process, tells why.",
+            hint="See the output of that rank, or the log of its process, for the reason.",
         ) from error
 
 
@@ -138,17 +138,17 @@ def _named(error: MemoptError, rank: int, ranks: int) -> MemoptError:
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, str, str]]:
-    """Name, shape and dtype of each: what ranks must have alike, or they would wait for each other without end."""
+    """List name, shape and dtype of every parameter of ``model``; ranks that differ in them would wait for ever."""
     return [(name, str(tuple(p.shape)), str(p.dtype)) for name, p in model.named_parameters()]
 
 
 def digest_of(value: Any) -> str:
-    """Of records and plain values: the same in every process."""
+    """Return a digest of ``value``, a record or plain values, that is the same in every process."""
     return hashlib.sha256(json.dumps(to_data(value), sort_keys=True).encode()).hexdigest()
 
 
 def _is_of_lost_rank(error: BaseException) -> bool:
-    """Or of what follows from it: code of the user's, and ours, may raise something else on top."""
+    """Return whether ``error``, or one that it follows from, says that a rank is gone."""
     chain: BaseException | None = error
     while chain is not None:
         if is_of_lost_rank(chain):
@@ -158,7 +158,7 @@ def _is_of_lost_rank(error: BaseException) -> bool:
 
 
 def _as_told(error: BaseException | None) -> MemoptError | None:
-    """To the other ranks, which may not know its class."""
+    """Return ``error`` as the other ranks are sent it, since they may not have its class."""
     if error is None or isinstance(error, MemoptError):
         return error and type(error)(error.message, hint=error.hint)
     if isinstance(error, KeyboardInterrupt):

@@ -1,5 +1,6 @@
-"""A group of ranks: a real one, that a launcher started, or PyTorch's fake one in this process alone, whose collectives
-send nothing and give what they are given.
+"""Groups of ranks: a real one that a launcher started, or PyTorch's fake one in this process alone.
+
+The collectives of a fake group send nothing, and return their own inputs.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from memopt_cli.training.sharded.agreement import lost_ranks_told
 
 @contextlib.contextmanager
 def fake_group(layout: Layout, rank: int) -> Iterator[DeviceMesh]:
-    """Within, this process is that rank; gives the mesh of all of them.
+    """Make this process ``rank`` of a fake group for the block, and yield the mesh of all ranks.
 
-    It lies on the CPU: tensors without data that say they are on another device cannot train where there is none.
+    The mesh is on the CPU: tensors without data on another device cannot train on a machine that has none.
     Raises :class:`UsageError` in a process that has a group of its own, and :class:`StepError` without
     ``torch.distributed``.
     """
@@ -42,9 +43,9 @@ def fake_group(layout: Layout, rank: int) -> Iterator[DeviceMesh]:
 
 @contextlib.contextmanager
 def real_group(layout: Layout, device: str, timeout_s: float) -> Iterator[DeviceMesh]:
-    """Within, this process is the rank that its environment says (``RANK``, ``MASTER_ADDR`` …); gives the mesh of all.
+    """Join the group that the environment describes (``RANK``, ``MASTER_ADDR`` …), and yield the mesh of all ranks.
 
-    On the CPU gloo joins them, on CUDA NCCL.  Raises :class:`RankLostError` where they do not come together.
+    The backend is gloo on the CPU and NCCL on CUDA.  Raises :class:`RankLostError` if the ranks do not meet.
     """
     _require_distributed()
     backend = "gloo"
@@ -54,7 +55,7 @@ def real_group(layout: Layout, device: str, timeout_s: float) -> Iterator[Device
     with lost_ranks_told():
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     yield _mesh(device.partition(":")[0], layout)
-    dist.destroy_process_group()  # not after a failure: a rank that is gone would be waited for
+    dist.destroy_process_group()  # not after a failure: it would wait for a rank that is gone
 
 
 def _mesh(device_type: str, layout: Layout) -> DeviceMesh:

@@ -13,9 +13,9 @@ from memopt_cli.training.step import Step, take
 
 
 def buckets_seen(step: Step) -> tuple[Tensor, ...]:
-    """Those of all replicas in the step, which takes one to see them: nothing but a hook is told of them.
+    """Return the buckets of all replicas in ``step``, which is taken once: only a communication hook is given them.
 
-    The hook stays, and reduces as the reducer does without one.  Raises :class:`StepError` where there is another.
+    The hook stays, and reduces as DDP does without one.  Raises :class:`StepError` where there is another hook.
     """
     replicas = [part for part in step.model.modules() if isinstance(part, DistributedDataParallel)]
     found: list[Tensor] = []
@@ -25,11 +25,11 @@ def buckets_seen(step: Step) -> tuple[Tensor, ...]:
             found.append(bucket.buffer())
         return allreduce_hook(group, bucket)
 
-    reduce.__annotations__.clear()  # PyTorch compares them with classes
+    reduce.__annotations__.clear()  # PyTorch compares them with classes, and here they are strings
     for replica in replicas:
         try:
             replica.register_comm_hook(replica.process_group, reduce)
-        except RuntimeError as err:  # there may be one
+        except RuntimeError as err:  # there may be another hook
             raise StepError(
                 f"DistributedDataParallel with a communication hook cannot be measured: {first_line(err)}",
                 hint="Measure it without.",

@@ -1,9 +1,10 @@
-"""``DistributedDataParallel`` without its reducer, which is C++ and reads data: its buckets, in Python.
+"""``DistributedDataParallel`` with a reducer in Python, since its own is C++ and reads data.
 
-Buckets hold a copy of every gradient, from the first step to the last; with ``gradient_as_bucket_view`` gradients lie
-in them instead.  A bucket is filled as backward makes its gradients, is reduced when it is full, and its means are
-copied back.  After the first step buckets are made anew, for the order that was seen in it; the reducer does so at the
-start of the second, which has twice as many for a moment: that is not counted.  All else is PyTorch's own Python.
+Buckets hold a copy of every gradient throughout training; with ``gradient_as_bucket_view``, gradients are views of
+them. A bucket is filled as backward makes its gradients.  When it is full it is reduced, and the means are copied back.
+After the first step, buckets are made anew in the order of gradients seen in it.  The real reducer does so at the start
+of the second step, and has twice as many buckets for a moment, which is not counted.  All the rest is PyTorch's own
+Python.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from memopt_cli.runtime.leaves import leaves_before
 from memopt_cli.runtime.private_torch import FIRST_BUCKET_BYTES, MAKES_REDUCER, SETS_HOOKS, bucketed, replaced
 
 _UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb_list", "batched_grad_copy")
-"""Arguments by which gradients are cast, or go another way than through buckets of one size."""
+"""Arguments by which gradients are cast, or do not go through buckets of one size."""
 
 _ELSEWHERE = frozenset(("device_ids", "output_device"))
-"""Arguments that name the device of the script; tensors are on the CPU here."""
+"""Arguments that name a device of the user's script; here, tensors are on the CPU."""
 
 
 @contextlib.contextmanager
 def without_reducer() -> Iterator[list[Tensor]]:
-    """Within, what is made a ``DistributedDataParallel`` has a :class:`Reducer`; gives the buckets of all.
+    """Give every ``DistributedDataParallel`` made in the block a :class:`Reducer`; yield the buckets of all of them.
 
-    They are others after the first step.  Raises :class:`StepError` for what is not counted.
+    The list changes after the first step.  Raises :class:`StepError` for features that are not counted.
     """
     buckets, made = list[Tensor](), list[list[Tensor]]()
     signature = inspect.signature(DistributedDataParallel.__init__)
@@ -48,7 +49,7 @@ def without_reducer() -> Iterator[list[Tensor]]:
             uncounted = next((name for name in _UNCOUNTED if arguments.get(name)), None)
             if uncounted is not None:
                 raise _not_predicted(uncounted)
-            is_static = bool(arguments.get("static_graph"))  # of such a graph, another first step is all that DDP takes
+            is_static = bool(arguments.get("static_graph"))  # which changes nothing after the first step
             finds_unused = bool(arguments.get("find_unused_parameters")) and not is_static
             plain(
                 **{name: value for name, value in arguments.items() if name not in _ELSEWHERE}
@@ -89,7 +90,7 @@ def _not_predicted(what: str) -> StepError:
 
 
 class _Handle:
-    """Leads to a reducer, which goes on: what a module holds is put back before every step that is counted."""
+    """A reference to a reducer that keeps its state: attributes of a module are put back before every counted step."""
 
     __slots__ = ("_number",)
 
@@ -104,10 +105,10 @@ class _Handle:
 
 
 class Reducer:
-    """What the wrapper asks of its reducer, and of the logger of that; hooks of parameters hold it.
+    """The reducer of one wrapper, and its logger; hooks of parameters hold it.
 
-    ``of_all`` is given the buckets that it makes.  Raises :class:`StepError` where the reducer would end the training:
-    a parameter has no gradient, and such are not looked for.
+    It adds its buckets to ``of_all``.  Raises :class:`StepError` where the real reducer would end the training: a
+    parameter has no gradient, and ``find_unused_parameters`` is not set.
     """
 
     def __init__(self, wrapper: Any, parameters: list[Tensor], of_all: list[Tensor], *, is_static: bool) -> None:
@@ -119,13 +120,13 @@ class Reducer:
         cap: int = wrapper.bucket_bytes_cap
         self._limits = [FIRST_BUCKET_BYTES, cap] if wrapper.bucket_bytes_cap_default else [cap]
         self._seen: list[int] | None = None if self._finds_unused else []
-        """Parameters in the order of their gradients in the first step, until buckets are made anew."""
+        """Parameters in the order of their gradients in the first step; ``None`` once buckets were made anew."""
         self._unused: set[int] = set()
         self._is_reducing = self._has_begun = False
         self._buckets: list[_Bucket] = []
         self._make_buckets(range(len(parameters)), self._limits if self._finds_unused else [sys.maxsize])
         self._used = parameters[0].detach().new_zeros(len(parameters), dtype=torch.int32)
-        """Of each parameter, whether a rank has its gradient."""
+        """For each parameter, whether any rank has its gradient."""
         if self._finds_unused:
             of_all.append(self._used)
         for number, parameter in enumerate(parameters):
@@ -137,19 +138,19 @@ class Reducer:
             raise AttributeError(name)
         raise _not_predicted(name.strip("_"))
 
-    # ------------------------------------------------------------------------------------------ what it is asked
+    # ------------------------------------------------------------------------------------------ called by the wrapper
 
     def prepare_for_forward(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing, as no forward needs preparation."""
 
     set_runtime_stats_and_log = prepare_for_forward
 
     def _rebuild_buckets(self) -> bool:
-        """They were made anew after the first step."""
+        """Return ``False``: the buckets were made anew after the first step already."""
         return False
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
-        """Gradients come, of those parameters that ``outputs`` depend on where unused ones are looked for."""
+        """Expect gradients; only of parameters that ``outputs`` depend on, if unused ones are looked for."""
         if self._has_begun and self._is_static and self._seen is not None:
             self._finish()
         if self._has_begun:
@@ -164,7 +165,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.missing = bucket.parts.keys() - self._unused
 
-    # ------------------------------------------------------------------------------------------ what it does
+    # ------------------------------------------------------------------------------------------ buckets
 
     def _make_buckets(self, order: Sequence[int], limits: list[int]) -> None:
         known = {id(bucket.flat) for bucket in self._buckets}

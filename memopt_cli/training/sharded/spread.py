@@ -1,4 +1,4 @@
-"""A model as one rank of many has it: spread by the user's function, or in one of the usual ways."""
+"""A model as one rank of many holds it: spread by the user's function, or by FSDP2 or DDP."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ Shard = Callable[[nn.Module, DeviceMesh], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """What a rank has."""
+    """The model and the buckets of one rank."""
 
     model: nn.Module
     buckets: list[Tensor]
-    """Of ``DistributedDataParallel``: others after the first step."""
+    """Buckets of ``DistributedDataParallel``; the list changes after the first step."""
 
 
 def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> Spread:
-    """``model`` spread over the mesh, in place where PyTorch does it so; ``function``: ``None`` for a built-in way.
+    """Spread ``model`` over ``mesh`` by ``function``, or by FSDP2 or DDP as in ``layout``; often in place.
 
-    Raises :class:`UsageError` for a function that fails, gives no module or another model, spreads nothing or changes
-    the default group, and :class:`StepError` for what cannot be predicted.
+    Raises :class:`UsageError` for a function that fails, returns no module or another model, spreads nothing or changes
+    the default group, and :class:`StepError` for a model whose step cannot be predicted.
     """
     with without_reducer() as buckets, sharded_without_the_others():
         return Spread(model=_spread(model, mesh, layout, function, "predicted"), buckets=buckets)
 
 
 def spread_really(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> nn.Module:
-    """The same on a rank of a real group.  Raises :class:`StepError` for what is not counted there."""
+    """Spread ``model`` like :func:`spread` on a rank of a real group.  Raises :class:`StepError` if not countable."""
     return _spread(model, mesh, layout, function, "measured")
 
 
@@ -75,9 +75,9 @@ _COMPILED = {"predicted": "it runs on data alone", "measured": "its tensors are 
 
 
 def data_ranks(model: nn.Module) -> int:
-    """Ranks that have samples of their own: those over which ``fully_shard`` or DDP reduces a gradient.
+    """Count the ranks that have samples of their own: those over which ``fully_shard`` or DDP reduces a gradient.
 
-    Ranks that share a gradient's work in another way, as tensor parallel ones, are given the same samples.
+    Ranks that divide the work in another way, such as tensor parallel ones, are given the same samples.
     """
     parts = list(model.modules())
     sharded = (reducing_ranks(part) for part in parts if isinstance(part, FSDPModule))
@@ -103,11 +103,11 @@ def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout)
 
 _RETURN = "Let it return the model that trains."
 _GIVEN = "It is called with the model and a DeviceMesh of {} with the axes {}."
-_NO_GROUP = "The group and the mesh are there: let it make none."
+_NO_GROUP = "The group and the mesh exist already: do not make others in it."
 
 
 def _refuse(made: Any, what: str) -> None:
-    """Raises :class:`StepError` for what is not counted, and of what no step without data can be taken."""
+    """Raise :class:`StepError` if a part of ``made`` is of a package whose memory is not counted."""
     parts = made.modules() if isinstance(made, nn.Module) else [made]
     kinds = [base for part in parts for base in type(part).__mro__]
     for base in kinds:
@@ -117,7 +117,7 @@ def _refuse(made: Any, what: str) -> None:
 
 
 def _without_older(what: str) -> contextlib.AbstractContextManager[None]:
-    """Within, making a module of FSDP1 raises :class:`StepError`."""
+    """Raise :class:`StepError` if a module of FSDP1 is made in the block."""
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise StepError(f"FullyShardedDataParallel (FSDP1) cannot be {what}: {_NOT_WATCHED}", hint=_OTHERS)
@@ -131,7 +131,7 @@ _UNPREDICTED = {
     "torch.distributed._composable.replicate": "it becomes DistributedDataParallel in the first step alone",
     "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
 }
-"""Package -> why."""
+"""Package -> why its modules are refused."""
 _OTHERS = "fully_shard, parallelize_module and DistributedDataParallel can."
 
 
@@ -144,11 +144,11 @@ def _is_spread(model: nn.Module) -> bool:
     return parts or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-# ---------------------------------------------------------------------------------------------- the usual ways
+# ---------------------------------------------------------------------------------------------- FSDP2 and DDP
 
 
 def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2 of every repeated block, and of the rest; over two axes it replicates along the first (HSDP)."""
+    """Shard every repeated block of ``model``, then the rest, by FSDP2; over two axes it replicates along the first."""
     for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -163,7 +163,7 @@ _BUILT_IN: dict[str, Shard] = {"fsdp": _fully_sharded, "ddp": _replicated}
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules with parameters that a list or a sequence has several of, of one class; none within another."""
+    """Return the modules with parameters that a list or sequence in ``model`` has several of, of the same class."""
     if isinstance(model, nn.ModuleList | nn.Sequential):
         children = [child for child in model.children() if next(child.parameters(), None) is not None]
         alike = {kind for kind in map(type, children) if sum(type(child) is kind for child in children) > 1}
@@ -176,5 +176,5 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_composite(kind: type, children: list[nn.Module]) -> list[bool]:
-    """Of the children of a class, whether each has modules below: a sequence of plain layers has no blocks."""
+    """Return, for each child of class ``kind``, whether it has modules below: plain layers are no blocks."""
     return [any(True for _ in child.children()) for child in children if type(child) is kind]

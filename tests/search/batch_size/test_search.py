@@ -225,7 +225,7 @@ def test_what_is_foreseen_is_all_that_is_asked_without_data() -> None:
 
 
 def test_a_sample_that_is_refused_alone_tells_nothing_of_many() -> None:
-    assert largest_root(lambda n: math.inf if n == 1 else 10 * n, 800, start=4, told=[1, 4]) == 80
+    assert largest_root(lambda n: math.inf if n == 1 else 10 * n, 800, start=4, known_at=[1, 4]) == 80
 
 
 def test_runs_that_are_slower_than_what_they_go_by_aim_below_the_longest_step() -> None:
@@ -616,7 +616,7 @@ def test_the_root_of_joined_lines(
 
     bound = data.draw(st.floats(0, 2e6))
     told = data.draw(st.lists(st.integers(1, 20_000), max_size=8, unique=True))
-    found = largest_root(value, bound, start=start, told=told)
+    found = largest_root(value, bound, start=start, known_at=told)
     assert found == 0 or value(found) <= bound
     assert value(max(found + 1, math.ceil(found * 1.01) + 1)) > bound
     assert len(asked) - len(told) <= 26

@@ -37,7 +37,7 @@ from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.keeping import choices, keep_names
 from memopt_cli.search.plan.proposals import Proposals
 from memopt_cli.search.plan.search import Solver
-from memopt_cli.search.plan.segment_ways import Allowed, Around
+from memopt_cli.search.plan.segment_schedules import Allowed, Context
 from memopt_cli.trace import FakeStep, record, resident_bytes
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.apply import apply_plan, remove_plan
@@ -267,8 +267,8 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None,
     chunks = {"blocks.2": (rule, 4)} if rule else {}
     allowed = Allowed(targets=lambda path: path == "blocks.2", chunks=chunks)
     (block,) = (b for b in block_tree(model) if b.path == "blocks.2")
-    ways = Solver(block, allowed)._as_segment(block, Around())
-    priced = {segment: way.added_s for way in ways for segment in way.segments()}
+    schedules = Solver(block, allowed)._as_segment(block, Context())
+    priced = {segment: schedule.added_s for schedule in schedules for segment in schedule.segments()}
     assert any(segment.batch_statistics for segment in priced) is bool(rule)
     for segment, added_s in priced.items():
         predicted = model.predict(Plan(segments=(segment,)))
@@ -291,11 +291,11 @@ def test_what_a_model_runs_between_its_modules_is_no_segment_where_it_is_one_its
     model = Subject(Between(), torch.randn(512, 64)).model
     solver = Solver(block_tree(model), Allowed(chunks={"": (ChunkRule(axis=0, seq_inputs=1, seq_outputs=1), 512)}))
     found = [solver.fastest(model.peak_bytes * share // 20) for share in range(20, 8, -1)]
-    ways = [way for way in found if way is not None]
-    assert any(segment.path == "" for way in ways for segment in way.segments())
-    for way in ways:
-        predicted = model.predict(Plan(segments=tuple({s.path: s for s in way.segments()}.values())))
-        assert predicted.step_s - model.step_s == pytest.approx(way.added_s)
+    schedules = [schedule for schedule in found if schedule is not None]
+    assert any(segment.path == "" for schedule in schedules for segment in schedule.segments())
+    for schedule in schedules:
+        predicted = model.predict(Plan(segments=tuple({s.path: s for s in schedule.segments()}.values())))
+        assert predicted.step_s - model.step_s == pytest.approx(schedule.added_s)
 
 
 def test_every_norm_costs_a_pass_over_what_precedes_it() -> None:
@@ -454,10 +454,10 @@ def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed:
     model = CostModel(trace)
     assert model.packable_bytes > 0
     solver = Solver(block_tree(model), Allowed(targets=lambda path: False, packed=packed))
-    way = solver.fastest(trace.allocated_peak_bytes)
-    assert way is not None
+    schedule = solver.fastest(trace.allocated_peak_bytes)
+    assert schedule is not None
     predicted = model.predict(Plan(packed=packed)).allocated_peak_bytes
-    assert way.peak_bytes == pytest.approx(predicted, rel=0.02)
+    assert schedule.peak_bytes == pytest.approx(predicted, rel=0.02)
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from memopt_cli.online import LIF, OverTime
 from memopt_cli.records import ChunkRule, Crashed, Outlook, Plan, Refused, SearchOptions, SegmentPlan
 from memopt_cli.runtime.runs import group_layers
-from memopt_cli.search.plan.grounds import Grounds
 from memopt_cli.search.plan.interface import NotTried, is_within
 from memopt_cli.search.plan.keeping import numbered
 from memopt_cli.search.plan.level_search import LevelSearch
@@ -25,8 +24,9 @@ from memopt_cli.search.plan.levels import level_of
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.proposals import Proposals, Solvers
 from memopt_cli.search.plan.questions import Priced
+from memopt_cli.search.plan.schedules import Schedule, spent_by
 from memopt_cli.search.plan.search import Solver
-from memopt_cli.search.plan.ways import Way, spent_by
+from memopt_cli.search.plan.search_spaces import SearchSpaces
 from sample_models import gpt
 from tests.rows import quick
 from tests.search.plan.subjects import (
@@ -360,10 +360,10 @@ def test_nothing_is_solved_when_the_time_is_up(search: str, dry_runs: int, monke
         (answered if len(answered) < dry_runs else refused).append(plan)
         return NotTried(reason="time is up") if refused else subject.count(plan)
 
-    def solve(solver: Solver, budget_bytes: int) -> Way | None:
-        way = fastest(solver, budget_bytes)
+    def solve(solver: Solver, budget_bytes: int) -> Schedule | None:
+        schedule = fastest(solver, budget_bytes)
         assert not refused
-        return way
+        return schedule
 
     monkeypatch.setattr(Solver, "fastest", solve)
     plans = subject.planner_asking(replace(subject.probes(), count=count, late=lambda: bool(refused)))
@@ -490,10 +490,10 @@ def test_no_more_modules_are_asked_than_the_limits_allow() -> None:
 def test_only_those_are_asked_for_chunks_that_a_lower_plan_needs() -> None:
     asked: list[str] = []
     subject = known("chain")
-    ground = subject.planner(lambda path: asked.append(path) or rule_along(0))._at(3).ground
-    assert ground.lower(1, 10.0) is None
+    space = subject.planner(lambda path: asked.append(path) or rule_along(0))._at(3).space
+    assert space.lower(1, 10.0) is None
     assert not asked
-    plan = ground.lower(subject.original.allocated_peak_bytes, 10.0)
+    plan = space.lower(subject.original.allocated_peak_bytes, 10.0)
     assert plan is not None
     assert set(asked) == {segment.path for segment in plan.segments if segment.chunks > 1}
 
@@ -517,9 +517,9 @@ def test_no_plan_is_dry_run_that_cannot_be_the_smallest() -> None:
 @pytest.mark.slow
 def test_what_is_refused_is_planned_without() -> None:
     subject = known("chain")
-    ground = subject.planner(lambda path: Refused(reason="no"))._at(3).ground
-    assert ground.lower(subject.original.allocated_peak_bytes // 4, 10.0) is None
-    whole = ground.lower(subject.original.allocated_peak_bytes, 10.0)
+    space = subject.planner(lambda path: Refused(reason="no"))._at(3).space
+    assert space.lower(subject.original.allocated_peak_bytes // 4, 10.0) is None
+    whole = space.lower(subject.original.allocated_peak_bytes, 10.0)
     assert whole is not None
     assert all(segment.chunks == 1 for segment in whole.segments)
 
@@ -548,14 +548,14 @@ def test_a_budget_just_below_the_least_peak_is_sought_for_each_level_from_the_st
     share: float, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order in which a level asks, which may lead lower."""
-    subject, made = small("gpt"), list[Grounds]()
+    subject, made = small("gpt"), list[SearchSpaces]()
     least = subject.planner().least(4).peak_bytes
 
-    def grounds(*args: Any) -> Grounds:
-        made.append(Grounds(*args))
+    def spaces(*args: Any) -> SearchSpaces:
+        made.append(SearchSpaces(*args))
         return made[-1]
 
-    monkeypatch.setattr("memopt_cli.search.plan.planner.Grounds", grounds)
+    monkeypatch.setattr("memopt_cli.search.plan.planner.SearchSpaces", spaces)
     assert subject.planner().within(4, int(share * least) - 1) is None
     assert len(made) == times
 
@@ -573,7 +573,7 @@ def test_what_no_plan_may_cut_is_not_asked() -> None:
 def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.search.plan.grounds._WORTH_ASKING", worth)
+    monkeypatch.setattr("memopt_cli.search.plan.search_spaces._WORTH_ASKING", worth)
     subject = known("chain")
     asked: list[str] = []
 
@@ -608,11 +608,11 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
         return planned, first.peak_bytes
 
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis))
-    assert plans.ground.may_give_a_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
-    monkeypatch.setattr(plans.ground.questions, "_learned", 12)
-    assert not plans.ground.may_give_a_faster(plans.runs.fastest(budget), budget)
+    assert plans.space.may_give_a_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
+    monkeypatch.setattr(plans.space.questions, "_learned", 12)
+    assert not plans.space.may_give_a_faster(plans.runs.fastest(budget), budget)
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis), Plan())
-    assert not plans.ground.may_give_a_faster(
+    assert not plans.space.may_give_a_faster(
         plans.runs.fastest(subject.original.allocated_peak_bytes), budget
     )  # the original is within that
 
@@ -662,7 +662,7 @@ def test_packing_is_taken_back_where_a_budget_does_not_need_it(needed: bool) -> 
     def fits(plan: Plan) -> bool:
         return plan.segments == plain.segments and plan.packed >= needed
 
-    relaxed = known("chain").planner()._grounds.plain.improvements.relaxed(replace(plain, packed=True), fits)
+    relaxed = known("chain").planner()._spaces.plain.improvements.relaxed(replace(plain, packed=True), fits)
     assert relaxed == replace(plain, packed=needed)
 
 
@@ -710,10 +710,10 @@ def test_a_module_runs_in_chunks_by_its_own_rule_not_by_that_of_its_class(axis: 
 
 def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_it() -> None:
     plans = known("chain").planner(lambda path: rule_along(0))
-    ground, rules = plans._at(4).ground, {"blocks.1": (rule_along(0), 4)}
-    ground.questions._allow(rules)
+    space, rules = plans._at(4).space, {"blocks.1": (rule_along(0), 4)}
+    space.questions._allow(rules)
     around = segments("", "blocks.0", "blocks.1.0")
-    found = [[(s.path, s.chunks) for s in plan.segments] for plan in ground.improvements.rearranged(around, rules)]
+    found = [[(s.path, s.chunks) for s in plan.segments] for plan in space.improvements.rearranged(around, rules)]
     assert found
     assert all(paths == [("blocks.0", 1), ("blocks.1", paths[-1][1])] and paths[-1][1] > 1 for paths in found)
 
@@ -724,7 +724,7 @@ def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut
     plans = small("chain").planner(lambda path: rule_along(0))
     plans.least(3)
     search = plans._at(level)
-    rearranged = search.ground.improvements.rearranged(segments("blocks.1"), search.ground.hopeful())
+    rearranged = search.space.improvements.rearranged(segments("blocks.1"), search.space.hopeful())
     assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
 

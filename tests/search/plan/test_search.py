@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt_cli.records import ChunkRule, SegmentPlan
-from memopt_cli.search.plan import ways
+from memopt_cli.search.plan import schedules
 from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import SEGMENT_S, Rerun
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.keeping import Costly, choices
+from memopt_cli.search.plan.schedules import Limits, Schedule, _pareto, spent_by, thinned
 from memopt_cli.search.plan.search import Solver
-from memopt_cli.search.plan.segment_ways import Allowed, Around
-from memopt_cli.search.plan.ways import Limits, Way, _pareto, spent_by, thinned
+from memopt_cli.search.plan.segment_schedules import Allowed, Context
 
 BYTES = st.integers(0, 50)
 SECONDS = st.integers(1, 20).map(float)
@@ -107,11 +107,11 @@ def test_the_fastest_plan_is_found(root: Block, share: float) -> None:
     plans = list(every_plan(root))
     least, most = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (most - least))
-    way = Solver(root, Allowed()).fastest(budget)
-    assert way is not None
-    kept, peak, added = step(root, frozenset(s.path for s in way.segments()))
+    schedule = Solver(root, Allowed()).fastest(budget)
+    assert schedule is not None
+    kept, peak, added = step(root, frozenset(s.path for s in schedule.segments()))
     assert peak <= budget
-    assert (way.kept_bytes, way.peak_bytes, way.added_s) == (kept, peak, pytest.approx(added))
+    assert (schedule.kept_bytes, schedule.peak_bytes, schedule.added_s) == (kept, peak, pytest.approx(added))
     assert added == pytest.approx(min(t for p, t in plans if p <= budget))
 
 
@@ -154,13 +154,13 @@ def test_the_fastest_plan_within_limits_is_found(limit: str, root: Block, most: 
     least, highest = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (highest - least))
     solver = Solver(root, allowed(most))
-    way = solver.fastest(budget)
-    assert way is not None
-    found = frozenset(s.path for s in way.segments())
+    schedule = solver.fastest(budget)
+    assert schedule is not None
+    found = frozenset(s.path for s in schedule.segments())
     assert admits(most, *depths(found))
-    assert step(root, found)[1:] == (way.peak_bytes, pytest.approx(way.added_s))
-    assert way.peak_bytes <= budget
-    assert way.added_s == pytest.approx(min(t for p, t in plans if p <= budget))
+    assert step(root, found)[1:] == (schedule.peak_bytes, pytest.approx(schedule.added_s))
+    assert schedule.peak_bytes <= budget
+    assert schedule.added_s == pytest.approx(min(t for p, t in plans if p <= budget))
     assert solver.fastest(least - 1) is None
 
 
@@ -219,23 +219,23 @@ def test_the_fastest_plan_of_so_many_chunks_is_found(
     for each in root:
         each.output_bytes = each.given_bytes = output
     rules = {path: (RULE, LENGTH) for n, path in enumerate(paths(root)) if n in able}
-    ways: list[list[int]] = [[0, 1, *([2, 4, 8] if path in rules else [])] for path in paths(root)]
+    schedules: list[list[int]] = [[0, 1, *([2, 4, 8] if path in rules else [])] for path in paths(root)]
     every: list[Chunked] = [
         {path: chunks for path, chunks in zip(paths(root), chosen, strict=True) if chunks}
-        for chosen in itertools.product(*ways)
+        for chosen in itertools.product(*schedules)
     ]
     usual = [plan for plan in every if most is None or sum(n.bit_length() - 1 for n in plan.values()) <= most]
     plans = [chunked_step(root, plan)[1:] for plan in usual]
     least, highest = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (highest - least))
     solver = Solver(root, Allowed(chunks=rules, limits=Limits(cuts=most)))
-    way = solver.fastest(budget)
-    assert way is not None
-    found = {s.path: s.chunks for s in way.segments()}
+    schedule = solver.fastest(budget)
+    assert schedule is not None
+    found = {s.path: s.chunks for s in schedule.segments()}
     assert found in usual
-    assert chunked_step(root, found)[1:] == (way.peak_bytes, pytest.approx(way.added_s))
-    assert way.peak_bytes <= budget
-    assert way.added_s == pytest.approx(min(t for p, t in plans if p <= budget))
+    assert chunked_step(root, found)[1:] == (schedule.peak_bytes, pytest.approx(schedule.added_s))
+    assert schedule.peak_bytes <= budget
+    assert schedule.added_s == pytest.approx(min(t for p, t in plans if p <= budget))
     assert solver.least_peak_bytes(10_000) == least
 
 
@@ -287,13 +287,13 @@ def every_keeping_plan(root: Block) -> Iterator[Kept]:
     blocks = {b.path: b for b in root if b.path}
     for count in range(len(blocks) + 1):
         for chosen in itertools.combinations(blocks, count):
-            ways = [
+            schedules = [
                 [frozenset[int]()]
                 if any(path != other and is_within(path, other) for other in chosen)
                 else [frozenset[int](), *choices(blocks[path].costly)]
                 for path in chosen
             ]
-            yield from (dict(zip(chosen, kept, strict=True)) for kept in itertools.product(*ways))
+            yield from (dict(zip(chosen, kept, strict=True)) for kept in itertools.product(*schedules))
 
 
 @settings(max_examples=60)
@@ -302,16 +302,19 @@ def test_the_fastest_plan_that_keeps_outputs_is_found(root: Block, share: float)
     plans = [keeping_step(root, kept)[1:3] for kept in every_keeping_plan(root)]
     least, most = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (most - least))
-    way = Solver(root, Allowed()).fastest(budget)
-    assert way is not None
-    assert way.peak_bytes <= budget
-    assert way.added_s == pytest.approx(min(t for p, t in plans if p <= budget), abs=1e-9)
-    assert keeping_step(root, kept_of(root, way))[1:3] == (way.peak_bytes, pytest.approx(way.added_s, abs=1e-9))
+    schedule = Solver(root, Allowed()).fastest(budget)
+    assert schedule is not None
+    assert schedule.peak_bytes <= budget
+    assert schedule.added_s == pytest.approx(min(t for p, t in plans if p <= budget), abs=1e-9)
+    assert keeping_step(root, kept_of(root, schedule))[1:3] == (
+        schedule.peak_bytes,
+        pytest.approx(schedule.added_s, abs=1e-9),
+    )
 
 
-def kept_of(root: Block, way: Way) -> Kept:
+def kept_of(root: Block, schedule: Schedule) -> Kept:
     """What the plan says by name: which calls each segment keeps."""
-    blocks, segments = {b.path: b for b in root}, {s.path: s for s in way.segments()}
+    blocks, segments = {b.path: b for b in root}, {s.path: s for s in schedule.segments()}
     kept = {}
     for path, segment in segments.items():
         within = [other for other in segments if other != path and is_within(other, path)]
@@ -331,9 +334,9 @@ def test_a_segment_keeps_what_costs_most_time_for_its_bytes() -> None:
     root = block("", (block("a", parts, input=4, forward=10), block("b", kept=1, peak=60)))
     found = {}
     for budget in (80, 100, 120, 140):
-        way = Solver(root, Allowed(targets=lambda path: path == "a")).fastest(budget)
-        assert way is not None
-        found[budget] = [(s.path, s.keep) for s in way.segments()]
+        schedule = Solver(root, Allowed(targets=lambda path: path == "a")).fastest(budget)
+        assert schedule is not None
+        found[budget] = [(s.path, s.keep) for s in schedule.segments()]
     assert found[80] == [("a", ("aten::mm#1",))]
     assert found[100] == [("a", ("aten::mm#1", "aten::mm#3"))]
     assert found[140] == []
@@ -353,7 +356,7 @@ def test_nothing_fits_below_the_least_peak(root: Block) -> None:
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)), max_size=30))
 def test_the_pareto_set(numbers: list[tuple[int, int, int]]) -> None:
-    kept = {(w.kept_bytes, w.peak_bytes, w.added_s) for w in _pareto([Way(*n) for n in numbers], 0)}
+    kept = {(w.kept_bytes, w.peak_bytes, w.added_s) for w in _pareto([Schedule(*n) for n in numbers], 0)}
     best = {n for n in numbers if not any(o != n and all(a <= b for a, b in zip(o, n, strict=True)) for o in numbers)}
     assert kept == best
 
@@ -362,20 +365,20 @@ def test_the_pareto_set(numbers: list[tuple[int, int, int]]) -> None:
 def test_a_thinned_set_is_spread_out(resident: int) -> None:
     """Whatever all of them contain."""
     incomparable = [
-        Way(resident + kept, resident + peak, 400.0 - kept - peak)
+        Schedule(resident + kept, resident + peak, 400.0 - kept - peak)
         for kept in range(100, 200)
         for peak in range(100, 200)
     ]
     most = 32
     left = thinned(incomparable, most)
     assert most * 3 // 4 <= len(left) <= most
-    assert min(way.peak_bytes for way in left) == resident + 100
-    assert max(way.added_s for way in left) > 2 * min(way.added_s for way in left)
+    assert min(schedule.peak_bytes for schedule in left) == resident + 100
+    assert max(schedule.added_s for schedule in left) > 2 * min(schedule.added_s for schedule in left)
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)), max_size=60), st.integers(2, 8))
 def test_a_thinned_set_has_no_more_ways_and_none_twice(numbers: list[tuple[int, int, int]], most: int) -> None:
-    given = [Way(*n) for n in numbers]
+    given = [Schedule(*n) for n in numbers]
     left = thinned(given, most)
     assert len(left) == len(set(left)) <= most
     assert min((w.peak_bytes for w in left), default=0) == min((w.peak_bytes for w in given), default=0)
@@ -401,23 +404,23 @@ def layers(count: int) -> Block:
 
 
 def test_blocks_that_are_alike_are_solved_once_and_named_each() -> None:
-    way = Solver(layers(40), Allowed()).fastest(1200)
-    assert way is not None
-    chosen = [segment.path for segment in way.segments()]
+    schedule = Solver(layers(40), Allowed()).fastest(1200)
+    assert schedule is not None
+    chosen = [segment.path for segment in schedule.segments()]
     assert len(chosen) == len(set(chosen)) > 10
     assert {int(path.split(".")[1]) for path in chosen} <= set(range(40))
     _, peak, added = step(layers(40), frozenset(chosen))
     assert peak <= 1200
-    assert added == pytest.approx(way.added_s)
+    assert added == pytest.approx(schedule.added_s)
 
 
 @pytest.mark.parametrize("path", ["layers.0.mlp", "layers.3", "layers.5.attention"])
 def test_of_blocks_that_are_alike_only_the_targets_become_segments(path: str) -> None:
     _, peak, added = step(layers(6), frozenset({path}))
-    way = Solver(layers(6), Allowed(targets=path.__eq__)).fastest(peak)
-    assert way is not None
-    assert [segment.path for segment in way.segments()] == [path]
-    assert way.added_s == pytest.approx(added)
+    schedule = Solver(layers(6), Allowed(targets=path.__eq__)).fastest(peak)
+    assert schedule is not None
+    assert [segment.path for segment in schedule.segments()] == [path]
+    assert schedule.added_s == pytest.approx(added)
 
 
 def test_of_blocks_that_are_alike_each_runs_in_chunks_by_its_own_rule() -> None:
@@ -425,9 +428,9 @@ def test_of_blocks_that_are_alike_each_runs_in_chunks_by_its_own_rule() -> None:
     solver = Solver(layers(6), Allowed(chunks=rules))
     least = solver.least_peak_bytes(10_000)
     assert least is not None
-    way = solver.fastest(least)
-    assert way is not None
-    cut = [segment for segment in way.segments() if segment.chunks > 1]
+    schedule = solver.fastest(least)
+    assert schedule is not None
+    cut = [segment for segment in schedule.segments() if segment.chunks > 1]
     assert len({segment.axis for segment in cut}) == 2
     assert all(segment == rules[segment.path][0].applied(segment, segment.chunks) for segment in cut)
 
@@ -439,16 +442,16 @@ def test_a_module_that_is_called_twice_is_not_taken_for_one_that_is_like_it() ->
         return made
 
     root = block("", (call("a"), call("b"), call("a")))
-    way = Solver(root, Allowed()).fastest(110)
-    assert way is not None
-    assert [segment.path for segment in way.segments()] == ["b"]
+    schedule = Solver(root, Allowed()).fastest(110)
+    assert schedule is not None
+    assert [segment.path for segment in schedule.segments()] == ["b"]
 
 
 @pytest.mark.slow
 def test_search_grows_about_linearly_with_blocks_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    pairs = ways._best_pairs
-    monkeypatch.setattr(ways, "_best_pairs", lambda own: (compared.append(len(own)), pairs(own))[1])
+    pairs = schedules._best_pairs
+    monkeypatch.setattr(schedules, "_best_pairs", lambda own: (compared.append(len(own)), pairs(own))[1])
 
     def work(count: int) -> int:
         compared.clear()
@@ -462,9 +465,9 @@ def test_chunks_where_nothing_else_fits() -> None:
     root = block("", (block("a", kept=100, peak=20, forward=60, input=10, seconds=1, ops=10),))
     rule = ChunkRule(axis=1, seq_inputs=1, seq_outputs=1)
     assert Solver(root, Allowed()).fastest(70) is None
-    way = Solver(root, Allowed(chunks={"a": (rule, 4)})).fastest(70)
-    assert way is not None
-    (segment,) = way.segments()
+    schedule = Solver(root, Allowed(chunks={"a": (rule, 4)})).fastest(70)
+    assert schedule is not None
+    (segment,) = schedule.segments()
     assert (segment.path, segment.chunks, segment.axis) == ("a", 2, 1)
 
 
@@ -475,8 +478,8 @@ def test_chunks_keep_the_calls_of_an_operator_all_or_none() -> None:
     rule = ChunkRule(axis=1, seq_inputs=1, seq_outputs=1)
     solver = Solver(root, Allowed(targets=lambda path: path == "a", chunks={"a": (rule, 8)}))
     chunked, whole = set(), set()
-    for way in solver._as_segment(root.children[0], Around()):
-        (segment,) = way.segments()
+    for schedule in solver._as_segment(root.children[0], Context()):
+        (segment,) = schedule.segments()
         (chunked if segment.chunks > 1 else whole).add(segment.keep)
     assert chunked == {(), ("aten::mm",)}
     assert ("aten::mm#1",) in whole
@@ -484,15 +487,15 @@ def test_chunks_keep_the_calls_of_an_operator_all_or_none() -> None:
 
 def test_only_targets_become_segments() -> None:
     root = block("", tuple(block(name, kept=50, peak=5, input=1, seconds=1) for name in "abc"))
-    way = Solver(root, Allowed(targets=lambda path: path == "b")).fastest(120)
-    assert way is not None
-    assert [segment.path for segment in way.segments()] == ["b"]
+    schedule = Solver(root, Allowed(targets=lambda path: path == "b")).fastest(120)
+    assert schedule is not None
+    assert [segment.path for segment in schedule.segments()] == ["b"]
 
 
 def test_a_module_called_twice_is_a_segment_in_both_calls_or_none() -> None:
     calls = tuple(block("a", kept=50, peak=5, input=1, seconds=1) for _ in range(2))
     solver = Solver(block("", (*calls, block("b", kept=1, peak=1, input=1, seconds=1))), Allowed())
-    way = solver.fastest(60)
-    assert way is not None
-    assert [segment.path for segment in way.segments()] == ["a", "a"]
-    assert way.added_s == pytest.approx(2 + 2 * SEGMENT_S)
+    schedule = solver.fastest(60)
+    assert schedule is not None
+    assert [segment.path for segment in schedule.segments()] == ["a", "a"]
+    assert schedule.added_s == pytest.approx(2 + 2 * SEGMENT_S)

@@ -9,8 +9,8 @@ import pytest
 from memopt_cli.errors import PlanError
 from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.levels import allowed_at
+from memopt_cli.search.plan.schedules import Limits
 from memopt_cli.search.plan.targets import asked_for, left_out, matching_targets, outermost, refused, segment
-from memopt_cli.search.plan.ways import Limits
 
 
 def module(path: str, class_name: str = "Layer", refusal: str = "") -> ModuleTrace:

@@ -1,4 +1,4 @@
-"""What plans may do at each level: of the recorded step, or of that with heads through their losses."""
+"""Search spaces of the levels: what plans may do to the recorded step, or to one with heads through their losses."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from memopt_cli.search.plan.loss_heads import with_heads
 from memopt_cli.search.plan.policy import most_segments
 from memopt_cli.search.plan.proposals import Proposals
 from memopt_cli.search.plan.questions import ChunkQuestions, DryRuns, Priced, TimeIsUp
+from memopt_cli.search.plan.schedules import Limits
 from memopt_cli.search.plan.targets import asked_for
-from memopt_cli.search.plan.ways import Limits
 
 WORTH_LOWERING = 0.02
-"""Share of a peak by which another must be lower to count as lower."""
+"""Share by which a peak must be below another to count as lower."""
 _WORTH_ASKING = 0.05
-"""Share of the original step that chunks must save, if all go well, to be asked for where a plan fits without them."""
+"""Share of the original step time that chunks must promise to save before modules are asked for them, where a plan fits
+without any."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """A recorded step, what is proposed for it, and what was learned of it.
+class SearchSpace:
+    """A recorded step, the plans proposed for it, and the answers on chunks so far.
 
-    Modules are asked for chunks where its level allows them, and they could change the answer by enough.
+    Asking takes a real step of a module, so modules are asked only where the level allows chunks and they could change
+    the answer by enough.
     """
 
     proposals: Proposals
@@ -41,19 +43,20 @@ class Ground:
         return self.proposals.allowed.may_cut
 
     def learn(self, plan: Plan) -> bool:
-        """Ask of a module that stands at the plan's peak, if that may be."""
+        """Ask one module at the peak of ``plan`` whether it can run in chunks; return whether one can."""
         return self.may_cut and self.questions.learn(plan)
 
     def hopeful(self) -> Mapping[str, tuple[ChunkRule, int]]:
-        """What may run in chunks, if all go well that may be asked."""
+        """Return the modules that can run in chunks, those that may yet be asked assumed to be able to."""
         may_ask = self.may_cut and self.questions.may_ask
         return self.questions.hopeful() if may_ask else self.proposals.allowed.chunks
 
     def lower(self, to_beat: int, most_slowdown: float) -> Plan | None:
-        """The plan of the least peak that is no slower, where chunks of modules lower the peak by enough.
+        """Return a plan with chunks that is clearly below ``to_beat`` bytes; ``None`` if there is none.
 
-        A question takes longer than sums, so these say which plan it would be if all went well, and what that plan runs
-        in chunks is asked for.  Where something goes otherwise they are done again.
+        It has the least peak of those that are at most ``most_slowdown`` slow.  A question takes longer than to solve,
+        so every module that was not asked is first assumed to be able to run in chunks; those that the resulting plan
+        runs in chunks are then asked, and after a refusal it is solved again.
         """
         proposals, questions = self.proposals, self.questions
         while self.may_cut:
@@ -69,7 +72,10 @@ class Ground:
         return None
 
     def may_give_a_faster(self, best: Priced | None, target: int) -> bool:
-        """Whether chunks could give the first plan within a budget, or about one that is faster by enough."""
+        """Return whether chunks could give a plan within ``target`` bytes that is clearly faster than ``best``.
+
+        ``best`` is ``None`` where no plan is within the budget so far: then any is.
+        """
         if not self.may_cut or not self.questions.may_ask:
             return False
         if best is None:
@@ -81,8 +87,12 @@ class Ground:
         return plan is not None and self.proposals.slowdown(plan) < wanted
 
 
-class Grounds:
-    """The recorded step; from the level of chunks on, where heads lower the peak, the one with them in its place."""
+class SearchSpaces:
+    """The search spaces of all levels, of which there are one or two.
+
+    One is for the recorded step.  From the level of chunks on, a step recorded with heads through their losses takes
+    its place, where these lower the peak.
+    """
 
     def __init__(self, trace: StepTrace, probes: Probes, dry_runs: DryRuns, options: SearchOptions) -> None:
         self._trace = trace
@@ -90,67 +100,68 @@ class Grounds:
         self._probes = probes
         self._dry_runs = dry_runs
         self._options = options
-        self.plain = self._ground(Proposals(trace, self._tick))
-        self._headed: Ground | None = None
+        self.plain = self._space(Proposals(trace, self._tick))
+        self._headed: SearchSpace | None = None
         self.limits = self._bounds()
         self._forbidden: set[str] = set()
-        """Modules that make a step fail as segments."""
-        self._entered: dict[Ground, tuple[int, int]] = {}
-        """The level that each was allowed the means of last, and how many modules were forbidden then."""
+        """Paths of modules that make a step fail as segments."""
+        self._entered: dict[SearchSpace, tuple[int, int]] = {}
+        """Search space -> the level whose permissions it has, and how many modules were forbidden then."""
 
     @property
-    def highest(self) -> Ground:
-        """That of the highest level so far."""
+    def highest(self) -> SearchSpace:
+        """Search space of the highest level so far."""
         return self._headed or self.plain
 
-    def at(self, level: int) -> Ground:
-        """That of a level, with its means allowed.  Raises :class:`TimeIsUp`."""
+    def at(self, level: int) -> SearchSpace:
+        """Return the search space of ``level``, with its permissions.  Raises :class:`TimeIsUp`."""
         self._tick()
         if level >= CHUNKS and self._headed is None and self.limits.cuts != 0 and self._asked is None:
             self._headed = next(self._with_heads(), None)
-        ground = self.highest if level >= CHUNKS else self.plain
-        self._allow(ground, level)
-        return ground
+        space = self.highest if level >= CHUNKS else self.plain
+        self._allow(space, level)
+        return space
 
-    def of(self, plan: Plan) -> Ground:
-        """The one with the plan's heads."""
+    def of(self, plan: Plan) -> SearchSpace:
+        """Return the search space that ``plan`` belongs to, by its heads."""
         return self.highest if heads_of(plan) else self.plain
 
-    def forbid(self, path: str, ground: Ground, level: int) -> None:
-        """No plan makes a segment of the module any longer."""
+    def forbid(self, path: str, space: SearchSpace, level: int) -> None:
+        """Rule out segments on the module at ``path``."""
         self._forbidden.add(path)
-        self._allow(ground, level)
+        self._allow(space, level)
 
     def admits(self, plan: Plan) -> bool:
-        """Whether the plan passes no limit."""
+        """Return whether ``plan`` is within every limit."""
         return self.limits.admit_plan(plan, self._options.temporal_split_factor)
 
     def _tick(self) -> None:
         if self._probes.late():
             raise TimeIsUp
 
-    def _ground(self, proposals: Proposals) -> Ground:
+    def _space(self, proposals: Proposals) -> SearchSpace:
         questions = ChunkQuestions(self._probes, proposals, self._options)
-        return Ground(proposals, questions, Improvements(proposals, questions))
+        return SearchSpace(proposals, questions, Improvements(proposals, questions))
 
-    def _allow(self, ground: Ground, level: int) -> None:
-        """Chunks that are learned later are allowed by those who ask: what was solved before stays known."""
+    def _allow(self, space: SearchSpace, level: int) -> None:
+        """Give ``space`` the permissions of ``level``, unless it has them: what it solved with them stays known."""
         entered = level, len(self._forbidden)
-        if self._entered.get(ground) == entered:
+        if self._entered.get(space) == entered:
             return
         allowed = allowed_at(level, self._options, self._trace.modules, self.limits)
-        known = ground.questions.known if level >= CHUNKS else {}
+        known = space.questions.known if level >= CHUNKS else {}
 
         def is_target(path: str) -> bool:
             return path not in self._forbidden and allowed.targets(path)
 
-        ground.proposals.allow(replace(allowed, targets=is_target, chunks=known))
-        self._entered[ground] = entered
+        space.proposals.allow(replace(allowed, targets=is_target, chunks=known))
+        self._entered[space] = entered
 
-    def _with_heads(self) -> Iterator[Ground]:
-        """The step recorded with the heads through their losses that lower the peak.
+    def _with_heads(self) -> Iterator[SearchSpace]:
+        """Yield search spaces of steps recorded with the heads that lower the peak, of which the first is used.
 
-        That of the smallest plan so far, or of the original: where others stand at the peak they change nothing yet.
+        First the heads that lower it from the smallest plan so far, as heads change nothing while another part of the
+        step is at the peak; then those that lower it from the original.
         """
         starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
@@ -162,22 +173,26 @@ class Grounds:
                 self._dry_runs.count(found, self.plain.proposals)
 
     def _peak_of(self, plan: Plan) -> float:
-        """What a plan takes in time is known when the step is recorded with its heads."""
+        """Count the peak of ``plan``, infinite if it fails; its time is known when it is recorded with its heads."""
         counted = self._probes.count(plan)
         if isinstance(counted, NotTried):
             raise TimeIsUp
         return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
 
-    def _headed_by(self, found: Plan, trace: StepTrace) -> Ground:
+    def _headed_by(self, found: Plan, trace: StepTrace) -> SearchSpace:
         seconds = [sum(op.seconds for op in step.ops) for step in (self._trace, trace)]
         slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
         proposals = Proposals(trace, self._tick, heads=heads_of(found), slowdown=slowdown)
         for plan in (found, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)
-        return self._ground(proposals)
+        return self._space(proposals)
 
     def _bounds(self) -> Limits:
-        """The limits that were asked for; a share is one of what is asked for, or else of what level 1 would take."""
+        """Return the limits that the options set.
+
+        ``gc_target_budget_ratio`` is a share of the modules asked for by name, or else of the segments that level 1
+        without limits would choose.
+        """
         options = self._options
         limits = Limits(splits=options.max_split_rounds, cuts=options.max_split_rounds)
         asked, plan = self._asked, None
@@ -192,5 +207,5 @@ class Grounds:
 
 
 def heads_of(plan: Plan) -> tuple[SegmentPlan, ...]:
-    """The segments that run through their losses."""
+    """Return the segments of ``plan`` that run through their losses."""
     return tuple(segment for segment in plan.segments if segment.through_loss)

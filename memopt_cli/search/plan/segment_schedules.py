@@ -1,4 +1,4 @@
-"""Segments that a plan may put on a block, and what each of them takes."""
+"""Segments that a plan may put on a block, each as a schedule: its bytes and its time."""
 
 from __future__ import annotations
 
@@ -10,71 +10,76 @@ from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import chunk_counts, cut_by, longest_share
 from memopt_cli.search.plan.keeping import choices, keep_names, numbered
 from memopt_cli.search.plan.replay import chunk_state_bytes
-from memopt_cli.search.plan.ways import Limits, Spent, Way, cuts, together
+from memopt_cli.search.plan.schedules import Limits, Schedule, Spent, cuts, together
 
 Means = tuple[bool, bool, int, bool, Limits]
-"""See :attr:`Allowed.means`."""
+"""Permissions that are equal for all blocks: see :attr:`Allowed.means`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """What a plan may do."""
+    """Permissions of a search: what a plan may do."""
 
     targets: Callable[[str], bool] = lambda path: True
-    """Which modules may be segments, among those that can."""
+    """Says of a path whether its module may be a segment."""
     chunkable: Callable[[str], bool] = lambda path: True
-    """Which of them may be asked whether they can run in chunks."""
+    """Says of a path whether its module may be asked to run in chunks."""
     nested: bool = True
-    """Whether segments may lie in others."""
+    """Whether segments may lie in other segments."""
     compress: bool = True
     chunks: Mapping[str, tuple[ChunkRule, int]] = field(default_factory=dict)
-    """Modules that may run in chunks: how, and the length of the axis."""
+    """Path -> how that module may run in chunks, and the length of the axis."""
     may_cut: bool = True
-    """Whether others may be asked whether they can."""
+    """Whether more modules may be asked to run in chunks."""
     chunk_factor: int = 2
     packed: bool = False
-    """What is saved outside of segments is packed."""
+    """Whether tensors that autograd saves outside of segments are packed."""
     keep: bool = True
-    """Whether segments that lie in no other may keep the outputs of costly calls."""
+    """Whether outermost segments may keep the outputs of costly calls."""
     limits: Limits = field(default_factory=Limits)
 
     @property
     def means(self) -> Means:
-        """All that the ways of a block depend on, beside what lies around it and the kind that it is of."""
+        """Permissions that decide about the schedules of a block, beside its kind and its context."""
         return self.nested, self.compress, self.chunk_factor, self.keep, self.limits
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """Where a block lies."""
+class Context:
+    """Circumstances in which a block runs."""
 
     packed: bool = False
-    """In no segment, and what is saved is packed."""
+    """Whether it lies in no segment, and what autograd saves is packed."""
     recomputed: bool = False
-    """In a segment."""
+    """Whether it lies in a segment."""
     kept: frozenset[int] = frozenset()
-    """Costly calls in the block, and in no segment nearer to them, whose outputs the segment keeps."""
+    """Indices of the costly calls in the block whose outputs the innermost segment around them keeps."""
 
-    def of(self, block: Block) -> Around:
-        """The same for a part of it."""
+    def of(self, block: Block) -> Context:
+        """Return the context of ``block``, a part of this one."""
         return replace(self, kept=self.kept & {c.op for c in block.costly}) if self.kept else self
 
 
 class Segments:
-    """Of one search."""
+    """Makes the segments of one search."""
 
     def __init__(self, allowed: Allowed) -> None:
         self._allowed = allowed
 
-    def keeps(self, block: Block, around: Around) -> list[frozenset[int]]:
-        """What a segment may keep: nothing where an outer one would run it again all the same."""
+    def keeps(self, block: Block, around: Context) -> list[frozenset[int]]:
+        """List the sets of costly calls that ``block`` may keep as a segment.
+
+        An inner segment keeps none: the outer one would run them again all the same.
+        """
         may_keep = self._allowed.keep and not around.recomputed
         return choices([c for c in block.costly if c.op < block.rerun.stop]) if may_keep else []
 
-    def around(self, block: Block, inside: Way, kept: frozenset[int], around: Around, *, counts: bool) -> Iterator[Way]:
-        """A segment around a way of its inside, whole or in chunks.
+    def around(
+        self, block: Block, inside: Schedule, kept: frozenset[int], around: Context, *, counts: bool
+    ) -> Iterator[Schedule]:
+        """Yield the segments around ``inside``, a schedule of its parts: as a whole, and in chunks.
 
-        ``counts``: among the segments that lie in no other, of which there may be a limit.
+        ``counts`` says whether the segment counts towards :attr:`Limits.segments`.
         """
         packs = self._allowed.compress and block.packed_input_bytes < block.input_bytes
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packs else "null")
@@ -85,9 +90,11 @@ class Segments:
         chunked = () if numbered(plain.keep) else self._in_chunks(block, plain, around)
         for segment in dict.fromkeys((plain, unpacked, *chunked)):
             if segment.batch_statistics and (kept or inside.has_segments):
-                continue  # a norm in a segment within cannot take part; of several passes each would keep its own
+                # A norm in an inner segment cannot take part in the statistics of all chunks, and each of several
+                # passes over the chunks would keep outputs of its own.
+                continue
             packed = segment.compressor != "null"
-            beside = block.packed_input_bytes if packed else 0  # of its input, which is whole where backward needs it
+            beside = block.packed_input_bytes if packed else 0  # beside the input itself, unpacked again for backward
             stored = inside.held_bytes + (beside if packed else block.input_bytes)
             states, _ = chunk_state_bytes(segment, block.state_bytes)
             spent = self._spent(segment, inside, counts=counts)
@@ -96,7 +103,7 @@ class Segments:
             highest = peak + beside if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
             again_s = block.rerun.seconds + block.rerun.overhead_s(segment)
             added = again_s + inside.added_s + (block.packing_s if packed else 0.0)
-            yield Way(
+            yield Schedule(
                 stored + states,
                 max(stored + states, highest),
                 added,
@@ -106,13 +113,13 @@ class Segments:
                 spent=spent,
             )
 
-    def _spent(self, segment: SegmentPlan, inside: Way, *, counts: bool) -> Spent:
+    def _spent(self, segment: SegmentPlan, inside: Schedule, *, counts: bool) -> Spent:
         if not self._allowed.limits.hold:
             return ()
         own = int(counts), int(inside.has_segments), cuts(segment.chunks, self._allowed.chunk_factor)
         return together(own, inside.spent) if any(own) else inside.spent
 
-    def _in_chunks(self, block: Block, plain: SegmentPlan, around: Around) -> Iterator[SegmentPlan]:
+    def _in_chunks(self, block: Block, plain: SegmentPlan, around: Context) -> Iterator[SegmentPlan]:
         if block.path not in self._allowed.chunks:
             return
         rule, length = self._allowed.chunks[block.path]
@@ -123,10 +130,11 @@ class Segments:
                 yield replace(segment, recompute_states=True)
 
     def _peak_in_chunks(self, block: Block, segment: SegmentPlan, peak_bytes: int) -> int:
-        """Most bytes, beside its input, of a block that runs in chunks; ``peak_bytes`` are those it takes as a whole.
+        """Return the peak of ``block`` in chunks, without its input; as a whole it has ``peak_bytes``.
 
-        Its output, and the gradient of that, are whole throughout.  In backward states are used up while the pieces of
-        the input's gradient are made; in the end these stand beside the whole, as those of the output do in forward.
+        Its output and the gradient of that are whole throughout.  Backward uses up the states of the chunks while it
+        makes the pieces of the input's gradient; at its end the pieces and the gradient joined of them are alive
+        together, as the pieces of the output and the output are at the end of forward.
         """
         between, in_backward = chunk_state_bytes(segment, block.state_bytes)
         _, length = self._allowed.chunks[block.path]
