@@ -1,5 +1,5 @@
-"""One rank of many, for functions of this process: what ``--ranks`` does for ``memopt profile``, ``optimize`` and
-``recommend-batch``."""
+"""One rank of many, predicted in this process: what ``--ranks`` does for ``memopt profile``, ``optimize`` and
+``recommend-batch``, for models and ways to spread them that are Python functions."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import logged
 from memopt_cli.search.estimation.cards import check_memory_known
 from memopt_cli.text.python_words import said_in_python
+
+__all__ = ["RankPrediction", "plan_rank", "predict_rank", "recommend_ranks"]
 
 Build = str | Callable[[], nn.Module]
 """What builds the model, or text as for the command line: ``package.module:callable``."""
