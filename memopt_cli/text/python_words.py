@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from memopt_cli import errors
 from memopt_cli.errors import MemoptError
+from memopt_cli.text.options import OPTIONS, Option
+from memopt_cli.text.values import Real
 
 
 @contextlib.contextmanager
@@ -112,41 +114,17 @@ _COMMAND: Final = re.compile(
 _WRITE_FUNCTION: Final = re.compile(rf"\b([Ww])rite {_OF_FILE}")
 _ANY_FUNCTION: Final = re.compile(rf"\b{_OF_FILE}")
 
-_NAMES: Final[Mapping[str, str]] = {
-    "dim": "dims",
-    "for": "for_device",
-    "frontier": "memopt_cli.frontier",
-    "input": "inputs",
-    "parallel": "parallelize",
-    "pick": "memopt_cli.apply_plan",
-    "trust-pickle": "trust=memopt_cli.Trust(pickle=True)",
+_OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
+    flag: (key.rpartition(".")[2], option)
+    for key, option in OPTIONS.items()
+    for flag in (option.flags or (f"--{key.rpartition('.')[2].replace('_', '-')}",))[-1].split("/")
 }
-"""Flags whose arguments have other names."""
-_SWITCHES: Final = frozenset({"fake", "force", "search", "unverified"})
-_COMMANDS_ALONE: Final = frozenset(
-    {
-        *("code-path", "weights", "allow-package", "allow-global", "no-sandbox"),  # functions are given the model
-        *("input-script", "input-data"),  # and the inputs
-        *("html", "snapshot", "log", "plan-only"),  # and write no files
-        *("measure-levels", "replicas", "strategy", "confirm"),
-    }
-)
-"""Of no function."""
-_ARGUMENTS: Final = frozenset(
-    {
-        *("accumulate", "baseline", "budget", "chunks", "clip-norm", "compile", "device", "fail-on", "global-batch"),
-        *("key", "lengths", "level", "longest-step", "loss", "max-slowdown", "memory", "mesh", "multiple-of"),
-        *("optimizer", "plan", "precision", "ranks", "search-time", "seed", "steps", "target", "timeout", "verify"),
-    }
-)
-"""Flags whose arguments have the same names."""
-_KNOWN: Final = _ARGUMENTS | _NAMES.keys() | _SWITCHES | _COMMANDS_ALONE
-"""Of memopt, not of others whose errors are told."""
+"""Flag -> the option's name, and what the table says of it; other flags belong to others, whose errors are told."""
 
 
 def _said(found: re.Match[str]) -> str:
     flags = found[0]
-    own = not found["quoted"] and all(flag["long"] in _KNOWN for flag in _FLAG.finditer(flags) if flag["long"])
+    own = not found["quoted"] and all(f"--{flag['long']}" in _OPTIONS for flag in _FLAG.finditer(flags) if flag["long"])
     return ", ".join(_arguments(flags)) if own else flags
 
 
@@ -174,17 +152,18 @@ def _size(text: str) -> str:
 
 
 def _argument(flag: re.Match[str]) -> str:
-    long, value = flag["long"], flag["value"] or flag["inputs"] or flag["output"]
-    if long in _COMMANDS_ALONE:
+    name, option = _OPTIONS[f"--{flag['long'] or ('output' if flag['short'] else 'input')}"]
+    value = flag["value"] or flag["inputs"] or flag["output"]
+    spelled = name if option.python is None else option.python
+    if not spelled:
         return flag[0]
-    name = _NAMES.get(long, long.replace("-", "_")) if long else "output" if flag["short"] else "inputs"
-    if value is None or name.startswith("memopt_cli."):  # a function of its own
-        return f"{name}=True" if long in _SWITCHES else name
+    if value is None or spelled.startswith("memopt_cli."):  # a function of its own
+        return f"{name}=True" if option.takes is None and option.python is None else spelled
     if value == "none":
-        return f"{name}={'math.inf' if long == 'max-slowdown' else 'None'}"
+        return f"{spelled}={'math.inf' if isinstance(option.kind, Real) and option.kind.unlimited else 'None'}"
     if re.fullmatch(_OF_FILE, value):
-        return f"{name}=function"
-    return f"{name}={value}" if re.fullmatch(r"[\d.]+", value) else f'{name}="{_unquoted(value)}"'
+        return f"{spelled}=function"
+    return f"{spelled}={value}" if re.fullmatch(r"[\d.]+", value) else f'{spelled}="{_unquoted(value)}"'
 
 
 def _unquoted(value: str) -> str:
