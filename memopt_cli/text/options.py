@@ -177,11 +177,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Axes of the mesh of ranks, the outermost first: dp=32,tp=2.", RANKS, "NAME=SIZE,...", "mesh", default="dp=N"
     ),
     "rank": Option(
-        "Which rank, from 0.",
-        RANKS,
-        "N",
-        Whole(0),
-        default="the first and the last, and the larger of them in full",
+        "Which rank, from 0.", RANKS, "N", Whole(0), default="the first and the last, and the larger of them in full"
     ),
     # -------------------------------------------------------------------------------------------- the search
     "level": Option(
@@ -285,11 +281,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Most segments that a plan may have, not counting nested ones.", FINE, "N", Whole(0), default="no limit"
     ),
     "gc_target_budget_ratio": Option(
-        "The same limit, as a share of the modules that may become segments.",
-        FINE,
-        "0..1",
-        Real(0, 1),
-        default="all",
+        "The same limit, as a share of the modules that may become segments.", FINE, "0..1", Real(0, 1), default="all"
     ),
     "compress_x": Option("Pack the stored inputs of segments, losslessly.", FINE, default="on"),
     "temporal_split_factor": Option(

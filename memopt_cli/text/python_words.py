@@ -88,23 +88,10 @@ _OTHERS: Final = re.compile(rf"(\b(?!(?:{_OWN_KINDS}):)[A-Z]\w*(?:Error|Exceptio
 _FOR_COMMANDS: Final = re.compile(r"; on the command line: \S+(?: \S+)*?(?=[.;](?:\s|$))|; --measure-levels\b[^.;\n]*")
 _OF_FILE: Final = r"(?:file|train|FILE)\.py:(?:function|NAME)\b"
 """Stands for any function."""
-_VALUE: Final = "|".join(
-    [
-        r"'[^']*'",
-        r"[^\W\d]\w*=[\w:…]+",  # --dim B=8
-        r"[^\s']+\.py:[^\W\d]\w*",  # --loss train.py:loss
-        r"\d+(?:\.\d+)?[A-Za-z%]*",  # --memory 24GiB
-        r"none\b",
-        r"(?:cpu|cuda)(?::\d+)?\b",
-        r"[a-z]\w*-\d+gb\b",  # --for a100-40gb
-        r"[\w./~-]*[\w-]\.[a-z]{2,5}\b",  # -o memopt-baseline.json
-        r"[A-Z]\w*",  # --baseline FILE, --target Bottleneck
-    ]
-)
-_SHAPE: Final = r"(?=\S*[\dA-Z…\[])[^\s,;)]*[^\s,;).]"
+_VALUE: Final = r"'[^']*'|none\b|cpu\b|cuda\b|(?=[^\s,;)]*(?:[A-Z\d=…\[]|\.\w))[^\s,;)]*[^\s,;).:]"
+"""Quoted, or a word that is none of a sentence: ``B=8``, ``24GiB``, ``train.py:loss``, ``FILE``."""
 _FLAG: Final = re.compile(
-    rf"(?<![\w./-])(?:--(?P<long>[a-z]+(?:-[a-z]+)*)(?:[ =](?P<value>{_VALUE}))?"
-    rf"|-i\b(?: (?P<inputs>{_SHAPE}))?|-(?P<short>o)\b(?: (?P<output>{_VALUE}))?)"
+    rf"(?<![\w./-])(?:--(?P<long>[a-z]+(?:-[a-z]+)*)|-(?P<short>[io])\b)(?:[ =](?P<value>{_VALUE}))?"
 )
 _ONE: Final = re.sub(r"\?P<\w+>", "?:", _FLAG.pattern)
 _FLAGS: Final = re.compile(rf"(?P<quoted>(?<!\w)'[^'\n]*'(?!\w))|{_ONE}(?: {_ONE})*")
@@ -152,8 +139,8 @@ def _size(text: str) -> str:
 
 
 def _argument(flag: re.Match[str]) -> str:
-    name, option = _OPTIONS[f"--{flag['long'] or ('output' if flag['short'] else 'input')}"]
-    value = flag["value"] or flag["inputs"] or flag["output"]
+    name, option = _OPTIONS[f"--{flag['long'] or ('output' if flag['short'] == 'o' else 'input')}"]
+    value = flag["value"]
     spelled = name if option.python is None else option.python
     if not spelled:
         return flag[0]
