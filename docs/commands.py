@@ -10,7 +10,8 @@ from mkdocs.structure.files import File, Files
 from typer.main import get_command
 
 from memopt_cli.cli.app import app
-from memopt_cli.cli.help import ORDER, group_of
+from memopt_cli.cli.help import group_of
+from memopt_cli.text.options import GROUPS
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -25,7 +26,7 @@ def _page() -> Iterator[str]:
     for name, command in commands.items():
         yield from (f"## memopt {name}\n", f"{_plain(command.help)}\n")
         shown = [p for p in command.params if not getattr(p, "hidden", False)]
-        for group in ORDER:
+        for group in GROUPS:
             if parameters := [p for p in shown if group_of(p) == group]:
                 yield from (f"**{group}**\n", "| | |", "|---|---|")
                 yield from (f"| {_names(p)} | {_plain(p.help)} |" for p in parameters)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import memopt_cli
-from memopt_cli import MemOptSummary
 from memopt_cli.records import Measurement
+from memopt_cli.spikingjelly import MemOptSummary
 from memopt_cli.text.units import format_bytes, format_seconds
 
 

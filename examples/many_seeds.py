@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from memopt_cli import BatchModule, batch_accuracy, batch_loss
+from memopt_cli.model_batching import BatchModule, batch_accuracy, batch_loss
 
 TRAIN = 1500
 BATCH = 50

@@ -15,8 +15,8 @@ import torch
 from spikingjelly.activation_based import layer, neuron, surrogate
 from torch import Tensor, nn
 
-from memopt_cli import MemOptSummary, memory_optimization
 from memopt_cli.records import Measurement, describe
+from memopt_cli.spikingjelly import MemOptSummary, memory_optimization
 from memopt_cli.text.units import format_bytes, format_seconds
 
 CHANNELS = (2, 64, 128, 256, 256, 512, 512, 512, 512)

@@ -267,7 +267,7 @@ def _commands() -> Any:
 
 def _read_batch(path: str) -> None:
     """Its values are data: whatever they are, the parts that go by them can be made, and take batches."""
-    manager = memopt_cli.BatchShapeManager(_model(), config=memopt_cli.read_batch_shaping(path))
+    manager = memopt_cli.batching.BatchShapeManager(_model(), config=memopt_cli.batching.read_batch_shaping(path))
     manager.initialize_for_training()
     for step in range(3):
         manager.process_batch(torch.ones(16, 1, 4, 4), step, 1.0 / (1 + step))

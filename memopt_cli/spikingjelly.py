@@ -54,6 +54,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.records.progress import Progress, logged
+from memopt_cli.runtime import GCContainer, TCGCContainer
 from memopt_cli.runtime.compressor import OWN_COMPRESSOR
 from memopt_cli.runtime.module_state import name_of
 from memopt_cli.search.plan.policy import Resolved, resolve, select, skipped_step
@@ -64,6 +65,19 @@ from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_module
 from memopt_cli.training.apply import apply_plan, taken_off
 from memopt_cli.training.own_checkpoints import switches_of
 from memopt_cli.training.wrappers import unwrapped
+
+__all__ = [
+    "MEMOPT_CHECKPOINT_BUDGETS",
+    "MEMOPT_PREFERENCES",
+    "MEMOPT_PROFILES",
+    "GCContainer",
+    "MemOptSummary",
+    "TCGCContainer",
+    "apply_gc",
+    "get_module_and_parent",
+    "memory_optimization",
+    "resolve_device",
+]
 
 _GUESS_LIMIT_S = 60.0
 """A step of a few samples that takes longer is not waited for."""

@@ -25,6 +25,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("pipeline", "report", "batching", "pytest_plugin"),  # batching: a library; the pipeline does without
         ("spikingjelly",),
         ("api",),
+        ("ranks",),
         ("cli",),
         ("__main__",),
     ),

@@ -24,9 +24,16 @@ def imported_for_type_checkers() -> dict[str, str]:
 
 
 def test_type_checkers_import_what_is_loaded() -> None:
-    assert imported_for_type_checkers() == memopt_cli._PUBLIC
-    assert set(memopt_cli.__all__) <= set(dir(memopt_cli))
+    modules = dict.fromkeys(memopt_cli._MODULES, "memopt_cli")
+    assert imported_for_type_checkers() == memopt_cli._PUBLIC | modules
     assert (PACKAGE / "py.typed").is_file()
+
+
+def test_the_first_screen_of_the_package_is_short() -> None:
+    assert len(memopt_cli._PUBLIC) <= 25
+    listed = {*memopt_cli._PUBLIC, *memopt_cli._MODULES, "__all__", "__doc__", "on_unsafe"}
+    assert set(dir(memopt_cli)) == listed
+    assert [name for name in listed if not hasattr(memopt_cli, name)] == []
 
 
 USED = """

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-import operator
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +18,6 @@ from memopt_cli.measure.devices import resolve_device as device_named
 from memopt_cli.measure.reach import UserFunction, user_function
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.records import (
-    PRECISIONS,
     Budget,
     DeviceProfile,
     DimRange,
@@ -34,7 +29,8 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.estimation.cards import device_profile
 from memopt_cli.spikingjelly import resolve_device
-from memopt_cli.text.units import parse_amount
+from memopt_cli.text.options import accepted, accepted_if_given
+from memopt_cli.text.values import Whole
 from memopt_cli.training.user_step import Step
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | str | Sequence[str]
@@ -50,8 +46,6 @@ Lengths = str | os.PathLike[str] | Mapping[int, int] | Iterable[int]
 Given = tuple[Any, ...] | Mapping[str, Any] | InputSpec
 """Values of inputs, or a description."""
 
-_LONGEST_S = 1e6
-_Known = TypeVar("_Known", bound=str)
 _Function = TypeVar("_Function", bound="str | Callable[..., Any] | None")
 
 
@@ -84,12 +78,12 @@ def settings_of(
     """How a step is run.  Raises :class:`OptionError` and :class:`UsageError`."""
     return StepSettings(
         device=resolve_device() if device is None else device_named(parse_device(str(device))),
-        precision=one_of("precision", precision, PRECISIONS),
+        precision=accepted("precision", precision),
         loss=loss.reference or None,
         optimizer=optimizer.reference,
-        micro_batches=whole("accumulate", accumulate, 1),
-        clip_norm=None if clip_norm is None else above_zero("clip_norm", clip_norm),
-        seed=whole("seed", seed, 0),
+        micro_batches=accepted("accumulate", accumulate),
+        clip_norm=accepted_if_given("clip_norm", clip_norm),
+        seed=accepted("seed", seed),
     )
 
 
@@ -113,10 +107,10 @@ def search_of(
 ) -> SearchOverrides:
     """What a plan may do.  Raises :class:`OptionError`."""
     return SearchOverrides(
-        level=None if level is None else whole("level", level, 0),
+        level=accepted_if_given("level", level),
         targets=names("target", target),
         allow_inexact=bool(allow_inexact),
-        max_slowdown=None if max_slowdown is None else number("max_slowdown", max_slowdown, least=1, most=math.inf),
+        max_slowdown=accepted_if_given("max_slowdown", max_slowdown),
     )
 
 
@@ -149,7 +143,8 @@ def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
 def _size(name: str, given: object) -> int:
     if isinstance(given, tuple | list):
         raise OptionError(f"dims[{name!r}] is a {type(given).__name__}, and one size is asked for", hint=_ONE_SIZE)
-    return whole(f"dims[{name!r}]", given, 1)
+    size: int = accepted(f"dims[{name!r}]", given, Whole(1))
+    return size
 
 
 _ONE_SIZE = "memopt_cli.optimize alone takes the range of a dimension, as (64, 2048)."
@@ -168,7 +163,7 @@ def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None
     for name, ends in ranges.items():
         if len(ends) != 2:
             raise OptionError(f"the range of {name} is of {len(ends)} sizes, not two", hint="Write (64, 2048).")
-        low, high = (whole(f"an end of the range of {name}", end, 1) for end in ends)
+        low, high = (accepted(f"an end of the range of {name}", end, Whole(1)) for end in ends)
         if low > high:
             raise OptionError(f"the range of {name}, ({low}, {high}), is empty", hint="Write the smaller size first.")
         return {**dims, name: high}, DimRange(symbol=name, low=low, high=high)
@@ -182,11 +177,11 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
     if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
         raise OptionError(f"lengths is {told(given)}", hint=_LENGTHS)
     if isinstance(given, Mapping):
-        occurs = {length: whole(f"lengths[{length!r}]", count, 0) for length, count in given.items()}
-        counts = {whole("a length", length, 1): count for length, count in occurs.items() if count}
+        occurs = {length: accepted(f"lengths[{length!r}]", count, Whole(0)) for length, count in given.items()}
+        counts = {accepted("a length", length, Whole(1)): count for length, count in occurs.items() if count}
     else:
         lengths = given.tolist() if isinstance(given, Tensor) else given
-        counts = Counter(whole("a length", length, 1) for length in lengths)
+        counts = Counter(accepted("a length", length, Whole(1)) for length in lengths)
     if not counts:
         raise OptionError("lengths holds no lengths", hint=_LENGTHS)
     return dict(sorted(counts.items()))
@@ -210,24 +205,9 @@ def check_range(varied: DimRange | None, has_lengths: bool, has_budget: bool) ->
         )
 
 
-def amount(name: str, given: str | float) -> int | float:
-    """Bytes, or a share, which is a float up to 1.  Raises :class:`OptionError` and :class:`UsageError`."""
-    found = parse_amount(given) if isinstance(given, str) else _bytes_or_share(given)
-    if found is None or not found > 0 or (isinstance(found, float) and found > 1):
-        raise OptionError(
-            f"{name} is {told(given)}, neither bytes nor a share up to 1", hint='Write "24GiB", "60%" or 0.6.'
-        )
-    return found
-
-
-def _bytes_or_share(given: object) -> int | float | None:
-    whole_bytes = _index(given)
-    return _real(given) if whole_bytes is None else whole_bytes
-
-
 def budget_of(given: str | float | None) -> Budget | None:
     """``None`` where none is asked for."""
-    return None if given is None else Budget.of(amount("budget", given))
+    return None if given is None else Budget.of(accepted("budget", given))
 
 
 def plan_given(given: Plan | str | os.PathLike[str] | None) -> Plan:
@@ -258,42 +238,6 @@ def text(name: str, given: object) -> str:
     return found
 
 
-def whole(name: str, given: object, least: int) -> int:
-    """A whole number.  Raises :class:`OptionError`."""
-    found = _index(given)
-    if found is None or not least <= found < 2**63:
-        raise OptionError(f"{name} is {told(given)}", hint=f"Give a whole number from {least} on.")
-    return found
-
-
-def above_zero(name: str, given: object) -> float:
-    """A finite number.  Raises :class:`OptionError`."""
-    found = _real(given)
-    if found is None or not 0 < found <= sys.float_info.max:
-        raise OptionError(f"{name} is {told(given)}", hint="Give a finite number above 0.")
-    return found
-
-
-def number(name: str, given: object, *, least: float, most: float) -> float:
-    """Raises :class:`OptionError` for what is none, or out of the range."""
-    found = _real(given)
-    if found is None or not least <= found <= most:
-        raise OptionError(f"{name} is {told(given)}", hint=f"Give a number from {least:g} to {most:g}.")
-    return found
-
-
-def seconds(name: str, given: object, least: float) -> float:
-    """As the command line takes them.  Raises :class:`OptionError`."""
-    return number(name, given, least=least, most=_LONGEST_S)
-
-
-def one_of(name: str, given: _Known, known: Sequence[str]) -> _Known:
-    """Raises :class:`OptionError` for another."""
-    if not isinstance(given, str) or given not in known:
-        raise OptionError(f"{name} is {told(given)}", hint=f"Choose among {', '.join(known)}.")
-    return given
-
-
 def called(name: str, given: _Function) -> _Function:
     """What is called, or text that names it.  Raises :class:`OptionError`."""
     is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)
@@ -306,18 +250,3 @@ def called(name: str, given: _Function) -> _Function:
 _MAKE_OPTIMIZER = (
     'Give "adamw:fused", or what makes it of a model: lambda model: torch.optim.AdamW(model.parameters()).'
 )
-
-
-def _index(given: object) -> int | None:
-    """A whole number, whatever library made it; a truth value is none."""
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
-        return None
-    try:
-        return operator.index(given)
-    except TypeError:  # a tensor of several, or of other numbers
-        return None
-
-
-def _real(given: object) -> float | None:
-    is_number = isinstance(given, numbers.Real) or (isinstance(given, Tensor) and given.numel() == 1)
-    return float(given) if is_number and not isinstance(given, bool) else None  # type: ignore[arg-type]

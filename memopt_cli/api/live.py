@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from memopt_cli.api.arguments import (
     Loss,
     Named,
     Optimizer,
-    amount,
     budget_of,
     card_given,
     check_range,
@@ -28,15 +26,12 @@ from memopt_cli.api.arguments import (
     given_inputs,
     lengths_given,
     names,
-    one_of,
     path_given,
     plan_given,
     search_of,
-    seconds,
     settings_of,
     split_dims,
     text,
-    whole,
 )
 from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
 from memopt_cli.errors import OptionError
@@ -77,6 +72,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import logged
 from memopt_cli.search.estimation.cards import check_nothing_runs
+from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.python_words import said_in_python, warn_unchanged
 from memopt_cli.training.apply import apply_plan, plan_of, taken_off
 
@@ -160,7 +156,7 @@ def optimize(
         card = card_given(for_device, device)
         step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
         search = search_of(level, max_slowdown, target, allow_inexact)
-        goal, limit_s = SearchGoal(budget=budget_of(budget)), seconds("timeout", timeout, 1)
+        goal, limit_s = SearchGoal(budget=budget_of(budget)), accepted("timeout", timeout)
         sizes, varied = split_dims(dims)
         given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
         counts = lengths_given(lengths)
@@ -202,7 +198,7 @@ def frontier(
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     search = search_of(level, max_slowdown, target, allow_inexact)
-    goal, limit_s = SearchGoal(frontier=True), seconds("timeout", timeout, 1)
+    goal, limit_s = SearchGoal(frontier=True), accepted("timeout", timeout)
     return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, limit_s, False, verbose)
 
 
@@ -235,7 +231,7 @@ def profile(
 
     Other arguments and errors are those of :func:`optimize`.
     """
-    card, limit_s = card_given(for_device, device), seconds("timeout", timeout, 1)
+    card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     data: Data = "small batch" if fake or card else "full size"
     backend = None if compile is None else text("compile", compile)
@@ -282,9 +278,9 @@ def recommend_batch(
     batch on a GPU that is not here, as ``--for``; nothing is run.  Other arguments and errors are those of
     :func:`optimize`.
     """
-    card, limit_s = card_given(for_device, device), seconds("timeout", timeout, 1)
+    card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-    of_step = None if global_batch is None else whole("global_batch", global_batch, 1)
+    of_step = accepted_if_given("global_batch", global_batch)
     spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
     if search:
         check_search(plans)
@@ -295,13 +291,13 @@ def recommend_batch(
         source=_source(model),
         spec=spec,
         settings=accumulating(step.settings, of_step),
-        memory=amount("memory", memory),
-        objective="max" if objective is None else one_of("objective", objective, get_args(Objective)),
+        memory=accepted("memory", memory),
+        objective="max" if objective is None else accepted("objective", objective),
         global_batch=of_step,
-        multiple_of=whole("multiple_of", multiple_of, 1),
+        multiple_of=accepted("multiple_of", multiple_of),
         search=plans if search else None,
-        search_limit_s=None if search_time is None else seconds("search_time", search_time, 0),
-        longest_step_s=seconds("longest_step", longest_step, 0.001),
+        search_limit_s=accepted_if_given("search_time", search_time),
+        longest_step_s=accepted("longest_step", longest_step),
         card=card,
     )
     check_nothing_runs(asked)
@@ -336,7 +332,7 @@ def baseline(
     Tensors among the inputs are described, as for :func:`recommend_batch`.  ``force``: an existing file is replaced.
     Other arguments and errors are those of :func:`optimize`.
     """
-    path, limit_s = path_given("output", output), seconds("timeout", timeout, 1)
+    path, limit_s = path_given("output", output), accepted("timeout", timeout)
     check_targets([path], force=force)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     with _prepared(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
@@ -372,7 +368,7 @@ def check(
     limits = tuple(map(parse_limit, names("fail_on", fail_on)))
     if not limits:
         raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
-    functions, limit_s = functions_given(loss, optimizer), seconds("timeout", timeout, 1)
+    functions, limit_s = functions_given(loss, optimizer), accepted("timeout", timeout)
     spec = _description(inputs, dims)
     request = CheckRequest(
         source=_source(model),
@@ -432,7 +428,7 @@ def _searched(
 ) -> Optimized:
     started = time.monotonic()
     check_goal(goal, search)
-    limit_s = None if search_time is None else seconds("search_time", search_time, 0)
+    limit_s = accepted_if_given("search_time", search_time)
     with _prepared(model, given, step, timeout_s, verbose) as prepared:
         request = OptimizeRequest(
             source=prepared.subject.source,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from memopt_cli.api.arguments import budget_of, seconds
+from memopt_cli.api.arguments import budget_of
 from memopt_cli.measure import processes
 from memopt_cli.pipeline.live.model import found_and_proven, once
 from memopt_cli.pipeline.live.step import prepared_step
@@ -16,6 +16,7 @@ from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.records import MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
 from memopt_cli.records.progress import logged
 from memopt_cli.spikingjelly import resolve_device
+from memopt_cli.text.options import accepted
 from memopt_cli.text.python_words import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.user_step import Step, models_of
@@ -48,7 +49,7 @@ def optimize_step(
     """
     started = time.monotonic()
     search = SearchOverrides(level=level, max_slowdown=max_slowdown)
-    goal, limit_s = SearchGoal(budget=budget_of(budget)), seconds("timeout", timeout, 1)
+    goal, limit_s = SearchGoal(budget=budget_of(budget)), accepted("timeout", timeout)
     check_goal(goal, search)
     settings = StepSettings(device=resolve_device())
     with (

@@ -19,9 +19,7 @@ from memopt_cli.api.arguments import (
     checked_model,
     functions_given,
     given_inputs,
-    seconds,
     settings_of,
-    whole,
 )
 from memopt_cli.api.shown import Shown
 from memopt_cli.errors import OptionError
@@ -35,6 +33,7 @@ from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
 from memopt_cli.records.progress import logged
 from memopt_cli.report.text import TextJudgement
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
+from memopt_cli.text.options import accepted
 from memopt_cli.text.python_words import said_in_python
 from memopt_cli.training.apply import plan_of
 from memopt_cli.training.user_step import Step
@@ -95,7 +94,7 @@ def verify(
     started = time.monotonic()
     functions = functions_given(loss, optimizer)
     settings = settings_of(*functions, 1, clip_norm, precision, device, seed)
-    count, limit_s = whole("steps", steps, 1), seconds("timeout", timeout, 1)
+    count, limit_s = accepted("steps", steps), accepted("timeout", timeout)
     given = given_inputs(inputs, dims)
     with (
         logged(verbose) as progress,

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import typer
 
-from memopt_cli.cli import options
-from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
+from memopt_cli.cli.options import InputOptions, LoadingOptions, StepOptions, with_options
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.cli.values import check_file
 from memopt_cli.measure import processes
 from memopt_cli.records import ApplyRequest
 from memopt_cli.report.interface import Report
@@ -19,37 +15,24 @@ from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
-@with_parts
+@with_options
 def apply(
     context: typer.Context,
-    model: options.Model,
-    plan: Annotated[
-        str,
-        typer.Argument(metavar="PLAN", callback=check_file, help="A *.plan.yaml file.", show_default=False),
-    ],
+    model: str,
+    plan: str,
     *,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="First compare a step, and the ones after it, with the original.")
-    ] = False,
-    confirm: Annotated[
-        bool,
-        typer.Option(
-            "--confirm", help="First run the step with the plan, and say how far off the plan's prediction is."
-        ),
-    ] = False,
-    inputs: options.Inputs,
-    dims: options.Dims,
-    input_data: options.InputData = None,
-    input_script: options.InputScript = None,
+    verify: bool = False,
+    confirm: bool = False,
+    given: InputOptions,
     step: StepOptions,
-    timeout: options.Timeout = 600.0,
+    timeout: float = 600.0,
     loading: LoadingOptions,
-    config: options.Config = None,  # its callback has done the work
-    output: options.Output = None,
-    force: options.Force = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
+    config: str | None = None,  # its callback has done the work
+    output: str | None = None,
+    force: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Put a saved plan on a model and write the result.
 
@@ -58,7 +41,7 @@ def apply(
     request = ApplyRequest(
         source=loading.source(context, model),
         plan_path=plan,
-        spec=input_spec(context, inputs, input_data, input_script, dims),
+        spec=given.spec(context),
         settings=step.settings(),
         verify=verify,
         confirm=confirm,

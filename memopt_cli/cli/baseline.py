@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import typer
 
-from memopt_cli.cli import options
-from memopt_cli.cli.help import OUTPUT
-from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, SpreadOptions, StepOptions, with_parts
+from memopt_cli.cli.options import InputOptions, LoadingOptions, SpreadOptions, StepOptions, with_options
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
 from memopt_cli.records import BaselineRequest
@@ -19,28 +15,23 @@ from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
-@with_parts
+@with_options
 def baseline(
     context: typer.Context,
-    model: options.Model,
+    model: str,
     *,
-    inputs: options.Inputs,
-    dims: options.Dims,
-    input_data: options.InputData = None,
-    input_script: options.InputScript = None,
-    plan: options.RunUnder = None,
+    given: InputOptions,
+    plan: str | None = None,
     step: StepOptions,
     spread: SpreadOptions,
-    timeout: options.Timeout = 600.0,
+    timeout: float = 600.0,
     loading: LoadingOptions,
-    config: options.Config = None,  # its callback has done the work
-    output: Annotated[
-        str, typer.Option("-o", "--output", metavar="FILE", rich_help_panel=OUTPUT, help="Where to write it.")
-    ] = ("memopt-baseline.json"),
-    force: options.Force = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
+    config: str | None = None,  # its callback has done the work
+    output: str = "memopt-baseline.json",
+    force: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Record what a training step needs.
 
@@ -48,7 +39,7 @@ def baseline(
     """
     request = BaselineRequest(
         source=loading.source(context, model),
-        spec=input_spec(context, inputs, input_data, input_script, dims),
+        spec=given.spec(context),
         settings=step.settings(),
         plan_path=plan,
         layout=spread.layout(),

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import typer
 
-from memopt_cli.cli import options
 from memopt_cli.cli.formats import ReportFormat, report_in
-from memopt_cli.cli.help import GATE
-from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, SpreadOptions, with_parts
+from memopt_cli.cli.options import InputOptions, LoadingOptions, SpreadOptions, with_options
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import MemoptError
 from memopt_cli.inputs.spec_text import parse_limit
@@ -21,45 +17,29 @@ from memopt_cli.records import CheckRequest, Precision
 _REGRESSION = 1
 """Exit code."""
 
-FailOn = Annotated[
-    list[str],
-    typer.Option(
-        metavar="METRIC:LIMIT",
-        default_factory=lambda: ["peak:0"],
-        show_default="peak:0",
-        rich_help_panel=GATE,
-        help="How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
-        "allocated peak), activations:0, parameters:0, step:20%. Repeatable.",
-    ),
-]
-Baseline = Annotated[str, typer.Option(metavar="FILE", rich_help_panel=GATE, help="A file that memopt baseline wrote.")]
 
-
-@with_parts
+@with_options
 def check(
     context: typer.Context,
-    model: options.Model,
+    model: str,
     *,
-    baseline: Baseline = "memopt-baseline.json",
-    fail_on: FailOn,
+    baseline: str = "memopt-baseline.json",
+    fail_on: list[str],
     format: ReportFormat = "table",
-    inputs: options.Inputs,
-    dims: options.Dims,
-    input_data: options.InputData = None,
-    input_script: options.InputScript = None,
-    plan: options.RunUnder = None,
-    device: Annotated[str | None, options.DEVICE] = None,
-    precision: Annotated[Precision | None, options.PRECISION] = None,
-    loss: options.Loss = None,
-    optimizer: options.Optimizer = None,
-    seed: Annotated[int | None, options.SEED] = None,
+    given: InputOptions,
+    plan: str | None = None,
+    device: str | None = None,
+    precision: Precision | None = None,
+    loss: str | None = None,
+    optimizer: str | None = None,
+    seed: int | None = None,
     spread: SpreadOptions,
-    timeout: options.Timeout = 600.0,
+    timeout: float = 600.0,
     loading: LoadingOptions,
-    config: options.Config = None,  # its callback has done the work
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
+    config: str | None = None,  # its callback has done the work
+    json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Fail if the step of a baseline needs more memory now.
 
@@ -69,8 +49,8 @@ def check(
     request = CheckRequest(
         source=loading.source(context, model),
         baseline_path=baseline,
-        limits=tuple(map(parse_limit, fail_on)),
-        spec=input_spec(context, inputs, input_data, input_script, dims),
+        limits=tuple(map(parse_limit, fail_on or ["peak:0"])),
+        spec=given.spec(context),
         device=device,
         precision=precision,
         loss=loss,

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
-
-from memopt_cli.cli import options
-from memopt_cli.cli.help import OUTPUT
+from memopt_cli.cli.options import with_options
 from memopt_cli.report.interface import ComparisonReport
 from memopt_cli.report.json import JsonJudgement
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextJudgement
 
 
+@with_options
 def compare(
-    before: Annotated[str, typer.Argument(metavar="A.json", help="A baseline, or a *.summary.json of optimize.")],
-    after: Annotated[str, typer.Argument(metavar="B.json", help="Another one.")],
+    before: str,
+    after: str,
     *,
-    format: Annotated[
-        Literal["table", "json", "md"],
-        typer.Option("--format", metavar="NAME", rich_help_panel=OUTPUT, help="table, json or md."),
-    ] = "table",
-    json: options.Json = False,
-    verbose: options.Verbose = False,
+    format: Literal["table", "json", "md"] = "table",
+    json: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Show what changed between two baselines or summaries.
 

@@ -14,7 +14,7 @@ from memopt_cli.text.documents import kept_below, printable, read_mapping
 
 DEFAULT_PATH = Path("memopt.yaml")
 
-_COMMAND_LINE_ONLY = {"help", "config", "trust-pickle", "force", "output", "html", "snapshot"}
+_COMMAND_LINE_ONLY = {"help", "help-all", "config", "trust-pickle", "force", "output", "html", "snapshot"}
 """Flags a file must not set: they switch a check off, or name a file to write, and every command writes another."""
 
 _RUNS_CODE = {"trust", "sandbox", "no-sandbox"}

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Final
+from typing import Final
 
 import typer
 
-from memopt_cli.cli import options
-from memopt_cli.cli.help import ANSWER
-from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
+from memopt_cli.cli.options import InputOptions, LoadingOptions, StepOptions, with_options
 from memopt_cli.cli.retyped import typed_flags
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.cli.values import check_any_model, check_file
-from memopt_cli.cli.values import memory as memory_size
 from memopt_cli.measure import processes
 from memopt_cli.records import ExplainRequest
 from memopt_cli.report.interface import Report
@@ -25,60 +20,22 @@ _OWN: Final = ("model", "memory", "log", "snapshot", "json", "quiet", "verbose")
 """Parameters that have no place in the commands that are suggested: theirs are others, or are added."""
 
 
-@with_parts
+@with_options
 def explain(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            callback=check_any_model,
-            show_default=False,
-            help="As for memopt optimize; a snapshot alone does without.",
-        ),
-    ] = None,
+    model: str | None = None,
     *,
-    memory: Annotated[
-        float | None,
-        typer.Option(
-            metavar="24GiB|90%",
-            parser=memory_size,
-            show_default="by the error, else 90%",
-            rich_help_panel=ANSWER,
-            help="What there is: 24GiB, or a share of what the device has free.",
-        ),
-    ] = None,
-    log: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            callback=check_file,
-            show_default=False,
-            rich_help_panel=ANSWER,
-            help="The text of an out-of-memory error: a traceback, a log.",
-        ),
-    ] = None,
-    snapshot: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            callback=check_file,
-            show_default=False,
-            rich_help_panel=ANSWER,
-            help="A pickle of torch.cuda.memory._snapshot(); it is read as data.",
-        ),
-    ] = None,
-    inputs: options.Inputs,
-    dims: options.Dims,
-    input_data: options.InputData = None,
-    input_script: options.InputScript = None,
+    memory: float | None = None,
+    log: str | None = None,
+    snapshot: str | None = None,
+    given: InputOptions,
     step: StepOptions,
-    timeout: options.Timeout = 600.0,
+    timeout: float = 600.0,
     loading: LoadingOptions,
-    config: options.Config = None,  # its callback has done the work
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
+    config: str | None = None,  # its callback has done the work
+    json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Say why a step runs out of memory, and what would fit.
 
@@ -87,7 +44,7 @@ def explain(
     """
     request = ExplainRequest(
         source=None if model is None else loading.source(context, model),
-        spec=input_spec(context, inputs, input_data, input_script, dims),
+        spec=given.spec(context),
         settings=step.settings(),
         memory=memory,
         log_path=log,

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal, Protocol
+from typing import Literal, Protocol
 
-import typer
-
-from memopt_cli.cli.help import OUTPUT
 from memopt_cli.report.github import GithubReport
 from memopt_cli.report.interface import ComparisonReport, EquivalenceReport
 from memopt_cli.report.json import JsonJudgement
@@ -15,15 +12,7 @@ from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextJudgement
 
-ReportFormat = Annotated[
-    Literal["table", "json", "md", "github", "junit"],
-    typer.Option(
-        "--format",
-        metavar="NAME",
-        rich_help_panel=OUTPUT,
-        help="table, json, md, junit, or github (annotations, and $GITHUB_STEP_SUMMARY if set).",
-    ),
-]
+ReportFormat = Literal["table", "json", "md", "github", "junit"]
 
 
 class Judgement(ComparisonReport, EquivalenceReport, Protocol):

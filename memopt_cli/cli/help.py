@@ -1,4 +1,7 @@
-"""``--help`` in plain text of 80 columns: options in groups, descriptions as wide as half a line at least."""
+"""``--help`` in plain text of 80 columns: options in groups, descriptions as wide as half a line at least.
+
+The first screen has the options that people use; ``--help-all`` shows the rest, too.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,12 @@ import os
 import re
 from typing import Any, Final
 
+import typer
 from typer.core import TyperCommand
 
 from memopt_cli.cli.ranks import launched
 from memopt_cli.errors import UsageError
-
-ARGUMENTS: Final = "Arguments"
-ANSWER: Final = "What fits"
-GATE: Final = "The gate"
-INPUTS: Final = "The inputs"
-SEARCH: Final = "The search"
-OUTPUT: Final = "Output"
-LOADING: Final = "Loading the model"
-STEP: Final = "The training step"
-RANKS: Final = "Many ranks"
-OTHERS: Final = "Other options"
-FINE: Final = "Finer limits of the search"
-
-ORDER: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP, RANKS, OTHERS, FINE)
-"""Of the groups, by how often they are needed."""
+from memopt_cli.text.options import ARGUMENTS, GROUPS, OTHERS, option_of
 
 _NAMES_WIDTH: Final = 26
 """Characters; a longer name has a line of its own."""
@@ -49,12 +39,29 @@ class GroupedCommand(TyperCommand):
             )
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """One section a group; an option that is hidden is in none."""
-        parameters: list[Any] = self.get_params(ctx)
-        for group in ORDER:
-            if rows := [_row(p, ctx) for p in parameters if group_of(p) == group and not p.hidden]:
+        """Write a section for each group of options, on the first screen of those that people use."""
+        shown = [p for p in self.get_params(ctx) if _ALL in ctx.meta or self._is_common(p)]
+        for group in GROUPS:
+            if rows := [_row(p, ctx) for p in shown if group_of(p) == group]:
                 with formatter.section(group):
                     formatter.write_dl(rows, col_max=_NAMES_WIDTH)
+
+    def _is_common(self, parameter: Any) -> bool:
+        has_few = not any(each.name == "help_all" for each in self.params)
+        if has_few or group_of(parameter) == ARGUMENTS or parameter.name == "help":
+            return True
+        return self.callback is not None and option_of(self.callback.__name__, parameter.name).common
+
+
+_ALL: Final = "memopt.help_all"
+
+
+def show_all(context: typer.Context, wanted: bool) -> None:
+    """Print the help of a command with all its options, and end it, if that is ``wanted``."""
+    if wanted:
+        context.meta[_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
 
 
 class RankCommand(GroupedCommand):

@@ -6,16 +6,15 @@ import sys
 
 import typer
 
-from memopt_cli.cli import options
+from memopt_cli.cli.options import with_options
 from memopt_cli.measure import processes
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
-def inspect(
-    context: typer.Context, model: options.SavedModel, *, json: options.Json = False, verbose: options.Verbose = False
-) -> None:
+@with_options
+def inspect(context: typer.Context, model: str, *, json: bool = False, verbose: bool = False) -> None:
     """Show what is in a model file, and run none of it.
 
     Format, modules, parameters, and what loading it would import.

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import typer
 
-from memopt_cli.cli import options
-from memopt_cli.cli.help import OUTPUT, STEP
-from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, RealOptions, StepOptions, with_parts
+from memopt_cli.cli.options import InputOptions, LoadingOptions, RealOptions, StepOptions, with_options
 from memopt_cli.cli.ranks import launched
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.cli.values import check_file
 from memopt_cli.measure import processes
 from memopt_cli.records import MeasureRequest
 from memopt_cli.report.interface import Report
@@ -21,46 +16,23 @@ from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
-@with_parts
+@with_options
 def measure(
     context: typer.Context,
-    model: options.Model,
+    model: str,
     *,
-    inputs: options.Inputs,
-    dims: options.Dims,
-    input_data: options.InputData = None,
-    input_script: options.InputScript = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            metavar="FILE",
-            callback=check_file,
-            show_default=False,
-            rich_help_panel=STEP,
-            help="Measure the step under this plan.",
-        ),
-    ] = None,
+    given: InputOptions,
+    plan: str | None = None,
     step: StepOptions,
     spread: RealOptions,
-    timeout: options.Timeout = 600.0,
+    timeout: float = 600.0,
     loading: LoadingOptions,
-    config: options.Config = None,  # its callback has done the work
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-            help="Also write the report to a file, as JSON. The first rank alone writes.",
-        ),
-    ] = None,
-    force: options.Force = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
+    config: str | None = None,  # its callback has done the work
+    output: str | None = None,
+    force: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Measure a training step on every rank of a real group.
 
@@ -74,7 +46,7 @@ def measure(
     is_first = launch.rank == 0
     request = MeasureRequest(
         source=loading.source(context, model),
-        spec=input_spec(context, inputs, input_data, input_script, dims),
+        spec=given.spec(context),
         settings=step.settings(),
         layout=spread.layout(launch.ranks),
         rank=launch.rank,

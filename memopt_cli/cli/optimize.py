@@ -6,70 +6,50 @@ import sys
 
 import typer
 
-from memopt_cli.cli import options
-from memopt_cli.cli import search_options as search
-from memopt_cli.cli.batch_options import split_dims
-from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, SpreadOptions, StepOptions, with_parts
-from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
+from memopt_cli.cli.options import InputOptions, LoadingOptions, SpreadOptions, StepOptions, with_options
+from memopt_cli.cli.report_files import ReportFiles
+from memopt_cli.cli.requests import check_ranges, split_dims
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import UsageError, VerificationError
 from memopt_cli.measure import processes
-from memopt_cli.records import OptimizeRequest, SearchGoal, SearchOverrides
+from memopt_cli.records import Budget, DeviceProfile, OptimizeRequest, SearchGoal, SearchOverrides
 from memopt_cli.report.html import optimize_page
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
-@with_parts
+@with_options
 def optimize(
     context: typer.Context,
-    model: options.Model,
+    model: str,
     *,
-    inputs: options.Inputs,
-    dims: search.Dims,
-    input_data: options.InputData = None,
-    input_script: options.InputScript = None,
-    level: search.Level = None,
-    budget: search.BudgetChoice = None,
-    lengths: search.Lengths = None,
-    frontier: search.Frontier = False,
-    pick: search.Pick = None,
-    max_slowdown: search.MaxSlowdown = None,
-    measure_levels: search.MeasureLevels = False,
-    search_time: search.SearchTime = None,
-    target: search.Target,
-    profile: search.ProfileChoice = None,
-    prefer: search.Prefer = None,
-    checkpoint_budget: search.CheckpointBudget = None,
-    max_gc_wrapped_modules: search.MaxGcWrappedModules = None,
-    gc_target_budget_ratio: search.GcTargetBudgetRatio = None,
-    compress_x: search.CompressX = None,
-    temporal_split_factor: search.TemporalSplitFactor = 2,
-    allow_inexact: search.AllowInexact = False,
-    max_split_rounds: search.MaxSplitRounds = None,
-    max_candidates_per_round: search.MaxCandidatesPerRound = None,
-    allow_expensive_profiling: search.AllowExpensiveProfiling = None,
-    warmup_in_profile_workers: search.WarmupInProfileWorkers = None,
-    card: options.Card = None,
+    given: InputOptions,
+    search: SearchOverrides,
+    budget: float | None = None,
+    lengths: str | None = None,
+    frontier: bool = False,
+    pick: int | None = None,
+    measure_levels: bool = False,
+    search_time: float | None = None,
+    card: DeviceProfile | None = None,
     step: StepOptions,
     spread: SpreadOptions,
-    timeout: options.Timeout = 600.0,
-    recommend_batch: options.RecommendBatch = True,
-    longest_step: options.LongestAdvisedStep = None,
+    timeout: float = 600.0,
+    recommend_batch: bool = True,
+    longest_step: float | None = None,
     loading: LoadingOptions,
-    config: options.Config = None,  # its callback has done the work
-    output: options.Output = None,
-    force: options.Force = False,
-    dry_run: options.DryRun = False,
-    plan_only: options.PlanOnly = False,
-    unverified: options.Unverified = False,
-    html: Html = None,
-    snapshot: Snapshot = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
+    config: str | None = None,  # its callback has done the work
+    output: str | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    plan_only: bool = False,
+    unverified: bool = False,
+    html: str | None = None,
+    snapshot: str | None = None,
+    json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Make a model train in less memory, and prove it exact.
 
@@ -77,30 +57,16 @@ def optimize(
     """
     if budget is not None and pick is not None:
         raise UsageError("--budget and --pick exclude each other", hint="Keep the one that is to choose the plan.")
-    sizes, dim_range = split_dims(dims, max)  # it must fit
+    sizes, dim_range = split_dims(given.dims, max)  # it must fit
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     request = OptimizeRequest(
         source=loading.source(context, model),
-        spec=input_spec(context, inputs, input_data, input_script, sizes),
+        spec=given.spec(context, sizes),
         settings=step.settings(),
-        search=SearchOverrides(
-            level=level,
-            targets=tuple(target),
-            compress_x=compress_x,
-            temporal_split_factor=temporal_split_factor,
-            allow_inexact=allow_inexact,
-            max_split_rounds=max_split_rounds,
-            max_candidates_per_round=max_candidates_per_round,
-            warmup_in_profile_workers=warmup_in_profile_workers,
-            prefer=prefer,
-            profile=profile,
-            allow_expensive_profiling=allow_expensive_profiling,
-            checkpoint_budget=checkpoint_budget,
-            max_gc_wrapped_modules=max_gc_wrapped_modules,
-            gc_target_budget_ratio=gc_target_budget_ratio,
-            max_slowdown=max_slowdown,
+        search=search,
+        goal=SearchGoal(
+            budget=None if budget is None else Budget.of(budget), frontier=frontier or pick is not None, pick=pick
         ),
-        goal=SearchGoal(budget=budget, frontier=frontier or pick is not None, pick=pick),
         dim_range=dim_range,
         lengths=lengths,
         output=output,
@@ -118,7 +84,7 @@ def optimize(
         measure_levels=measure_levels,
         interruptible=True,
     )
-    search.check_ranges(request)
+    check_ranges(request)
     files.check(model)
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right

@@ -1,36 +1,45 @@
-"""The flags that commands share, each defined once."""
+"""Options of the command line, made from the table of options.
+
+A command says its parameters and their types alone, and :func:`with_options` looks the rest up by their names.  Several
+that commands share are one parameter: a group, whose fields are options.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from typing import Annotated, Any
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Final
 
 import typer
 
-from memopt_cli.cli.config import read_config
-from memopt_cli.cli.help import ANSWER, INPUTS, LOADING, OUTPUT, RANKS, STEP
-from memopt_cli.cli.values import (
-    card,
-    check_code,
-    check_device,
-    check_file,
-    check_function,
-    check_mesh,
-    check_model,
-    check_optimizer,
-    check_parallel,
-    positive,
-    seconds,
-    whole,
+from memopt_cli.cli.config import Config, read_config
+from memopt_cli.cli.help import show_all
+from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.values import CHECKS, parsed_by
+from memopt_cli.errors import UsageError
+from memopt_cli.inputs.spec_text import layout_of, parse_mesh, ranks_asked
+from memopt_cli.records import (
+    DimRange,
+    InputSpec,
+    Layout,
+    ModelSource,
+    Precision,
+    SearchOverrides,
+    StepSettings,
+    Trust,
 )
-from memopt_cli.inputs.spec_text import MOST_RANKS
-from memopt_cli.records import DeviceProfile, Precision
+from memopt_cli.text.options import ARGUMENTS, OPTIONS, option_of
+from memopt_cli.text.values import Choice
 
 _LOG = logging.getLogger("memopt_cli")
 
 
 def is_verbose() -> bool:
-    """``-v`` was given."""
+    """Return whether ``-v`` was given."""
     return _LOG.isEnabledFor(logging.DEBUG)
 
 
@@ -41,351 +50,257 @@ def _set_verbose(verbose: bool) -> bool:
     return verbose
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        callback=check_model,
-        help="A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or "
-        "package.module:callable or file.py:function, which builds a model or a step of yours (memopt_cli.Step).",
-        show_default=False,
-    ),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputOptions:
+    """The inputs of a step."""
 
-SavedModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        callback=check_model,
-        help="A file of torch.save, torch.jit.save or torch.export.save, or a save_pretrained folder.",
-        show_default=False,
-    ),
-]
+    inputs: list[str]
+    dims: list[str]
+    input_data: str | None = None
+    input_script: str | None = None
 
-Inputs = Annotated[
-    list[str],
-    typer.Option(
-        "-i",
-        "--input",
-        metavar="SPEC",
-        default_factory=list,
-        show_default=False,
-        rich_help_panel=INPUTS,
-        help="An input, [name:]SHAPE[@dtype][=values]: 4x3x224x224, or ids:BxS@int64=0..32000. Repeatable.",
-    ),
-]
+    def spec(self, context: typer.Context, dims: Sequence[str] | None = None) -> InputSpec | None:
+        """Return what the command line, else the config file, says of the inputs; ``None``: neither does.
+
+        ``dims``: those with one size, where ranges are taken apart.
+        """
+        sizes = self.dims if dims is None else dims
+        return input_spec(context, self.inputs, self.input_data, self.input_script, sizes)
 
 
-def dims_option(more: str = "") -> Any:
-    """``--dim``; ``more``: what a command makes of a range."""
-    return typer.Option(
-        "--dim",
-        metavar="NAME=SIZE",
-        default_factory=list,
-        show_default=False,
-        rich_help_panel=INPUTS,
-        help=f"Size of a symbol in the shapes: B=8. {more}Repeatable.",
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingOptions:
+    """Which model of the file is meant, and what is vouched for."""
+
+    key: str | None = None
+    weights: str | None = None
+    code_path: list[str]
+    allow_package: list[str]
+    allow_global: list[str]
+    trust_pickle: bool = False
+    sandbox: bool = True
+
+    def source(self, context: typer.Context, model: str) -> ModelSource:
+        """Where the model comes from, trusting what the flags and the config file's ``trust`` name."""
+        config: Config = context.obj
+        return ModelSource(
+            location=model,
+            key=self.key,
+            weights=self.weights,
+            trust=Trust(
+                libraries=config.trust,
+                packages=tuple(self.allow_package),
+                globals=tuple(self.allow_global),
+                code_paths=tuple(self.code_path),
+                pickle=self.trust_pickle,
+                sandbox=self.sandbox,
+            ),
+        )
 
 
-def html_option(what: str) -> Any:
-    """``--html``; ``what`` it writes."""
-    return typer.Option(
-        "--html",
-        metavar="FILE",
-        rich_help_panel=OUTPUT,
-        show_default=False,
-        help=f"{what} as one HTML file. Needs memopt[html].",
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """How the step is run."""
+
+    device: str = "auto"
+    precision: Precision = "stored"
+    loss: str | None = None
+    optimizer: str | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    seed: int = 0
+
+    def settings(self) -> StepSettings:
+        """The same, as the pipeline takes it."""
+        return StepSettings(
+            device=self.device,
+            precision=self.precision,
+            loss=self.loss,
+            optimizer=self.optimizer or "",
+            micro_batches=self.accumulate,
+            clip_norm=self.clip_norm,
+            seed=self.seed,
+        )
 
 
-Dims = Annotated[list[str], dims_option()]
-InputData = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        callback=check_file,
-        rich_help_panel=INPUTS,
-        show_default=False,
-        help="Read the inputs from a .pt, .npz or .safetensors file.",
-    ),
-]
-InputScript = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE.py:NAME",
-        callback=check_function,
-        rich_help_panel=INPUTS,
-        show_default=False,
-        help="Call a function that makes the inputs.",
-    ),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadOptions:
+    """Of how many ranks one is predicted, and how the model is spread over them."""
 
-DEVICE = typer.Option(
-    metavar="auto|cpu|cuda:N", callback=check_device, rich_help_panel=STEP, help="Device that the step runs on."
-)
-PRECISION = typer.Option(
-    "--precision",
-    metavar="NAME",
-    rich_help_panel=STEP,
-    help="stored (the file's dtypes), fp32, fp64, or bf16 and fp16 (autocast).",
-)
-Device = Annotated[str, DEVICE]
-Card = Annotated[
-    DeviceProfile | None,
-    typer.Option(
-        "--for",
-        metavar="CARD|FILE",
-        parser=card,
-        rich_help_panel=STEP,
-        show_default=False,
-        help="Estimate for a GPU that is not here: a100-40gb, h100-80gb, rtx4090 … or a YAML file.",
-    ),
-]
-PrecisionChoice = Annotated[Precision, PRECISION]
-Loss = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE.py:NAME",
-        callback=check_function,
-        rich_help_panel=STEP,
-        show_default=False,
-        help="Call a function of the model's output for the loss. Without it, the loss is a scalar output or an entry "
-        "'loss', else every output gets a seeded random gradient.",
-    ),
-]
-SEED = typer.Option(metavar="N", parser=whole(0), rich_help_panel=STEP, help="Seed of inputs, dropout and the loss.")
-Optimizer = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        callback=check_optimizer,
-        rich_help_panel=STEP,
-        show_default="none",
-        help="Count the memory of this optimizer: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, a function of "
-        "yours that takes the model and returns one.",
-    ),
-]
-Seed = Annotated[int, SEED]
-Accumulate = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        parser=whole(1),
-        rich_help_panel=STEP,
-        help="Micro-batches per optimizer step. Only the last is run, with the earlier gradients in memory.",
-    ),
-]
-ClipNorm = Annotated[
-    float | None,
-    typer.Option(
-        metavar="NORM",
-        parser=positive,
-        rich_help_panel=STEP,
-        show_default=False,
-        help="Clip the gradients to this norm before the optimizer's step.",
-    ),
-]
-RunUnder = Annotated[
-    str | None,
-    typer.Option(
-        "--plan",
-        metavar="FILE",
-        callback=check_file,
-        rich_help_panel=STEP,
-        show_default="the one in the file, if any",
-        help="Run the step under this plan.",
-    ),
-]
-Timeout = Annotated[
-    float,
-    typer.Option(metavar="SECONDS", parser=seconds(0.1), rich_help_panel=STEP, help="Time limit for one measurement."),
-]
+    ranks: int | None = None
+    parallel: str | None = None
+    mesh: str | None = None
 
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        parser=whole(1, MOST_RANKS),
-        rich_help_panel=RANKS,
-        show_default=False,
-        help="Predict one rank of so many, in one process: needs --parallel.",
-    ),
-]
-Parallel = Annotated[
-    str | None,
-    typer.Option(
-        metavar="fsdp|ddp|FILE.py:NAME",
-        callback=check_parallel,
-        rich_help_panel=RANKS,
-        show_default=False,
-        help="How the model is spread: fsdp (fully_shard of repeated blocks and of the rest), ddp, or a function of "
-        "your training script that takes the model and a DeviceMesh and returns the model.",
-    ),
-]
-MeshAxes = Annotated[
-    str | None,
-    typer.Option(
-        "--mesh",
-        metavar="NAME=SIZE,...",
-        callback=check_mesh,
-        rich_help_panel=RANKS,
-        show_default="dp=N",
-        help="Axes of the mesh of ranks, the outermost first: dp=32,tp=2.",
-    ),
-]
-Rank = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        parser=whole(0),
-        rich_help_panel=RANKS,
-        show_default="the first and the last, and the larger of them in full",
-        help="Which rank, from 0.",
-    ),
-]
+    def layout(self) -> Layout | None:
+        """``None``: of one device.  Raises :class:`UsageError` for flags that do not go together."""
+        given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
+        numbers = None if self.ranks is None else (self.ranks,)
+        return next(iter(_layouts(numbers, self.parallel, self.mesh, given)), None)
 
-RecommendBatch = Annotated[
-    bool,
-    typer.Option(
-        "--recommend-batch/--no-recommend-batch",
-        rich_help_panel=OUTPUT,
-        show_default="on",
-        help="Also find the largest batch that fits with the plan.",
-    ),
-]
-LongestStep = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS",
-        parser=seconds(0.001),
-        rich_help_panel=ANSWER,
-        help="Recommend no batch whose step takes longer than this.",
-    ),
-]
 
-LongestAdvisedStep = Annotated[
-    float | None,
-    typer.Option(
-        "--longest-step",
-        metavar="SECONDS",
-        parser=seconds(0.001),
-        rich_help_panel=OUTPUT,
-        show_default="2.5 times the plan's step, at least 1 s (GPU: 5 s), at most 10 s",
-        help="Recommend no batch whose step takes longer than this.",
-    ),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeOptions:
+    """The same of several numbers of ranks."""
 
-TrustPickle = Annotated[
-    bool, typer.Option("--trust-pickle", rich_help_panel=LOADING, help="Load without any check. The file may run code.")
-]
-Sandbox = Annotated[
-    bool,
-    typer.Option(
-        "--sandbox/--no-sandbox",
-        rich_help_panel=LOADING,
-        show_default="on",
-        help="Confine the processes that load and run the model: they write no other files and start no programs "
-        "(Linux).",
-    ),
-]
-Key = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel=LOADING,
-        show_default=False,
-        help="Which entry to use, of a file or of --weights, where it holds several models: model, or ema.model.",
-    ),
-]
-AllowPackage = Annotated[
-    list[str],
-    typer.Option(
-        metavar="PKG",
-        default_factory=list,
-        show_default=False,
-        rich_help_panel=LOADING,
-        help="Trust the classes of a package. Repeatable.",
-    ),
-]
-AllowGlobal = Annotated[
-    list[str],
-    typer.Option(
-        metavar="PKG.CLASS",
-        default_factory=list,
-        show_default=False,
-        rich_help_panel=LOADING,
-        help="Trust one class or function. Repeatable.",
-    ),
-]
-CodePath = Annotated[
-    list[str],
-    typer.Option(
-        metavar="PATH",
-        callback=check_code,
-        default_factory=list,
-        show_default=False,
-        rich_help_panel=LOADING,
-        help="Import your own code, a .py file or a folder, and trust its module classes. Repeatable.",
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        callback=check_file,
-        rich_help_panel=LOADING,
-        show_default=False,
-        help="Load this state dict into the model.",
-    ),
-]
+    ranks: DimRange | None = None
+    parallel: str | None = None
+    mesh: str | None = None
 
-Config = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        is_eager=True,
-        callback=read_config,
-        show_default="memopt.yaml, if there is one",
-        help="Read flags from YAML (level: 4). The command line wins.",
-    ),
-]
-Output = Annotated[
-    str | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FILE",
-        rich_help_panel=OUTPUT,
-        show_default="MODEL.memopt.pt",
-        help="Where to write the optimized model. The other files are named after it.",
-    ),
-]
-Force = Annotated[bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Replace files that exist.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Search and report, but write nothing.")
-]
-PlanOnly = Annotated[
-    bool,
-    typer.Option(
-        "--plan-only",
-        rich_help_panel=OUTPUT,
-        help="Write the plan but no model: the training script applies the plan.",
-    ),
-]
-Unverified = Annotated[
-    bool,
-    typer.Option(
-        "--unverified",
-        rich_help_panel=OUTPUT,
-        help="With --ranks or --for: write the plan without proof, where the model does not fit here.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the report as JSON.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", rich_help_panel=OUTPUT, help="Show no progress on stderr.")]
-Verbose = Annotated[
-    bool,
-    typer.Option(
-        "-v", "--verbose", callback=_set_verbose, rich_help_panel=OUTPUT, help="Show details, and tracebacks of errors."
-    ),
-]
+    def layouts(self) -> tuple[Layout, ...]:
+        """Empty: of one device.  Raises :class:`UsageError` for flags that do not go together."""
+        given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
+        return _layouts(None if self.ranks is None else self.ranks.sizes(), self.parallel, self.mesh, given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealOptions:
+    """How the model is spread over ranks that there are."""
+
+    parallel: str | None = None
+    mesh: str | None = None
+
+    def layout(self, ranks: int) -> Layout:
+        """Raises :class:`UsageError` for flags that do not go together, or a mesh of another number of ranks."""
+        if self.parallel is None:
+            raise UsageError(
+                "--parallel fsdp, ddp or FILE.py:NAME is missing", hint="For example: --parallel train.py:shard"
+            )
+        return layout_of(ranks, self.parallel, None if self.mesh is None else parse_mesh(self.mesh))
+
+
+def _layouts(
+    numbers: Sequence[int] | None, parallel: str | None, mesh: str | None, given: Sequence[str]
+) -> tuple[Layout, ...]:
+    """One for each number of ranks.  Raises :class:`UsageError` for flags, of those ``given``, that lack another."""
+    if numbers is not None and parallel is not None:
+        axes = None if mesh is None else parse_mesh(mesh)
+        return tuple(layout_of(number, parallel, axes) for number in numbers)
+    if given:
+        missing = "--ranks N" if numbers is None else "--parallel fsdp, ddp or FILE.py:NAME"
+        raise UsageError(
+            f"{given[0]} says something of one rank of many, and {missing} is missing",
+            hint="For example: --ranks 8 --parallel train.py:shard",
+        )
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions(SpreadOptions):
+    """The same, and which rank."""
+
+    rank: int | None = None
+
+    def predicted(self, *, without_data: bool) -> Layout | None:
+        """The same.  Raises :class:`UsageError` also for a rank that there is not, and a step that runs on data."""
+        layout = self.layout()
+        if layout is not None:
+            ranks_asked(layout, self.rank)
+            if not without_data:
+                raise UsageError("one rank of many is predicted on tensors without data", hint="Add --fake.")
+        return layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSearchOptions:
+    """Whether plans are looked for beside a batch, and which."""
+
+    search: bool = False
+    level: int | None = None
+    targets: list[str]
+    allow_inexact: bool = False
+    search_time: float | None = None
+
+    def overrides(self, context: typer.Context) -> SearchOverrides | None:
+        """What plans may do; ``None``: none are looked for.
+
+        Raises :class:`UsageError` for a flag of the command line that says it of none.
+        """
+        if self.search:
+            return SearchOverrides(level=self.level, targets=tuple(self.targets), allow_inexact=self.allow_inexact)
+        for parameter in context.command.params:
+            name = parameter.name or ""
+            source = context.get_parameter_source(name)
+            if name in {f.name for f in fields(self)} and source and source.name == "COMMANDLINE":
+                raise UsageError(f"{parameter.opts[-1]} says how plans are looked for", hint="Add --search.")
+        return None
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` as Typer is to see it: each parameter with what the table says of it, groups spelled out."""
+    hints = typing.get_type_hints(command)
+    groups: dict[str, Any] = {n: hint for n, hint in hints.items() if is_dataclass(hint) or typing.is_typeddict(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        hint = hints[parameter.name]
+        if parameter.name in groups:
+            parameters += [_described(command.__name__, field) for field in _fields(hint)]
+        elif hint is typer.Context:
+            parameters.append(parameter.replace(annotation=hint))
+        else:
+            parameters.append(_described(command.__name__, parameter.replace(annotation=hint)))
+
+    if len(parameters) > _FEW:
+        shown = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+        parameters.append(_described(command.__name__, shown))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        given.pop("help_all", None)  # its callback has done the work
+        for name, group in groups.items():
+            values = {field.name: given.pop(field.name) for field in _fields(group)}
+            given[name] = _as_asked(values) if typing.is_typeddict(group) else group(**values)
+        command(**given)
+
+    vars(run)["__signature__"] = inspect.Signature(parameters, return_annotation=None)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _fields(group: Any) -> Iterator[inspect.Parameter]:
+    """Yield the options of a group: of a record of what was asked for, those that the table has."""
+    if is_dataclass(group):
+        defaults = {field.name: field.default for field in fields(group) if field.default is not MISSING}
+    else:
+        defaults = {name: False if hint is bool else None for name, hint in typing.get_type_hints(group).items()}
+    for name, hint in typing.get_type_hints(group).items():
+        if is_dataclass(group) or name in OPTIONS:
+            yield inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, _NO_DEFAULT), annotation=hint
+            )
+
+
+_FEW: Final = 8
+"""Parameters of a command whose help fits a screen, so that it needs no ``--help-all``."""
+_NO_DEFAULT: Final = inspect.Parameter.empty
+
+
+def _as_asked(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that were given, as a record of what was asked for has them."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _described(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return ``parameter`` with what the table says of the option of its name."""
+    option, hint, default = option_of(command, parameter.name), parameter.annotation, parameter.default
+    info: dict[str, Any] = {"metavar": option.takes, "help": option.help}
+    if typing.get_origin(hint) in (list, tuple):
+        hint, default = list[str], _NO_DEFAULT
+        info["default_factory"] = list
+    has_shown_default = default not in (None, _NO_DEFAULT) and hint is not bool
+    info["show_default"] = option.default or has_shown_default
+    if isinstance(option.kind, str):
+        info |= _CALLBACKS.get(option.kind) or {"parser": CHECKS[option.kind]}
+    elif option.kind is not None and not isinstance(option.kind, Choice):  # its type has the names
+        info["parser"] = parsed_by(option.kind)
+    flags = option.flags or ((f"--{parameter.name.replace('_', '-')}",) if hint is bool else ())
+    is_argument = option.group == ARGUMENTS
+    made = typer.Argument(**info) if is_argument else typer.Option(*flags, rich_help_panel=option.group, **info)
+    return parameter.replace(default=default, annotation=Annotated[hint, made])
+
+
+_CALLBACKS: Final[dict[str, dict[str, Any]]] = {
+    "config": {"is_eager": True, "callback": read_config},
+    "help all": {"is_eager": True, "callback": show_all},
+    "verbose": {"callback": _set_verbose},
+}
+"""Of options that act by themselves."""

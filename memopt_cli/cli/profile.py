@@ -3,73 +3,41 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import typer
 
-from memopt_cli.cli import options
-from memopt_cli.cli.help import STEP
-from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, RankOptions, StepOptions, with_parts
-from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
+from memopt_cli.cli.options import InputOptions, LoadingOptions, RankOptions, StepOptions, with_options
+from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.cli.values import check_file
 from memopt_cli.measure import processes
-from memopt_cli.records import ProfileRequest
+from memopt_cli.records import DeviceProfile, ProfileRequest
 from memopt_cli.report.html import profile_page
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
-@with_parts
+@with_options
 def profile(
     context: typer.Context,
-    model: options.Model,
+    model: str,
     *,
-    inputs: options.Inputs,
-    dims: options.Dims,
-    input_data: options.InputData = None,
-    input_script: options.InputScript = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            metavar="FILE",
-            callback=check_file,
-            show_default=False,
-            rich_help_panel=STEP,
-            help="Profile the step under this plan.",
-        ),
-    ] = None,
-    fake: Annotated[
-        bool,
-        typer.Option(
-            "--fake", rich_help_panel=STEP, help="Estimate on tensors without data, for a step that does not fit here."
-        ),
-    ] = False,
-    card: options.Card = None,
-    compile: Annotated[
-        str | None,
-        typer.Option(
-            "--compile",
-            metavar="BACKEND",
-            show_default=False,
-            rich_help_panel=STEP,
-            help="Measure the step compiled, too: inductor, aot_eager, …",
-        ),
-    ] = None,
+    given: InputOptions,
+    plan: str | None = None,
+    fake: bool = False,
+    card: DeviceProfile | None = None,
+    compile: str | None = None,
     step: StepOptions,
     spread: RankOptions,
-    timeout: options.Timeout = 600.0,
+    timeout: float = 600.0,
     loading: LoadingOptions,
-    config: options.Config = None,  # its callback has done the work
-    html: Html = None,
-    snapshot: Snapshot = None,
-    force: options.Force = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
+    config: str | None = None,  # its callback has done the work
+    html: str | None = None,
+    snapshot: str | None = None,
+    force: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Show where the memory of a training step goes.
 
@@ -77,7 +45,7 @@ def profile(
     """
     request = ProfileRequest(
         source=loading.source(context, model),
-        spec=input_spec(context, inputs, input_data, input_script, dims),
+        spec=given.spec(context),
         settings=step.settings(),
         plan_path=plan,
         fake=fake,

@@ -7,15 +7,21 @@ import sys
 
 import typer
 
-from memopt_cli.cli import batch_options as batch
-from memopt_cli.cli import options
-from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, PairSearchOptions, RangeOptions, StepOptions, with_parts
+from memopt_cli.cli import requests as batch
+from memopt_cli.cli.options import (
+    InputOptions,
+    LoadingOptions,
+    PairSearchOptions,
+    RangeOptions,
+    StepOptions,
+    with_options,
+)
 from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import Interrupted, UsageError
 from memopt_cli.measure import processes
-from memopt_cli.records import LONGEST_STEP_S, BatchRequest
+from memopt_cli.records import LONGEST_STEP_S, BatchRequest, DeviceProfile, DimRange
+from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.report.html import fastest_page
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
@@ -23,48 +29,45 @@ from memopt_cli.report.text import TextReport
 from memopt_cli.search.estimation.cards import check_memory_known, check_nothing_runs
 
 
-@with_parts
+@with_options
 def recommend_batch(
     context: typer.Context,
-    model: options.Model,
+    model: str,
     *,
-    inputs: options.Inputs,
-    dims: batch.Dims,
-    input_data: options.InputData = None,
-    input_script: options.InputScript = None,
-    memory: batch.Memory = None,
-    global_batch: batch.GlobalBatch = None,
-    multiple_of: batch.MultipleOf = 1,
-    objective: batch.Objective = None,
-    replicas: batch.Replicas = None,
-    plan: batch.Plan = None,
-    lengths: batch.Lengths = None,
-    strategy: batch.Strategies = None,
+    given: InputOptions,
+    memory: float | None = None,
+    global_batch: int | None = None,
+    multiple_of: int = 1,
+    objective: ObjectiveName | None = None,
+    replicas: DimRange | None = None,
+    plan: str | None = None,
+    lengths: str | None = None,
+    strategy: str | None = None,
     search: PairSearchOptions,
-    fake: batch.Fake = False,
+    fake: bool = False,
     step: StepOptions,
     spread: RangeOptions,
-    timeout: options.Timeout = 600.0,
-    longest_step: options.LongestStep = LONGEST_STEP_S,
-    card: options.Card = None,
+    timeout: float = 600.0,
+    longest_step: float = LONGEST_STEP_S,
+    card: DeviceProfile | None = None,
     loading: LoadingOptions,
-    config: options.Config = None,  # its callback has done the work
-    output: batch.Output = None,
-    force: options.Force = False,
-    html: batch.Html = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
+    config: str | None = None,  # its callback has done the work
+    output: str | None = None,
+    force: bool = False,
+    html: str | None = None,
+    json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Find the largest and the fastest batch that fit.
 
     Each is proven by a run. With --search, the plan that trains fastest is found, too; with --ranks, how many ranks it
     takes.
     """
-    sizes, dim_range = batch.split_dims(dims)
+    sizes, dim_range = batch.split_dims(given.dims)
     request = BatchRequest(
         source=loading.source(context, model),
-        spec=input_spec(context, inputs, input_data, input_script, sizes),
+        spec=given.spec(context, sizes),
         settings=step.settings(),
         memory=0.9 if memory is None else memory,
         objective=objective or ("max" if replicas is None else "throughput"),

@@ -5,28 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from memopt_cli.cli.help import OUTPUT
-from memopt_cli.cli.options import html_option
 from memopt_cli.files.write import Fill, check_targets, content, write_all
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html import require_plotly
 from memopt_cli.report.snapshot import snapshot_bytes
-
-Html = Annotated[str | None, html_option("Also write a report")]
-Snapshot = Annotated[
-    str | None,
-    typer.Option(
-        "--snapshot",
-        metavar="FILE",
-        rich_help_panel=OUTPUT,
-        show_default=False,
-        help="Also write the step as a snapshot for pytorch.org/memory_viz.",
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

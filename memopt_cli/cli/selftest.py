@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from memopt_cli.cli import options
+from memopt_cli.cli.options import with_options
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import Interrupted, VerificationError
 from memopt_cli.measure import processes
@@ -15,13 +15,14 @@ from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
+@with_options
 def selftest(
     context: typer.Context,
     *,
-    device: options.Device = "auto",
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
+    device: str = "auto",
+    json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Try on this machine what memopt promises.
 

@@ -1,10 +1,14 @@
-"""Parsers and checks of what is given to flags: each raises :class:`typer.BadParameter` that says why not."""
+"""Checks of what is given to options of the command line, by the names that the table of options has for them.
+
+Each returns the value that a text stands for, or raises :class:`typer.BadParameter` that says why not.
+"""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import typer
 
@@ -17,64 +21,11 @@ from memopt_cli.inputs.spec_text import (
     parse_factory,
     parse_mesh,
 )
-from memopt_cli.records import BUILT_IN, DeviceProfile
+from memopt_cli.records import BUILT_IN, DeviceProfile, DimRange
 from memopt_cli.search.estimation.cards import device_profile
 from memopt_cli.text.optimizer_text import MadeOptimizer, is_function, notebook_refusal, parse_optimizer
-from memopt_cli.text.units import parse_amount
-
-
-def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
-    """A parser of whole numbers from ``low`` to ``high``, both included."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError as err:
-            raise typer.BadParameter(f"'{text}' is not a whole number") from err
-        if not low <= value <= high:
-            bound = f"at least {low}" if value < low and high > 1000 else f"from {low} to {high}"
-            raise typer.BadParameter(f"it is {value}; it must be {bound}")
-        return value
-
-    return parse
-
-
-def memory(text: str) -> int | float:
-    """``8GiB`` -> bytes, ``60%`` -> a share, which is a float."""
-    try:
-        amount = parse_amount(text)
-    except UsageError as err:
-        hint = " (write for example 24GiB, 512MB or 60%)" if err.hint else ""
-        raise typer.BadParameter(f"{err.message}{hint}") from err
-    if not amount:
-        raise typer.BadParameter("it is 0 bytes; nothing fits into that (a share is written 60%)")
-    return amount
-
-
-def seconds(low: float) -> Callable[[str], float]:
-    """A parser of times in seconds, at least ``low``."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError as err:
-            raise typer.BadParameter(f"'{text}' is not a number of seconds") from err
-        if not low <= value <= 10**6:
-            raise typer.BadParameter(f"it is {value:g} s; it must be from {low:g} to 1000000 s")
-        return value
-
-    return parse
-
-
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError as err:
-        raise typer.BadParameter(f"'{text}' is not a number") from err
-    if not 0 < value < math.inf:
-        raise typer.BadParameter(f"it is {value:g}; it must be above 0 and finite")
-    return value
+from memopt_cli.text.options import MOST_RANKS
+from memopt_cli.text.values import Kind, Whole
 
 
 def card(text: str) -> DeviceProfile:
@@ -100,23 +51,16 @@ def check_model(location: str) -> str:
     return location
 
 
-def check_any_model(location: str | None) -> str | None:
-    """The same where none need be named."""
-    return None if location is None else check_model(location)
-
-
-def check_device(device: str | None) -> str | None:
-    """``auto``, ``cpu`` or ``cuda:N``; whether there is such a device is asked later."""
+def check_device(device: str) -> str:
+    """Return ``device``: ``auto``, ``cpu`` or ``cuda:N``; whether there is such a device is asked later."""
     try:
-        return None if device is None else parse_device(device)
+        return parse_device(device)
     except UsageError as err:
         raise typer.BadParameter(err.message) from err
 
 
-def check_function(text: str | None) -> str | None:
-    """``file.py:function``, not yet opened."""
-    if text is None:
-        return None
+def check_function(text: str) -> str:
+    """Return ``text``, which is ``file.py:function``; the file is not yet opened."""
     _refuse_notebook(text)
     if not is_function(text):
         raise typer.BadParameter(f"'{text}' is not of the form file.py:function")
@@ -124,9 +68,9 @@ def check_function(text: str | None) -> str | None:
     return text
 
 
-def check_parallel(text: str | None) -> str | None:
-    """A built-in way to spread a model, or ``file.py:function``, not yet opened."""
-    if text is None or is_built_in(text):
+def check_parallel(text: str) -> str:
+    """Return ``text``: a built-in way to spread a model, or ``file.py:function``, whose file is not yet opened."""
+    if is_built_in(text):
         return text
     _refuse_notebook(text)
     if not is_function(text):
@@ -134,20 +78,17 @@ def check_parallel(text: str | None) -> str | None:
     return check_function(text)
 
 
-def check_mesh(text: str | None) -> str | None:
-    """Axes and their lengths."""
+def check_mesh(text: str) -> str:
+    """Return ``text``: axes and their lengths."""
     try:
-        if text is not None:
-            parse_mesh(text)
+        parse_mesh(text)
     except UsageError as err:
         raise typer.BadParameter(f"{err.message}. {err.hint}") from err
     return text
 
 
-def check_optimizer(text: str | None) -> str | None:
-    """A name of ``torch.optim``, or ``file.py:function``, not yet opened."""
-    if text is None:
-        return None
+def check_optimizer(text: str) -> str:
+    """Return ``text``: a name of ``torch.optim``, or ``file.py:function``, whose file is not yet opened."""
     _refuse_notebook(text)
     try:
         choice = parse_optimizer(text)
@@ -162,22 +103,64 @@ def _refuse_notebook(text: str) -> None:
         raise typer.BadParameter(refusal)
 
 
-def check_file(path: str | None) -> str | None:
-    """Callback of a flag that names a file to read, which is not yet opened."""
-    if path is not None and os.path.isdir(path):
+def check_file(path: str) -> str:
+    """Return ``path``, of a file to read, which is not yet opened."""
+    if os.path.isdir(path):
         raise typer.BadParameter(f"'{path}' is a folder, not a file")
-    if path is not None and not os.path.exists(path):
+    if not os.path.exists(path):
         raise typer.BadParameter(f"there is no file '{path}'")
     return path
 
 
-def check_code(paths: list[str]) -> list[str]:
-    """Folders and Python files that exist."""
-    for path in paths:
-        if os.path.isdir(path):
-            continue
+def check_code(path: str) -> str:
+    """Return ``path``, of a folder or a Python file that exists."""
+    if not os.path.isdir(path):
         _refuse_notebook(path)
         check_file(path)
         if not path.endswith(".py"):
             raise typer.BadParameter(f"'{path}' is neither a folder nor a Python file")
-    return paths
+    return path
+
+
+def _range_of(symbol: str, most: int = 2**63 - 1) -> Callable[[str], DimRange]:
+    """Return a parser of ``1:64``, or of one number."""
+
+    def parse(text: str) -> DimRange:
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""), re.ASCII)
+        if match is None:
+            raise typer.BadParameter(f"'{text}' is not LOW:HIGH, as in 1:64")
+        low, high = (parsed_by(Whole(1, most))(number) for number in (match[1], match[2] or match[1]))
+        if low > high:
+            raise typer.BadParameter(f"the range {text} is empty; write the smaller number first")
+        return DimRange(symbol=symbol, low=low, high=high)
+
+    return parse
+
+
+def parsed_by(kind: Kind) -> Callable[[str], Any]:
+    """Return the parser of a ``kind`` of values that Python takes, too."""
+
+    def parse(text: str) -> Any:
+        try:
+            return kind.parse(text)
+        except UsageError as err:
+            raise typer.BadParameter(f"{err.message}. {err.hint}".strip()) from err
+        except ValueError as refusal:
+            raise typer.BadParameter(f"'{text}' is not {refusal}") from refusal
+
+    return parse
+
+
+CHECKS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "card": card,
+    "code": check_code,
+    "device": check_device,
+    "file": check_file,
+    "function": check_function,
+    "mesh": check_mesh,
+    "model": check_model,
+    "optimizer": check_optimizer,
+    "parallel": check_parallel,
+    "range of ranks": _range_of("ranks", MOST_RANKS),
+    "range of replicas": _range_of("replicas"),
+}

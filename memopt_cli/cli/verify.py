@@ -3,66 +3,42 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import typer
 
-from memopt_cli.cli import options
 from memopt_cli.cli.formats import ReportFormat, report_in
-from memopt_cli.cli.help import STEP
-from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, with_parts
+from memopt_cli.cli.options import InputOptions, LoadingOptions, with_options
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.cli.values import check_any_model, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.measure import processes
-from memopt_cli.records import EquivalenceRequest, StepSettings
+from memopt_cli.records import EquivalenceRequest, Precision, StepSettings
 
 _DIFFERENCE = 1
 """Exit code."""
 
 
-@with_parts
+@with_options
 def verify(
     context: typer.Context,
-    reference: options.Model,
-    candidate: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CANDIDATE",
-            callback=check_any_model,
-            help="The same model, or step, trained in another way.",
-            show_default=False,
-        ),
-    ] = None,
+    reference: str,
+    candidate: str | None = None,
     *,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CANDIDATE", callback=check_any_model, show_default=False, help="Another way to name CANDIDATE."
-        ),
-    ] = None,
-    steps: Annotated[
-        int,
-        typer.Option(metavar="N", parser=whole(1, 1000), rich_help_panel=STEP, help="Consecutive steps to compare."),
-    ] = 3,
+    against: str | None = None,
+    steps: int = 3,
     format: ReportFormat = "table",
-    inputs: options.Inputs,
-    dims: options.Dims,
-    input_data: options.InputData = None,
-    input_script: options.InputScript = None,
-    device: options.Device = "auto",
-    precision: options.PrecisionChoice = "stored",
-    loss: options.Loss = None,
-    optimizer: options.Optimizer = None,
-    clip_norm: options.ClipNorm = None,
-    seed: options.Seed = 0,
-    timeout: options.Timeout = 600.0,
+    given: InputOptions,
+    device: str = "auto",
+    precision: Precision = "stored",
+    loss: str | None = None,
+    optimizer: str | None = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
     loading: LoadingOptions,
-    config: options.Config = None,  # its callback has done the work
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
+    config: str | None = None,  # its callback has done the work
+    json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Check whether two ways to train a model compute the same.
 
@@ -73,7 +49,7 @@ def verify(
     request = EquivalenceRequest(
         reference=loading.source(context, reference),
         candidate=loading.source(context, _one_of(candidate, against)),
-        spec=input_spec(context, inputs, input_data, input_script, dims),
+        spec=given.spec(context),
         settings=StepSettings(
             device=device, precision=precision, loss=loss, optimizer=optimizer or "", clip_norm=clip_norm, seed=seed
         ),

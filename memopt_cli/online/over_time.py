@@ -97,7 +97,7 @@ def step_model(model: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
     if not isinstance(model, OverTime):
         raise MemoptError(
             f"{type(model).__name__} runs its time steps within its own forward",
-            hint="Save memopt_cli.OverTime(model of one time step): it runs whole sequences as before.",
+            hint="Save memopt_cli.online.OverTime(model of one time step): it runs whole sequences as before.",
         )
     step = model.model
     start_sequence(step, inputs[0].shape[0])
@@ -108,7 +108,7 @@ def step_model(model: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
     if not states_of(step):
         raise MemoptError(
             f"{type(step).__name__} carries nothing from one time step to the next",
-            hint="Declare its states with memopt_cli.declare_state(module, name, shape).",
+            hint="Declare its states with memopt_cli.online.declare_state(module, name, shape).",
         )
     if not any(map(trace_kind, step.modules())):
         traced(step)

@@ -163,10 +163,10 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
 
 def _sequence_settings(way: LengthBatching) -> Iterator[str]:
     """The loader that makes batches this way."""
-    collate = "collate_fn=memopt_cli.collate_padded"
+    collate = "collate_fn=memopt_cli.batching.collate_padded"
     samplers = {
-        "buckets": f"memopt_cli.LengthBucketSampler(lengths, {way.batch})",
-        "token_budget": f"memopt_cli.TokenBudgetSampler(lengths, max_tokens={way.max_tokens})",
+        "buckets": f"memopt_cli.batching.LengthBucketSampler(lengths, {way.batch})",
+        "token_budget": f"memopt_cli.batching.TokenBudgetSampler(lengths, max_tokens={way.max_tokens})",
     }
     yield f"# {way.name.replace('_', ' ')}, the fastest of the padded ways"
     if way.name in samplers:
@@ -178,12 +178,12 @@ def _sequence_settings(way: LengthBatching) -> Iterator[str]:
 
 def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int, step: StepSettings, device: str) -> Iterator[str]:
     copies, few = advice.fastest, min(batch, advice.best.batch)
-    yield f"models = memopt_cli.BatchModule(model, batch={copies})"
+    yield f"models = memopt_cli.model_batching.BatchModule(model, batch={copies})"
     yield f"models(inputs, data_order='(g b)')  # once with {copies} × {few} samples: chooses what runs the copies"
     yield "optimizer = torch.optim.AdamW(models.parameters())  # or yours: one for all copies"
     yield f"# {batch} samples for each copy; the samples left over at the end are dropped"
     yield f"loader = DataLoader(dataset, batch_size={copies * batch}, shuffle=True, drop_last=True)"
-    losses = f"memopt_cli.batch_loss(outputs, targets, {copies}, loss_function, data_order='(g b)')"
+    losses = f"memopt_cli.model_batching.batch_loss(outputs, targets, {copies}, loss_function, data_order='(g b)')"
     outputs = "outputs = models(inputs, data_order='(g b)')"
     yield from loop_lines(f"{losses}.sum()", steps, step, device, outputs, model="models")
 

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from memopt_cli import errors
 from memopt_cli.errors import MemoptError
+from memopt_cli.text.options import OPTIONS, Option
+from memopt_cli.text.values import Real
 
 
 @contextlib.contextmanager
@@ -85,24 +87,11 @@ _OTHERS: Final = re.compile(rf"(\b(?!(?:{_OWN_KINDS}):)[A-Z]\w*(?:Error|Exceptio
 """Errors of other code in a message, up to the end of the line, as :func:`memopt_cli.errors.first_line` quotes them."""
 _FOR_COMMANDS: Final = re.compile(r"; on the command line: \S+(?: \S+)*?(?=[.;](?:\s|$))|; --measure-levels\b[^.;\n]*")
 _OF_FILE: Final = r"(?:file|train|FILE)\.py:(?:function|NAME)\b"
-"""Reference that stands for any function."""
-_VALUE: Final = "|".join(
-    [
-        r"'[^']*'",
-        r"[^\W\d]\w*=[\w:…]+",  # --dim B=8
-        r"[^\s']+\.py:[^\W\d]\w*",  # --loss train.py:loss
-        r"\d+(?:\.\d+)?[A-Za-z%]*",  # --memory 24GiB
-        r"none\b",
-        r"(?:cpu|cuda)(?::\d+)?\b",
-        r"[a-z]\w*-\d+gb\b",  # --for a100-40gb
-        r"[\w./~-]*[\w-]\.[a-z]{2,5}\b",  # -o memopt-baseline.json
-        r"[A-Z]\w*",  # --baseline FILE, --target Bottleneck
-    ]
-)
-_SHAPE: Final = r"(?=\S*[\dA-Z…\[])[^\s,;)]*[^\s,;).]"
+"""Stands for any function."""
+_VALUE: Final = r"'[^']*'|none\b|cpu\b|cuda\b|(?=[^\s,;)]*(?:[A-Z\d=…\[]|\.\w))[^\s,;)]*[^\s,;).:]"
+"""Quoted, or a word that is none of a sentence: ``B=8``, ``24GiB``, ``train.py:loss``, ``FILE``."""
 _FLAG: Final = re.compile(
-    rf"(?<![\w./-])(?:--(?P<long>[a-z]+(?:-[a-z]+)*)(?:[ =](?P<value>{_VALUE}))?"
-    rf"|-i\b(?: (?P<inputs>{_SHAPE}))?|-(?P<short>o)\b(?: (?P<output>{_VALUE}))?)"
+    rf"(?<![\w./-])(?:--(?P<long>[a-z]+(?:-[a-z]+)*)|-(?P<short>[io])\b)(?:[ =](?P<value>{_VALUE}))?"
 )
 _ONE: Final = re.sub(r"\?P<\w+>", "?:", _FLAG.pattern)
 _FLAGS: Final = re.compile(rf"(?P<quoted>(?<!\w)'[^'\n]*'(?!\w))|{_ONE}(?: {_ONE})*")
@@ -112,41 +101,17 @@ _COMMAND: Final = re.compile(
 _WRITE_FUNCTION: Final = re.compile(rf"\b([Ww])rite {_OF_FILE}")
 _ANY_FUNCTION: Final = re.compile(rf"\b{_OF_FILE}")
 
-_NAMES: Final[Mapping[str, str]] = {
-    "dim": "dims",
-    "for": "for_device",
-    "frontier": "memopt_cli.frontier",
-    "input": "inputs",
-    "parallel": "parallelize",
-    "pick": "memopt_cli.apply_plan",
-    "trust-pickle": "trust=memopt_cli.Trust(pickle=True)",
+_OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
+    flag: (key.rpartition(".")[2], option)
+    for key, option in OPTIONS.items()
+    for flag in (option.flags or (f"--{key.rpartition('.')[2].replace('_', '-')}",))[-1].split("/")
 }
-"""Flags whose arguments have other names."""
-_SWITCHES: Final = frozenset({"fake", "force", "search", "unverified"})
-_COMMANDS_ALONE: Final = frozenset(
-    {
-        *("code-path", "weights", "allow-package", "allow-global", "no-sandbox"),  # functions are given the model
-        *("input-script", "input-data"),  # and the inputs
-        *("html", "snapshot", "log", "plan-only"),  # and write no files
-        *("measure-levels", "replicas", "strategy", "confirm"),
-    }
-)
-"""Flags without an argument in Python."""
-_ARGUMENTS: Final = frozenset(
-    {
-        *("accumulate", "baseline", "budget", "chunks", "clip-norm", "compile", "device", "fail-on", "global-batch"),
-        *("key", "lengths", "level", "longest-step", "loss", "max-slowdown", "memory", "mesh", "multiple-of"),
-        *("optimizer", "plan", "precision", "ranks", "search-time", "seed", "steps", "target", "timeout", "verify"),
-    }
-)
-"""Flags whose arguments have the same names."""
-_KNOWN: Final = _ARGUMENTS | _NAMES.keys() | _SWITCHES | _COMMANDS_ALONE
-"""Flags of memopt, as opposed to those of programs whose errors are quoted."""
+"""Flag -> the option's name, and what the table says of it; other flags belong to others, whose errors are told."""
 
 
 def _said(found: re.Match[str]) -> str:
     flags = found[0]
-    own = not found["quoted"] and all(flag["long"] in _KNOWN for flag in _FLAG.finditer(flags) if flag["long"])
+    own = not found["quoted"] and all(f"--{flag['long']}" in _OPTIONS for flag in _FLAG.finditer(flags) if flag["long"])
     return ", ".join(_arguments(flags)) if own else flags
 
 
@@ -174,17 +139,18 @@ def _size(text: str) -> str:
 
 
 def _argument(flag: re.Match[str]) -> str:
-    long, value = flag["long"], flag["value"] or flag["inputs"] or flag["output"]
-    if long in _COMMANDS_ALONE:
+    name, option = _OPTIONS[f"--{flag['long'] or ('output' if flag['short'] == 'o' else 'input')}"]
+    value = flag["value"]
+    spelled = name if option.python is None else option.python
+    if not spelled:
         return flag[0]
-    name = _NAMES.get(long, long.replace("-", "_")) if long else "output" if flag["short"] else "inputs"
-    if value is None or name.startswith("memopt_cli."):  # a function of its own
-        return f"{name}=True" if long in _SWITCHES else name
+    if value is None or spelled.startswith("memopt_cli."):  # a function of its own
+        return f"{name}=True" if option.takes is None and option.python is None else spelled
     if value == "none":
-        return f"{name}={'math.inf' if long == 'max-slowdown' else 'None'}"
+        return f"{spelled}={'math.inf' if isinstance(option.kind, Real) and option.kind.unlimited else 'None'}"
     if re.fullmatch(_OF_FILE, value):
-        return f"{name}=function"
-    return f"{name}={value}" if re.fullmatch(r"[\d.]+", value) else f'{name}="{_unquoted(value)}"'
+        return f"{spelled}=function"
+    return f"{spelled}={value}" if re.fullmatch(r"[\d.]+", value) else f'{spelled}="{_unquoted(value)}"'
 
 
 def _unquoted(value: str) -> str:

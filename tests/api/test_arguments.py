@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
-from memopt_cli.api.arguments import amount, budget_of, given_inputs, lengths_given, names
+from memopt_cli.api.arguments import budget_of, given_inputs, lengths_given, names
 from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.records import Budget
 
@@ -56,12 +56,12 @@ ADAMW = torch.optim.AdamW(MODEL.parameters())
         ({**RANGE, "lengths": torch.ones(2, 2)}, OptionError, "a length is a list"),
         ({**RANGE, "lengths": [4, 16]}, UsageError, "lengths has the length 16, outside of the range S=4:8"),
         ({**RANGE, "lengths": "nowhere.txt"}, UsageError, "cannot read lengths from nowhere.txt"),
-        ({"budget": 1.5}, OptionError, "budget is 1.5, neither bytes nor a share up to 1"),
-        ({"budget": 0}, OptionError, "budget is 0,"),
-        ({"budget": True}, OptionError, "budget is True,"),
-        ({"budget": math.nan}, OptionError, "budget is nan,"),
-        ({"budget": b"8GiB"}, OptionError, "budget is b'8GiB',"),
-        ({"budget": [1]}, OptionError, "budget is a list,"),
+        ({"budget": 1.5}, OptionError, "budget is 1.5\nGive bytes or a share up to 1"),
+        ({"budget": 0}, OptionError, "budget is 0\n"),
+        ({"budget": True}, OptionError, "budget is True\n"),
+        ({"budget": math.nan}, OptionError, "budget is nan\n"),
+        ({"budget": b"8GiB"}, OptionError, "budget is b'8GiB'\n"),
+        ({"budget": [1]}, OptionError, "budget is a list\n"),
         ({"budget": "0%"}, UsageError, "'0%'"),
         ({"budget": "lots"}, UsageError, "lots"),
         ({"budget": 0.5, "level": 0}, OptionError, "level 0 does not"),
@@ -119,7 +119,7 @@ def test_a_range_is_for_optimize_alone() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"memory": 0}, "memory is 0,"),
+        ({"memory": 0}, "memory is 0\n"),
         ({"multiple_of": 0}, "multiple_of is 0"),
         ({"global_batch": 2.5}, "global_batch is 2.5"),
         ({"objective": "most"}, "objective is 'most'"),
@@ -161,7 +161,7 @@ def test_a_budget_is_bytes_or_a_share(given: Any, budget: Budget | None) -> None
 @pytest.mark.parametrize("text", ["0.6", "1e9", "-5%", "150%", ""])
 def test_text_that_is_no_amount(text: str) -> None:
     with pytest.raises(UsageError):
-        amount("budget", text)
+        budget_of(text)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_range_of_lengths_has_a_plan_for_each_and_training_switches(
         loss=lambda output: mean_square(output),  # which is called in this process alone
     )
     rows, plan = found.summary.ranges, found.plan
-    assert plan.by == memopt_cli.InputDimension(dim="S", argument=0, axis=1)
+    assert plan.by == memopt_cli.records.InputDimension(dim="S", argument=0, axis=1)
     assert (rows[0].plan, rows[-1].up_to) == (memopt_cli.Plan(), 256)
     assert rows[-1].plan.segments
     assert all(row.outcome.allocated_peak_bytes <= (found.summary.budget_bytes or 0) for row in rows)
@@ -314,7 +314,7 @@ def test_a_loss_of_one_batch_size_is_said_to_be(x: Tensor) -> None:
 
 
 def test_a_batch_module_is_refused(x: Tensor) -> None:
-    batched = memopt_cli.BatchModule(made(), batch=2)
+    batched = memopt_cli.model_batching.BatchModule(made(), batch=2)
     for call in (memopt_cli.optimize, memopt_cli.frontier, memopt_cli.profile, memopt_cli.baseline):
         with pytest.raises(UsageError, match="is a BatchModule"):
             call(batched, x.expand(2, *x.shape))

@@ -9,7 +9,8 @@ import pytest
 from typer.main import get_command
 
 from memopt_cli.cli.app import app, main
-from memopt_cli.cli.help import FINE, ORDER, group_of
+from memopt_cli.cli.help import group_of
+from memopt_cli.text.options import FINE, GROUPS
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 
@@ -22,7 +23,8 @@ def command(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def help_lines(command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([command.name, "--help"]) == 0
+    every = ["--help-all"] if any(p.name == "help_all" for p in command.params) else ["--help"]
+    assert main([command.name, *every]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -45,8 +47,19 @@ def test_every_option_is_described_once(command: Any, help_lines: list[str]) -> 
 
 def test_arguments_come_first_and_limits_of_the_search_last(help_lines: list[str]) -> None:
     groups = [line[:-1] for line in help_lines if line.endswith(":") and not line.startswith(" ")]
-    assert groups == [group for group in ORDER if group in groups]
-    assert ORDER[-1] == FINE
+    assert groups == [group for group in GROUPS if group in groups]
+    assert GROUPS[-1] == FINE
+
+
+def test_the_first_screen_has_what_people_use(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command.name, "--help"]) == 0
+    listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert len(listed) <= 18
+    parameters = [p for p in command.params if p.param_type_name == "option"]
+    assert ("--help-all" in listed) == (len(parameters) + 1 > len(listed))  # --help
+    if command.name == "optimize":
+        assert {"--level", "--budget", "--max-slowdown", "--input", "--output"} <= set(listed)
+        assert {"--profile", "--prefer", "--max-split-rounds", "--seed"}.isdisjoint(listed)
 
 
 def test_what_people_use_first_is_not_among_the_finer_limits() -> None:

@@ -249,10 +249,10 @@ def test_a_file_that_runs_code_must_be_named(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--budget lots", "'lots' is not a memory size (write for example 24GiB, 512MB or 60%)"),
+        ("--budget lots", "'lots' is not a memory size. Write for example 24GiB or 512MB."),
         ("--budget -5%", "'-5%' is not a memory size"),
         ("--budget 150%", "'150%' is not a percentage between 0 and 100"),
-        ("--budget 0MiB", "it is 0 bytes; nothing fits into that (a share is written 60%)"),
+        ("--budget 0MiB", "'0MiB' is not an amount that something fits into: 24GiB, 512MB or 60%"),
         ("--budget 8GiB --pick 2", "--budget and --pick exclude each other"),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_config_file(requests: list[BatchRequest]) -> None:
     ("bad", "said"),
     [
         (["--memory", "lots"], "'lots' is not a memory size"),
-        (["--memory", "0"], "0 bytes"),
+        (["--memory", "0"], "'0' is not an amount that something fits into"),
         (["--memory", "0%"], "not a percentage between 0 and 100"),
         (["--memory", "101%"], "not a percentage between 0 and 100"),
         (["--memory", "-1GiB"], "is not a memory size"),
@@ -178,7 +178,7 @@ def test_a_config_file(requests: list[BatchRequest]) -> None:
         (["--replicas", "1:"], "is not LOW:HIGH"),
         (["--replicas", "1:2:4"], "is not LOW:HIGH"),
         (["--replicas", "-1:4"], "is not LOW:HIGH"),
-        (["--replicas", "1:99999999999999999999"], "it must be from 1"),
+        (["--replicas", "1:99999999999999999999"], "a whole number below 2**63"),
         (["--dim", "S=128:"], "not NAME=LOW:HIGH"),
         (["--dim", "S=128:64"], "is empty"),
         (["--dim", "S=0:64"], "the range S=0:64 begins below 1\nhint: Write S=LOW:HIGH with a LOW from 1 on."),
@@ -287,7 +287,7 @@ def test_copies_for_people(memopt: Callable[..., Any], net: str) -> None:
     copies, batch = int(words[0]), int(words[4].rstrip(","))
     assert words[1:4] == ["copies", "×", "batch"]
     assert lines[1].startswith(f"{copies} copies at batch 16: ")
-    assert f"models = memopt_cli.BatchModule(model, batch={copies})" in lines
+    assert f"models = memopt_cli.model_batching.BatchModule(model, batch={copies})" in lines
     assert f"DataLoader(dataset, batch_size={copies * batch}, shuffle=True, drop_last=True)" in done.out
     (heading,) = (number for number, line in enumerate(lines) if "of each" in line)
     assert [line.split()[0] for line in lines[heading + 1 : heading + 3]] == ["2", "4"]

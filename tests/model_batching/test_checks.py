@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli import (
+from memopt_cli.errors import UsageError
+from memopt_cli.model_batching import (
     AbstractBatchModule,
     BatchModule,
+    extension,
     inner_batch_size,
     merge_batch,
     split_batch,
     test_batched_model,
     test_model_batching,
 )
-from memopt_cli.errors import UsageError
-from memopt_cli.model_batching import extension
 
 MODELS, IMAGES = 3, 4
 X = torch.randn(MODELS, IMAGES, 5)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import memopt_cli
-from memopt_cli import apply_plan, memory_optimization
+from memopt_cli import apply_plan
 from memopt_cli.errors import UsageError
 from memopt_cli.files.contents import plan_yaml
 from memopt_cli.model_batching import AbstractBatchModule, BatchModule, batch_loss, register_batch_module, selection
@@ -28,6 +28,7 @@ from memopt_cli.pipeline.plans.application import apply
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.records import ApplyRequest, ModelSource, Plan, SegmentPlan, StepSettings, Trust
 from memopt_cli.records.progress import Progress
+from memopt_cli.spikingjelly import memory_optimization
 from memopt_cli.trace import count
 from memopt_cli.training.apply import plan_of, remove_segments
 from memopt_cli.training.step import Step

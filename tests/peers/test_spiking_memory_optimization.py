@@ -92,7 +92,7 @@ def test_nothing_to_wrap_is_said() -> None:
 
 def test_a_level_above_one_wants_inputs() -> None:
     with pytest.raises(ValueError, match="dummy_input"):
-        memopt_cli.memory_optimization(net(), Block, level=2)
+        memopt_cli.spikingjelly.memory_optimization(net(), Block, level=2)
 
 
 # ------------------------------------------------------------------ segments

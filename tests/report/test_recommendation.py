@@ -161,7 +161,7 @@ def test_ways_to_batch_sequences() -> None:
     assert "padding 8 7 43.2 % ~1.0 MiB ~2.00 s" in lines
     assert "token budget max_tokens=96 6 1.0 % ~2.0 MiB ~1.00 s" in lines
     start = lines.index("# token budget, the fastest of the padded ways")
-    assert lines[start + 1].startswith("sampler = memopt_cli.TokenBudgetSampler(lengths, max_tokens=96)")
+    assert lines[start + 1].startswith("sampler = memopt_cli.batching.TokenBudgetSampler(lengths, max_tokens=96)")
     assert not any("batch_size=40" in line for line in lines)
 
 
@@ -194,7 +194,7 @@ def test_copies() -> None:
         "copies    batch      peak    batch  samples/s  per sample  limited by",
         "     4       40  99.0 MiB       20        800     2.5 MiB  --memory 100MiB",
     ]
-    assert "models = memopt_cli.BatchModule(model, batch=4)" in lines
+    assert "models = memopt_cli.model_batching.BatchModule(model, batch=4)" in lines
     assert "optimizer = torch.optim.AdamW(models.parameters())  # or yours: one for all copies" in lines
     assert "# 40 samples for each copy; the samples left over at the end are dropped" in lines
     assert "loader = DataLoader(dataset, batch_size=160, shuffle=True, drop_last=True)" in lines

@@ -207,7 +207,7 @@ def test_what_shows_nothing_at_first_is_noticed_later() -> None:
 def test_forwards_that_are_timed_try_nothing() -> None:
     runs: list[bool] = []
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    net[0].register_forward_hook(lambda *_: runs.append(memopt_cli.is_recomputing()))
+    net[0].register_forward_hook(lambda *_: runs.append(memopt_cli.runtime.is_recomputing()))
     in_chunks(net, 3)
     tried = []
     for _ in range(17):
@@ -220,7 +220,7 @@ def test_forwards_that_are_timed_try_nothing() -> None:
 def test_the_trial_is_seen_by_nobody() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
     seen: list[bool] = []
-    net[0].register_forward_hook(lambda *_: seen.append(memopt_cli.is_recomputing()))
+    net[0].register_forward_hook(lambda *_: seen.append(memopt_cli.runtime.is_recomputing()))
     before = {name: p.clone() for name, p in net.named_parameters()}
     memopt_cli.apply_plan(net, Plan(segments=(SegmentPlan(path="", chunks=3, axis=0),)))
     x = inputs()

@@ -311,7 +311,7 @@ def test_what_is_tried_leaves_nothing_behind() -> None:
     torch.manual_seed(0)
     block = Membrane()
     calls: list[bool] = []
-    block.linear.register_forward_hook(lambda *_: calls.append(memopt_cli.is_recomputing()))
+    block.linear.register_forward_hook(lambda *_: calls.append(memopt_cli.runtime.is_recomputing()))
     plain = copy.deepcopy(block)
     install_segment(block, CHUNKS)
     x = torch.randn(6, 2, 4)

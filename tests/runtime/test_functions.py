@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli import checkpoint, to_gc_function
+from memopt_cli.runtime import checkpoint, to_gc_function
 from memopt_cli.trace import StorageLog
 
 

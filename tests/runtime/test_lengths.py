@@ -574,7 +574,7 @@ def test_many_models_as_one_take_the_route_that_can() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     by = InputDimension(dim="S", argument=0, axis=0)
     apply_plan(model, Plan(by=by, ranges=(PlanRange(up_to=2), PlanRange(up_to=9, segments=segments("0")))))
-    models = memopt_cli.BatchModule(model, batch=2)
+    models = memopt_cli.model_batching.BatchModule(model, batch=2)
     x = torch.randn(2, 5, 4)
     expected = torch.stack([model(part) for part in x])
     torch.testing.assert_close(models(x), expected)

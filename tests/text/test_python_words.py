@@ -68,7 +68,7 @@ def test_flags_are_arguments(said: str, expected: str) -> None:
 def texts() -> Iterator[tuple[str, str]]:
     """All that is said below the commands: where, and what; ``X`` stands for a value."""
     for path in sorted(SOURCES.rglob("*.py")):
-        if path.relative_to(SOURCES).parts[0] in ("cli", "report", "python_words.py"):
+        if path.relative_to(SOURCES).parts[0] in ("cli", "report") or path.name in ("options.py", "python_words.py"):
             continue
         tree = ast.parse(path.read_text())
         parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -91,7 +91,7 @@ def text_of(node: ast.AST) -> str:
 
 
 def parameters() -> set[str]:
-    functions = (getattr(memopt_cli, name) for name in memopt_cli.__all__)
+    functions = [getattr(module, name) for module in (memopt_cli, memopt_cli.ranks) for name in module.__all__]
     signed = (f for f in functions if inspect.isfunction(f))
     return {name for function in signed for name in inspect.signature(function).parameters}
 
@@ -148,7 +148,7 @@ CALLS: tuple[tuple[str, Callable[[], Any], type[MemoptError], str], ...] = (
     ("a limit", lambda: memopt_cli.check(net(), X, fail_on="peek:0"), UsageError, "is not a known metric"),
     ("level 0", lambda: memopt_cli.frontier(net(), X, level=0), OptionError, "Raise level."),
     ("an optimizer", lambda: memopt_cli.profile(net(), X, optimizer="adma"), UsageError, "Or give a function"),
-    ("a rank", lambda: memopt_cli.predict_rank(net, X, ranks=1, parallelize="fsdq"), UsageError, "parallelize"),
+    ("a rank", lambda: memopt_cli.ranks.predict_rank(net, X, ranks=1, parallelize="fsdq"), UsageError, "parallelize"),
     ("a loss", lambda: memopt_cli.apply_plan(net(), memopt_cli.Plan(), verify=X, loss=constant), MemoptError, "loss="),
     (
         "a test",

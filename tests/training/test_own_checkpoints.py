@@ -292,7 +292,7 @@ def test_a_live_model_has_it_off_under_its_plan() -> None:
     assert not net.use_checkpoint
     assert any(note.startswith(BY_ITSELF) for note in found.summary.notes)
     assert memopt_cli.remove_plan(net).use_checkpoint
-    _, summary = memopt_cli.apply_gc(net, Block, x, device="cpu", return_summary=True)
+    _, summary = memopt_cli.spikingjelly.apply_gc(net, Block, x, device="cpu", return_summary=True)
     assert summary["gc_wrap_count"] == 4
     assert "The model's own checkpointing is off under the plan (use_checkpoint of 1 module)." in summary["notes"]
 

@@ -353,7 +353,7 @@ def test_a_plan_goes_on_models_by_name(steps: Any) -> None:
     step = steps.two_rounds()
     models = dict(step.models)
     assert memopt_cli.apply_plan(models, PLANS["two_rounds"]) is models
-    assert isinstance(step.models["maker"][0], memopt_cli.GCContainer)
+    assert isinstance(step.models["maker"][0], memopt_cli.spikingjelly.GCContainer)
     with pytest.raises(OptionError, match="not for a step"):
         memopt_cli.apply_plan(models, Plan(), loss=torch.sum)
 

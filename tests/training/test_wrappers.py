@@ -112,7 +112,7 @@ def test_one_that_ran_without_its_plan_runs_with_it() -> None:
 def test_a_search_is_of_the_model_within(wrap: Callable[[nn.Module], nn.Module]) -> None:
     wrapped = wrap(nn.Sequential(*(Block(nn.Linear(16, 16), nn.Tanh(), nn.Tanh()) for _ in range(2)), nn.Linear(16, 2)))
     x = torch.ones(512, 16)
-    found, summary = memopt_cli.memory_optimization(wrapped, Block, x, level=1, return_summary=True)
+    found, summary = memopt_cli.spikingjelly.memory_optimization(wrapped, Block, x, level=1, return_summary=True)
     assert found is wrapped
     paths = [segment.path for segment in memopt_cli.plan_of(wrapped).segments]
     assert len(paths) == summary.gc_wrap_count > 0
@@ -123,7 +123,7 @@ def test_a_search_is_of_the_model_within(wrap: Callable[[nn.Module], nn.Module])
 
 
 def test_where_nothing_is_measured_nothing_is_said_of_a_measurement() -> None:
-    _, summary = memopt_cli.memory_optimization(compiled(network()), Block, level=1, return_summary=True)
+    _, summary = memopt_cli.spikingjelly.memory_optimization(compiled(network()), Block, level=1, return_summary=True)
     assert summary.gc_wrap_count == 2
     assert not any("measured without" in note for note in summary.notes)
 
@@ -134,7 +134,7 @@ def test_a_sharded_model_is_to_be_optimized_before() -> None:
     model = network()
     fully_shard(model, mesh=distributed.init_device_mesh("cpu", (1,)))
     with pytest.raises(StepError, match="before fully_shard"):
-        memopt_cli.memory_optimization(model, Block, X, level=1)
+        memopt_cli.spikingjelly.memory_optimization(model, Block, X, level=1)
     plain = gradients(network())
     assert same([g.full_tensor() for g in gradients(memopt_cli.apply_plan(model, PLAN))], plain)  # type: ignore[attr-defined]
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from memopt_cli.errors import OptionError
 from memopt_cli.records import ModuleTrace, Preference, Profile, SearchOptions, SearchOverrides, SelectionPolicy
+from memopt_cli.text.options import OPTIONS, accepted
+from memopt_cli.text.values import Kind, Real, Whole
 
 DEFAULT_SLOWDOWN = 1.33
 """Slowdown that a level's plan may have by default: one forward more is about a third of a step."""
@@ -67,8 +69,9 @@ def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> Resolved:
     Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs, unless a profile
     asks for it: then level 1 takes its place.
     """
-    _check(asked)
     said: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    for name in said.keys() & _CHECKED:
+        said[name] = accepted(name, said[name], _LOOSER.get(name))
     notes = _prefer(said)
     profile = said.get("profile")
     settled = SearchOptions(**{"max_slowdown": DEFAULT_SLOWDOWN, **(PROFILES[profile] if profile else {}), **said})
@@ -85,6 +88,16 @@ def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> Resolved:
         settled = replace(settled, max_slowdown=None)
     options = _bounded(_budgeted(settled, notes), said, notes)
     return Resolved(options=options, requested_level=requested, notes=tuple(notes))
+
+
+_CHECKED = {name for name, option in OPTIONS.items() if isinstance(option.kind, Kind)}
+"""Options that the table can check."""
+_LOOSER: dict[str, Kind] = {
+    "gc_target_budget_ratio": Real(most=1),
+    "max_candidates_per_round": Whole(0),
+    "max_gc_wrapped_modules": Whole(),
+}
+"""SpikingJelly's calls take 0 or less of these for none, which on the command line is a slip."""
 
 
 def _prefer(said: dict[str, Any]) -> list[str]:
@@ -123,39 +136,6 @@ def _bounded(options: SearchOptions, said: Mapping[str, Any], notes: list[str]) 
         if said.get(name, bound) != bound:
             notes.append(f"allow_expensive_profiling:{name}={bound}")
     return replace(options, **bounds)
-
-
-def _check(asked: SearchOverrides) -> None:
-    """Raise :class:`OptionError` for the first value in ``asked`` that is out of its range."""
-    _check_least("level", asked.get("level"), 0, 4)
-    _check_least("temporal_split_factor", asked.get("temporal_split_factor"), 2)
-    _check_least("max_split_rounds", asked.get("max_split_rounds"), 0)
-    _check_least("max_candidates_per_round", asked.get("max_candidates_per_round"), 0)
-    slowdown, ratio = asked.get("max_slowdown"), asked.get("gc_target_budget_ratio")
-    if slowdown is not None and not slowdown >= 1:
-        raise OptionError(
-            f"max_slowdown is {slowdown:g}; it is a step's time over the original's",
-            hint="Give 1 or more, or infinity for no limit.",
-        )
-    if ratio is not None and not ratio <= 1:  # NaN is not
-        raise OptionError(
-            f"gc_target_budget_ratio is {ratio:g}; it is a share of the candidates",
-            hint="Give a number in (0, 1]; 0 or less selects no module.",
-        )
-    _check_choice("profile", asked.get("profile"), get_args(Profile))
-    _check_choice("prefer", asked.get("prefer"), get_args(Preference))
-    _check_choice("checkpoint_budget", asked.get("checkpoint_budget"), get_args(Preference))
-
-
-def _check_choice(name: str, value: str | None, known: tuple[str, ...]) -> None:
-    if value not in (None, *known):
-        raise OptionError(f"{name} is {value!r}", hint=f"Choose among {', '.join(known)}.")
-
-
-def _check_least(name: str, value: int | None, least: int, most: int | None = None) -> None:
-    if value is not None and (value < least or (most is not None and value > most)):
-        bound = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise OptionError(f"{name} is {value}", hint=f"It must be {bound}.")
 
 
 # ------------------------------------------------------------------------------------------------ candidates

@@ -238,8 +238,8 @@ def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
 
 
 def test_the_root_of_a_plan_by_length_knows_where_the_length_stands() -> None:
-    by = memopt_cli.InputDimension(dim="S", argument=0, axis=1)
-    model = memopt_cli.apply_plan(deep_net(1), Plan(by=by, ranges=(memopt_cli.PlanRange(up_to=4),)))
+    by = memopt_cli.records.InputDimension(dim="S", argument=0, axis=1)
+    model = memopt_cli.apply_plan(deep_net(1), Plan(by=by, ranges=(memopt_cli.records.PlanRange(up_to=4),)))
     found = vars(model)["_memopt_segment"]
     assert isinstance(found, ConfigsByLength)
     assert found.length is not None

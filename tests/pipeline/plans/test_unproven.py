@@ -119,7 +119,7 @@ def test_functions_of_python_warn() -> None:
     assert "--target" not in str(warned[0].message)
     assert found.plan.is_empty
     with pytest.warns(UserWarning, match=WHY) as warned:
-        assert memopt_cli.memory_optimization(model, Block, X, level=1) is model
+        assert memopt_cli.spikingjelly.memory_optimization(model, Block, X, level=1) is model
     assert warned[0].filename == __file__
     assert memopt_cli.plan_of(model).is_empty
     assert all(map(torch.equal, before, model.parameters()))
@@ -131,14 +131,14 @@ def test_so_do_they_where_nothing_was_found_and_not_where_a_plan_is_applied() ->
     with pytest.warns(UserWarning, match="no plan that was found lowers the peak of"):
         memopt_cli.optimize(nn.Linear(64, 4), X, level=1)
     with pytest.warns(UserWarning, match="The model stays as it is. No module that the step calls matches"):
-        memopt_cli.memory_optimization(net(), nn.Conv2d, level=1)
+        memopt_cli.spikingjelly.memory_optimization(net(), nn.Conv2d, level=1)
     with pytest.warns(UserWarning, match="No module that the step calls matches"):
-        memopt_cli.apply_gc(net(), nn.Conv2d)
+        memopt_cli.spikingjelly.apply_gc(net(), nn.Conv2d)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not memopt_cli.optimize(net(), X, level=1, max_slowdown=float("inf")).plan.is_empty
         memopt_cli.optimize(net(), X, level=1, budget="100%")
-        memopt_cli.memory_optimization(net(), nn.Linear)  # level 0
+        memopt_cli.spikingjelly.memory_optimization(net(), nn.Linear)  # level 0
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ class Case:
         return product
 
     def predicted(self, rank: int = 0, **changes: Any) -> RankPrediction:
-        from memopt_cli import predict_rank
+        from memopt_cli.ranks import predict_rank
 
         return predict_rank(
             self.build,

@@ -95,12 +95,12 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_all_models_as_they_were(
 def test_what_is_no_group_is_refused(group: Any, reason: str) -> None:
     model = Net()
     if group is None:
-        memopt_cli.memory_optimization(model, nn.Linear, level=1)
+        memopt_cli.spikingjelly.memory_optimization(model, nn.Linear, level=1)
         return
     start_fake_group(0, 2)
     try:
         with pytest.raises(OptionError, match=reason):
-            memopt_cli.memory_optimization(model, nn.Linear, level=1, process_group=group)
+            memopt_cli.spikingjelly.memory_optimization(model, nn.Linear, level=1, process_group=group)
     finally:
         dist.destroy_process_group()
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt_cli import predict_rank
 from memopt_cli.errors import MemoptError, StepError, UsageError
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import CountJob, Subject
 from memopt_cli.measure.local import LocalSession
+from memopt_cli.ranks import predict_rank
 from memopt_cli.records import Counted, InputSpec, Layout, ModelSource, Plan, RankPrediction, StepSettings
 from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.training.sharded.spread import repeated_blocks

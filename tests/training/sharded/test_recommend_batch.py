@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from memopt_cli import predict_rank, recommend_ranks
 from memopt_cli.cli.app import main
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes
+from memopt_cli.ranks import predict_rank, recommend_ranks
 from memopt_cli.records import (
     Breakdown,
     Counted,
@@ -195,9 +195,9 @@ def test_a_share_of_unknown_memory_is_refused_before_the_model_is_built() -> Non
     ("ranks", "flags", "reason"),
     [
         ("16:8", (), "the range 16:8 is empty"),
-        ("0:8", (), "it must be at least 1"),
+        ("0:8", (), "is not a whole number from 1 to 1048576"),
         ("8:x", (), "is not LOW:HIGH"),
-        ("1:2000000", (), "it must be from 1 to 1048576"),
+        ("1:2000000", (), "is not a whole number from 1 to 1048576"),
         ("8", ("--mesh", "dp=2,tp=3"), "the mesh has 2 × 3 = 6 ranks, not 8"),
         ("8:16", ("--mesh", "replicate=-1,shard=3"), "the mesh replicate=-1,shard=3 does not divide 8 ranks"),
         ("8", ("--mesh", "a=-1,b=-1"), "has 2 axes of length -1"),

@@ -92,7 +92,7 @@ def searches() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     searched = Net()
-    made, summary = memopt_cli.memory_optimization(
+    made, summary = memopt_cli.spikingjelly.memory_optimization(
         searched, nn.Sequential, level=1, return_summary=True, process_group=group
     )
     assert made is searched
@@ -105,7 +105,7 @@ def searches() -> dict[str, Any]:
 
     carrying = apply_plan(Net(), CARRIED)
     found["refused"] = said(
-        lambda: memopt_cli.memory_optimization(carrying, nn.Linear, (x,), level=9, process_group=group)
+        lambda: memopt_cli.spikingjelly.memory_optimization(carrying, nn.Linear, (x,), level=9, process_group=group)
     )
     found["kept"] = plan_of(carrying) == CARRIED
 
@@ -115,6 +115,8 @@ def searches() -> dict[str, Any]:
     unfit = Net()
     if rank == 1:
         unfit.first.forward = unfit.first.forward  # type: ignore[method-assign]
-    found["unfit"] = said(lambda: memopt_cli.memory_optimization(unfit, nn.Sequential, level=1, process_group=group))
+    found["unfit"] = said(
+        lambda: memopt_cli.spikingjelly.memory_optimization(unfit, nn.Sequential, level=1, process_group=group)
+    )
     found["unfit kept"] = plan_of(unfit).is_empty
     return found

@@ -1,5 +1,5 @@
-"""One rank of many, for functions of this process: what ``--ranks`` does for ``memopt profile``, ``optimize`` and
-``recommend-batch``."""
+"""One rank of many, predicted in this process: what ``--ranks`` does for ``memopt profile``, ``optimize`` and
+``recommend-batch``, for models and ways to spread them that are Python functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from memopt_cli.api.arguments import (
     Loss,
     Named,
     Optimizer,
-    amount,
     budget_of,
     called,
     card_given,
@@ -24,9 +23,7 @@ from memopt_cli.api.arguments import (
     given_inputs,
     plan_given,
     search_of,
-    seconds,
     settings_of,
-    whole,
 )
 from memopt_cli.api.shown import Optimized, RanksRecommended
 from memopt_cli.errors import OptionError
@@ -58,7 +55,10 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import logged
 from memopt_cli.search.estimation.cards import check_memory_known
+from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.python_words import said_in_python
+
+__all__ = ["RankPrediction", "plan_rank", "predict_rank", "recommend_ranks"]
 
 Build = str | Callable[[], nn.Module]
 """What builds the model, or text as for the command line: ``package.module:callable``."""
@@ -109,9 +109,9 @@ def predict_rank(
     Other arguments are those of :func:`memopt_cli.optimize`.  Raises :class:`StepError` for what cannot be predicted,
     :class:`UsageError` for a function that spreads nothing, and other errors of :mod:`memopt_cli.errors`.
     """
-    way, limit_s, chosen = _way(parallelize), seconds("timeout", timeout, 1), plan_given(plan)
-    layout = layout_of(whole("ranks", ranks, 1), way.reference, mesh)
-    ranks_asked(layout, whole("rank", rank, 0))
+    way, limit_s, chosen = _way(parallelize), accepted("timeout", timeout), plan_given(plan)
+    layout = layout_of(accepted("ranks", ranks), way.reference, mesh)
+    ranks_asked(layout, accepted("rank", rank))
     given = _given(build, inputs, dims, way, loss, optimizer, accumulate, clip_norm, precision, seed)
     subject = replace(given.subject, layout=layout, rank=rank)
     with logged(verbose), once(), processes.kept(), _session(subject, limit_s, given) as session:
@@ -147,15 +147,15 @@ def recommend_ranks(
     to predict for beside the model as it is.  Other arguments and errors are those of :func:`predict_rank`;
     :class:`NothingFitsError` if the smallest batch fits on none.
     """
-    way, limit_s, card = _way(parallelize), seconds("timeout", timeout, 1), card_given(for_device, None)
+    way, limit_s, card = _way(parallelize), accepted("timeout", timeout), card_given(for_device, None)
     chosen = None if plan is None else plan_given(plan)
     given = _given(build, inputs, dims, way, loss, optimizer, accumulate, clip_norm, precision, seed)
     request = BatchRequest(
         source=given.subject.source,
         spec=given.subject.spec,
         settings=given.subject.settings,
-        memory=amount("memory", memory),
-        multiple_of=whole("multiple_of", multiple_of, 1),
+        memory=accepted("memory", memory),
+        multiple_of=accepted("multiple_of", multiple_of),
         card=card,
         layouts=tuple(layout_of(number, way.reference, mesh) for number in _numbers(ranks)),
     )
@@ -199,8 +199,8 @@ def plan_rank(
     :func:`memopt_cli.optimize`; the others, and errors, those of :func:`predict_rank`; :class:`NothingFitsError` if
     no plan is within the budget, and :class:`VerificationError` if one computes something else.
     """
-    started, way, limit_s = time.monotonic(), _way(parallelize), seconds("timeout", timeout, 1)
-    layout = layout_of(whole("ranks", ranks, 1), way.reference, mesh)
+    started, way, limit_s = time.monotonic(), _way(parallelize), accepted("timeout", timeout)
+    layout = layout_of(accepted("ranks", ranks), way.reference, mesh)
     given = _given(build, inputs, dims, way, loss, optimizer, accumulate, clip_norm, precision, seed)
     request = OptimizeRequest(
         source=given.subject.source,
@@ -208,7 +208,7 @@ def plan_rank(
         settings=given.subject.settings,
         search=search_of(level, max_slowdown, target, allow_inexact),
         goal=SearchGoal(budget=budget_of(budget)),
-        search_limit_s=None if search_time is None else seconds("search_time", search_time, 0),
+        search_limit_s=accepted_if_given("search_time", search_time),
         card=card_given(for_device, None),
         layout=layout,
         plan_only=True,
@@ -272,7 +272,7 @@ def _function(name: str, given: Any, what: str) -> UserFunction:
 
 def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:
     low, high = ranks if isinstance(ranks, tuple) and len(ranks) == 2 else (ranks, ranks)
-    found = DimRange(symbol="ranks", low=whole("ranks", low, 1), high=whole("ranks", high, 1))
+    found = DimRange(symbol="ranks", low=accepted("ranks", low), high=accepted("ranks", high))
     if found.low > found.high:
         raise OptionError(f"ranks is {ranks}", hint="Give the smaller number first.")
     return found.sizes()

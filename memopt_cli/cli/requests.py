@@ -1,19 +1,13 @@
-"""The flags of ``memopt recommend-batch`` that say what is to fit into what."""
+"""Checks of what is asked for together: options that need, or exclude, each other."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated
 
-import typer
-
-from memopt_cli.cli.help import ANSWER, OUTPUT, RANKS, SEARCH, STEP
-from memopt_cli.cli.options import dims_option, html_option
-from memopt_cli.cli.values import memory, seconds, whole
 from memopt_cli.errors import UsageError
-from memopt_cli.inputs.spec_text import MOST_RANKS, parse_dims
-from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, StrategyName
+from memopt_cli.inputs.spec_text import parse_dims
+from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, OptimizeRequest, StrategyName
 from memopt_cli.records import Objective as ObjectiveName
 
 
@@ -43,19 +37,27 @@ def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min)
     return [f"{symbol}={described(int(low), int(high))}" if text == ranges[0] else text for text in texts], found
 
 
-def _numbers(symbol: str, most: int = 2**63 - 1) -> Callable[[str], DimRange]:
-    """A parser of ``1:64``, or of one number."""
-
-    def parse(text: str) -> DimRange:
-        match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""), re.ASCII)
-        if match is None:
-            raise typer.BadParameter(f"'{text}' is not LOW:HIGH, as in 1:64")
-        low, high = (whole(1, most)(number) for number in (match[1], match[2] or match[1]))
-        if low > high:
-            raise typer.BadParameter(f"the range {text} is empty; write the smaller number first")
-        return DimRange(symbol=symbol, low=low, high=high)
-
-    return parse
+def check_ranges(request: OptimizeRequest) -> None:
+    """Raise :class:`UsageError` for what cannot be asked together with a range of a dimension, or without one."""
+    if request.dim_range is None:
+        if request.lengths is not None:
+            raise UsageError(
+                "--lengths says how long inputs are, and no dimension has a range",
+                hint="Add it, as in --dim S=64:2048.",
+            )
+        return
+    others = {
+        "--frontier": request.goal.frontier and request.goal.pick is None,
+        "--pick": request.goal.pick is not None,
+    }
+    for flag, is_given in others.items():
+        if is_given:
+            raise UsageError(f"{flag} does not go with a range of --dim", hint="Give the dimension one size.")
+    if request.goal.budget is None:
+        raise UsageError(
+            "a range of --dim asks for plans that meet a budget at all its sizes, and there is none",
+            hint="Add --budget 8GiB, or --budget 60% of the original's peak at the largest size.",
+        )
 
 
 def parse_strategies(text: str | None) -> tuple[StrategyName, ...]:
@@ -125,131 +127,3 @@ def check_search(request: BatchRequest, objective: ObjectiveName | None) -> None
     for flag, (why, is_given) in others.items():
         if is_given:
             raise UsageError(f"--search {why}: {flag} does not go with it", hint="Leave one of them out.")
-
-
-Dims = Annotated[list[str], dims_option("With a range, S=128:4096, tabulate sizes, each twice the one before. ")]
-Memory = Annotated[
-    float | None,
-    typer.Option(
-        metavar="24GiB|90%",
-        parser=memory,
-        rich_help_panel=ANSWER,
-        show_default="90%",
-        help="Memory that a step may use; % of the GPU's free memory, or on the CPU of the machine's.",
-    ),
-]
-GlobalBatch = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        parser=whole(1),
-        rich_help_panel=ANSWER,
-        show_default=False,
-        help="Samples per optimizer step, by gradient accumulation.",
-    ),
-]
-MultipleOf = Annotated[
-    int, typer.Option(metavar="N", parser=whole(1), rich_help_panel=ANSWER, help="Propose only multiples of N.")
-]
-Objective = Annotated[
-    ObjectiveName | None,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel=ANSWER,
-        show_default="max; throughput with --replicas",
-        help="Recommend the largest batch (max) or the fastest (throughput).",
-    ),
-]
-Plan = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE", rich_help_panel=ANSWER, show_default=False, help="Recommend a batch with this plan as well."
-    ),
-]
-Replicas = Annotated[
-    DimRange | None,
-    typer.Option(
-        metavar="LOW:HIGH",
-        parser=_numbers("replicas"),
-        rich_help_panel=ANSWER,
-        show_default=False,
-        help="Find how many copies of the model train fastest as one BatchModule: 1:64.",
-    ),
-]
-Ranks = Annotated[
-    DimRange | None,
-    typer.Option(
-        metavar="LOW:HIGH",
-        parser=_numbers("ranks", MOST_RANKS),
-        rich_help_panel=RANKS,
-        show_default=False,
-        help="Predict the batch of one rank of so many, each number twice the one before: 8:512. Needs --parallel.",
-    ),
-]
-Fake = Annotated[
-    bool,
-    typer.Option(
-        "--fake", rich_help_panel=STEP, help="Estimate on tensors without data, and run nothing, as --ranks does."
-    ),
-]
-Lengths = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        rich_help_panel=ANSWER,
-        show_default=False,
-        help="File of sequence lengths, one per line: compare padding, buckets, sequence packing and a token budget "
-        "on them.",
-    ),
-]
-Strategies = Annotated[
-    str | None,
-    typer.Option(
-        "--strategy",
-        metavar="NAME,...",
-        rich_help_panel=ANSWER,
-        show_default=False,
-        help="Tabulate memory over the time steps of --dim T=LOW:HIGH instead, for bptt, plan (--plan, or searched) "
-        "and online learning.",
-    ),
-]
-Search = Annotated[
-    bool,
-    typer.Option(
-        "--search",
-        rich_help_panel=SEARCH,
-        help="Find the batch and the plan that train most samples a second together.",
-    ),
-]
-Level = Annotated[
-    int | None,
-    typer.Option(
-        metavar="0..4",
-        parser=whole(0, 4),
-        show_default="3",
-        rich_help_panel=SEARCH,
-        help="What a plan may do, with --search, as for memopt optimize.",
-    ),
-]
-SearchTime = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS",
-        parser=seconds(0),
-        rich_help_panel=SEARCH,
-        show_default="no limit",
-        help="End --search after this time and take the best so far, as Ctrl-C does.",
-    ),
-]
-Html = Annotated[str | None, html_option("With --search, also write a report")]
-Output = Annotated[
-    str | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FILE",
-        rich_help_panel=OUTPUT,
-        show_default=False,
-        help="Also write the recommendation as YAML; with --search, its plan beside it.",
-    ),
-]

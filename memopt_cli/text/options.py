@@ -1,0 +1,510 @@
+"""The table of options: each is described once, for the command line, ``memopt.yaml``, Python and what errors say.
+
+A parameter of a command or a function is looked up by its name: ``max_slowdown`` is ``--max-slowdown`` on the command
+line, ``max-slowdown`` in ``memopt.yaml``, and ``max_slowdown=`` in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from memopt_cli.errors import OptionError, told
+from memopt_cli.text.values import Amount, Choice, Kind, Real, Whole
+
+ARGUMENTS: Final = "Arguments"
+ANSWER: Final = "What fits"
+GATE: Final = "The gate"
+INPUTS: Final = "The inputs"
+SEARCH: Final = "The search"
+OUTPUT: Final = "Output"
+LOADING: Final = "Loading the model"
+STEP: Final = "The training step"
+RANKS: Final = "Many ranks"
+OTHERS: Final = "Other options"
+FINE: Final = "Finer limits of the search"
+
+GROUPS: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP, RANKS, OTHERS, FINE)
+"""In the order of help: by how often they are needed."""
+
+MOST_RANKS: Final = 2**20
+LONGEST_S: Final = 1e6
+"""Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How an option is described and checked."""
+
+    help: str
+    group: str = OTHERS
+    takes: str | None = None
+    """What help calls its value; ``None``: a switch."""
+    kind: Kind | str | None = None
+    """What it takes: a kind of value for both surfaces, or the name of a check of the command line's own
+    (:mod:`memopt_cli.cli.values`); ``None``: any text, or what the type of the parameter says."""
+    default: str = ""
+    """What help says of the default where the value does not tell."""
+    flags: tuple[str, ...] = ()
+    """On the command line, where the name does not tell."""
+    common: bool = False
+    """On the first screen of help; the rest is behind ``--help-all``."""
+    python: str | None = None
+    """What does it in Python; ``None``: an argument of the same name, empty: nothing."""
+
+
+_SECONDS = Real(0, LONGEST_S, unit="seconds")
+_MODEL = (
+    "A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or package.module:callable "
+    "or file.py:function, which builds a model or a step of yours (memopt_cli.Step)."
+)
+_DIM = "Size of a symbol in the shapes: B=8. {}Repeatable."
+_PLAN_FILE = ("FILE", "file")
+
+OPTIONS: Final[Mapping[str, Option]] = {
+    # -------------------------------------------------------------------------------------------- the model
+    "model": Option(_MODEL, ARGUMENTS, "MODEL", "model"),
+    "explain.model": Option("As for memopt optimize; a snapshot alone does without.", ARGUMENTS, "MODEL", "model"),
+    "inspect.model": Option(
+        "A file of torch.save, torch.jit.save or torch.export.save, or a save_pretrained folder.",
+        ARGUMENTS,
+        "MODEL",
+        "model",
+    ),
+    "verify.reference": Option(_MODEL, ARGUMENTS, "MODEL", "model"),
+    "verify.candidate": Option("The same model, or step, trained in another way.", ARGUMENTS, "CANDIDATE", "model"),
+    "apply.plan": Option("A *.plan.yaml file.", ARGUMENTS, "PLAN", "file"),
+    "compare.before": Option("A baseline, or a *.summary.json of optimize.", ARGUMENTS, "A.json"),
+    "compare.after": Option("Another one.", ARGUMENTS, "B.json"),
+    # -------------------------------------------------------------------------------------------- the inputs
+    "inputs": Option(
+        "An input, [name:]SHAPE[@dtype][=values]: 4x3x224x224, or ids:BxS@int64=0..32000. Repeatable.",
+        INPUTS,
+        "SPEC",
+        flags=("-i", "--input"),
+        common=True,
+    ),
+    "dims": Option(_DIM.format(""), INPUTS, "NAME=SIZE", flags=("--dim",), common=True),
+    "optimize.dims": Option(
+        _DIM.format("With a range, S=64:2048, and --budget: a plan for each of a few ranges of sizes. "),
+        INPUTS,
+        "NAME=SIZE",
+        flags=("--dim",),
+        common=True,
+    ),
+    "recommend_batch.dims": Option(
+        _DIM.format("With a range, S=128:4096, tabulate sizes, each twice the one before. "),
+        INPUTS,
+        "NAME=SIZE",
+        flags=("--dim",),
+        common=True,
+    ),
+    "input_data": Option("Read the inputs from a .pt, .npz or .safetensors file.", INPUTS, "FILE", "file", python=""),
+    "input_script": Option("Call a function that makes the inputs.", INPUTS, "FILE.py:NAME", "function", python=""),
+    # -------------------------------------------------------------------------------------------- the step
+    "device": Option("Device that the step runs on.", STEP, "auto|cpu|cuda:N", "device", common=True),
+    "precision": Option(
+        "stored (the file's dtypes), fp32, fp64, or bf16 and fp16 (autocast).",
+        STEP,
+        "NAME",
+        Choice(("stored", "fp32", "bf16", "fp16", "fp64")),
+        common=True,
+    ),
+    "loss": Option(
+        "Call a function of the model's output for the loss. Without it, the loss is a scalar output or an entry "
+        "'loss', else every output gets a seeded random gradient.",
+        STEP,
+        "FILE.py:NAME",
+        "function",
+        common=True,
+    ),
+    "optimizer": Option(
+        "Count the memory of this optimizer: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, a function of yours "
+        "that takes the model and returns one.",
+        STEP,
+        "NAME",
+        "optimizer",
+        default="none",
+        common=True,
+    ),
+    "accumulate": Option(
+        "Micro-batches per optimizer step. Only the last is run, with the earlier gradients in memory.",
+        STEP,
+        "N",
+        Whole(1),
+    ),
+    "clip_norm": Option(
+        "Clip the gradients to this norm before the optimizer's step.", STEP, "NORM", Real(0, above=True)
+    ),
+    "seed": Option("Seed of inputs, dropout and the loss.", STEP, "N", Whole(0)),
+    "timeout": Option("Time limit for one measurement.", STEP, "SECONDS", Real(0.1, LONGEST_S, unit="seconds")),
+    "card": Option(
+        "Estimate for a GPU that is not here: a100-40gb, h100-80gb, rtx4090 … or a YAML file.",
+        STEP,
+        "CARD|FILE",
+        "card",
+        flags=("--for",),
+        python="for_device",
+    ),
+    "baseline.plan": Option("Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any"),
+    "check.plan": Option("Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any"),
+    "measure.plan": Option("Measure the step under this plan.", STEP, *_PLAN_FILE),
+    "profile.plan": Option("Profile the step under this plan.", STEP, *_PLAN_FILE, common=True),
+    "profile.fake": Option("Estimate on tensors without data, for a step that does not fit here.", STEP, common=True),
+    "recommend_batch.fake": Option(
+        "Estimate on tensors without data, and run nothing, as --ranks does.", STEP, common=True
+    ),
+    "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND"),
+    "steps": Option("Consecutive steps to compare.", STEP, "N", Whole(1, 1000), common=True),
+    # -------------------------------------------------------------------------------------------- many ranks
+    "ranks": Option("Predict one rank of so many, in one process: needs --parallel.", RANKS, "N", Whole(1, MOST_RANKS)),
+    "recommend_batch.ranks": Option(
+        "Predict the batch of one rank of so many, each number twice the one before: 8:512. Needs --parallel.",
+        RANKS,
+        "LOW:HIGH",
+        "range of ranks",
+    ),
+    "parallel": Option(
+        "How the model is spread: fsdp (fully_shard of repeated blocks and of the rest), ddp, or a function of your "
+        "training script that takes the model and a DeviceMesh and returns the model.",
+        RANKS,
+        "fsdp|ddp|FILE.py:NAME",
+        "parallel",
+        python="parallelize",
+    ),
+    "mesh": Option(
+        "Axes of the mesh of ranks, the outermost first: dp=32,tp=2.", RANKS, "NAME=SIZE,...", "mesh", default="dp=N"
+    ),
+    "rank": Option(
+        "Which rank, from 0.", RANKS, "N", Whole(0), default="the first and the last, and the larger of them in full"
+    ),
+    # -------------------------------------------------------------------------------------------- the search
+    "level": Option(
+        "What a plan may do: 0 nothing, 1 segments and packing, 2 nested segments, 3 chunks, 4 keep costly outputs. "
+        "Each level includes those below.",
+        SEARCH,
+        "0..4",
+        Whole(0, 4),
+        default="3, or what --profile says",
+        common=True,
+    ),
+    "recommend_batch.level": Option(
+        "What a plan may do, with --search, as for memopt optimize.", SEARCH, "0..4", Whole(0, 4), default="3"
+    ),
+    "budget": Option(
+        "Find the fastest plan whose measured peak fits; % is of the original's peak.",
+        SEARCH,
+        "8GiB|60%",
+        Amount(),
+        common=True,
+    ),
+    "optimize.lengths": Option(
+        "File of the sizes that the dimension with a range has: one a line, or a size and how often it occurs.",
+        SEARCH,
+        "FILE",
+        default="all sizes alike",
+    ),
+    "frontier": Option(
+        "Show plans from the fastest to the smallest. --pick or --budget applies one.",
+        SEARCH,
+        common=True,
+        python="memopt_cli.frontier",
+    ),
+    "pick": Option(
+        "Apply the Nth plan of the frontier.", SEARCH, "N", Whole(1), common=True, python="memopt_cli.apply_plan"
+    ),
+    "max_slowdown": Option(
+        "The longest step that a plan may have, as a multiple of the original's. none: the least memory, however long "
+        "the step takes.",
+        SEARCH,
+        "RATIO",
+        Real(1, unlimited=True),
+        default="1.33; 10 with --frontier; none with --budget",
+        common=True,
+    ),
+    "measure_levels": Option("Measure the plan of every level, not only the applied one.", SEARCH, python=""),
+    "search": Option("Find the batch and the plan that train most samples a second together.", SEARCH, common=True),
+    "search_time": Option(
+        "End the search after this time and take the best plan so far, as Ctrl-C does.",
+        SEARCH,
+        "SECONDS",
+        _SECONDS,
+        default="10 s and ten steps; no limit with --budget, --frontier or --max-slowdown none",
+    ),
+    "recommend_batch.search_time": Option(
+        "End --search after this time and take the best so far, as Ctrl-C does.",
+        SEARCH,
+        "SECONDS",
+        _SECONDS,
+        default="no limit",
+    ),
+    "targets": Option(
+        "Modules that may become segments, by class or by path. Repeatable.",
+        SEARCH,
+        "CLASS|PATH",
+        default="memopt chooses",
+        flags=("--target",),
+        python="target",
+    ),
+    "allow_inexact": Option(
+        "Let chunks use batch statistics of their own where those of the whole batch cannot be had. The summary names "
+        "the modules.",
+        SEARCH,
+    ),
+    # -------------------------------------------------------------------------------------------- its finer limits
+    "profile": Option(
+        "A named set of these limits: safe (level 1), balanced (level 2, one split round), memory (level 3, two) or "
+        "exhaustive (level 4, no limit). Other flags win over it.",
+        FINE,
+        "NAME",
+        Choice(("safe", "balanced", "memory", "exhaustive")),
+        default="none",
+    ),
+    "prefer": Option(
+        "Short for two flags. speed: --profile safe --checkpoint-budget speed. balanced and memory: both flags with "
+        "that name.",
+        FINE,
+        "NAME",
+        Choice(("speed", "balanced", "memory")),
+        default="none",
+    ),
+    "checkpoint_budget": Option(
+        "Most modules that become segments, of those that may: speed (half), balanced (three quarters) or memory "
+        "(all).",
+        FINE,
+        "NAME",
+        Choice(("speed", "balanced", "memory")),
+        default="none",
+    ),
+    "max_gc_wrapped_modules": Option(
+        "Most segments that a plan may have, not counting nested ones.", FINE, "N", Whole(0), default="no limit"
+    ),
+    "gc_target_budget_ratio": Option(
+        "The same limit, as a share of the modules that may become segments.", FINE, "0..1", Real(0, 1), default="all"
+    ),
+    "compress_x": Option("Pack the stored inputs of segments, losslessly.", FINE, default="on"),
+    "temporal_split_factor": Option(
+        "Try numbers of chunks that grow by about this factor: 2, 4, 8 … for 2.", FINE, "N", Whole(2), default="2"
+    ),
+    "max_split_rounds": Option(
+        "Limits, over the whole plan, on the segments that contain others and, counted apart, on the steps by "
+        "--temporal-split-factor.",
+        FINE,
+        "N",
+        Whole(0),
+        default="no limit",
+    ),
+    "max_candidates_per_round": Option(
+        "Limits on the modules that the search tries in chunks in each split round, and on the changes that it tries "
+        "at a time.",
+        FINE,
+        "N",
+        Whole(1),
+        default="no limit",
+    ),
+    "allow_expensive_profiling": Option(
+        "Off: one split round, one candidate per round and no warm-up step, whatever other flags say.",
+        FINE,
+        default="on, or what --profile says",
+    ),
+    "warmup_in_profile_workers": Option(
+        "Take a warm-up step before the timed ones.", FINE, default="on, or what --profile says"
+    ),
+    # -------------------------------------------------------------------------------------------- what fits
+    "memory": Option(
+        "Memory that a step may use; % of the GPU's free memory, or on the CPU of the machine's.",
+        ANSWER,
+        "24GiB|90%",
+        Amount(),
+        default="90%",
+        common=True,
+    ),
+    "explain.memory": Option(
+        "What there is: 24GiB, or a share of what the device has free.",
+        ANSWER,
+        "24GiB|90%",
+        Amount(),
+        default="by the error, else 90%",
+        common=True,
+    ),
+    "global_batch": Option("Samples per optimizer step, by gradient accumulation.", ANSWER, "N", Whole(1), common=True),
+    "multiple_of": Option("Propose only multiples of N.", ANSWER, "N", Whole(1), common=True),
+    "objective": Option(
+        "Recommend the largest batch (max) or the fastest (throughput).",
+        ANSWER,
+        "NAME",
+        Choice(("max", "throughput")),
+        default="max; throughput with --replicas",
+    ),
+    "replicas": Option(
+        "Find how many copies of the model train fastest as one BatchModule: 1:64.",
+        ANSWER,
+        "LOW:HIGH",
+        "range of replicas",
+        python="",
+    ),
+    "recommend_batch.plan": Option("Recommend a batch with this plan as well.", ANSWER, "FILE", common=True),
+    "recommend_batch.lengths": Option(
+        "File of sequence lengths, one per line: compare padding, buckets, sequence packing and a token budget on "
+        "them.",
+        ANSWER,
+        "FILE",
+    ),
+    "strategy": Option(
+        "Tabulate memory over the time steps of --dim T=LOW:HIGH instead, for bptt, plan (--plan, or searched) and "
+        "online learning.",
+        ANSWER,
+        "NAME,...",
+        python="",
+    ),
+    "longest_step": Option(
+        "Recommend no batch whose step takes longer than this.",
+        ANSWER,
+        "SECONDS",
+        Real(0.001, LONGEST_S, unit="seconds"),
+    ),
+    "log": Option(
+        "The text of an out-of-memory error: a traceback, a log.", ANSWER, "FILE", "file", common=True, python=""
+    ),
+    "explain.snapshot": Option(
+        "A pickle of torch.cuda.memory._snapshot(); it is read as data.", ANSWER, "FILE", "file", common=True, python=""
+    ),
+    # -------------------------------------------------------------------------------------------- the gate
+    "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True),
+    "fail_on": Option(
+        "How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
+        "allocated peak), activations:0, parameters:0, step:20%. Repeatable.",
+        GATE,
+        "METRIC:LIMIT",
+        default="peak:0",
+        common=True,
+    ),
+    # -------------------------------------------------------------------------------------------- loading
+    "key": Option(
+        "Which entry to use, of a file or of --weights, where it holds several models: model, or ema.model.",
+        LOADING,
+        "NAME",
+    ),
+    "weights": Option("Load this state dict into the model.", LOADING, "FILE", "file", python=""),
+    "code_path": Option(
+        "Import your own code, a .py file or a folder, and trust its module classes. Repeatable.",
+        LOADING,
+        "PATH",
+        "code",
+        common=True,
+        python="",
+    ),
+    "allow_package": Option("Trust the classes of a package. Repeatable.", LOADING, "PKG", python=""),
+    "allow_global": Option("Trust one class or function. Repeatable.", LOADING, "PKG.CLASS", python=""),
+    "trust_pickle": Option(
+        "Load without any check. The file may run code.", LOADING, python="trust=memopt_cli.Trust(pickle=True)"
+    ),
+    "sandbox": Option(
+        "Confine the processes that load and run the model: they write no other files and start no programs (Linux).",
+        LOADING,
+        default="on",
+        flags=("--sandbox/--no-sandbox",),
+        python="",
+    ),
+    # -------------------------------------------------------------------------------------------- output
+    "output": Option(
+        "Where to write the optimized model. The other files are named after it.",
+        OUTPUT,
+        "FILE",
+        default="MODEL.memopt.pt",
+        flags=("-o", "--output"),
+        common=True,
+    ),
+    "baseline.output": Option("Where to write it.", OUTPUT, "FILE", flags=("-o", "--output"), common=True),
+    "measure.output": Option(
+        "Also write the report to a file, as JSON. The first rank alone writes.",
+        OUTPUT,
+        "FILE",
+        flags=("-o", "--output"),
+        common=True,
+    ),
+    "recommend_batch.output": Option(
+        "Also write the recommendation as YAML; with --search, its plan beside it.",
+        OUTPUT,
+        "FILE",
+        flags=("-o", "--output"),
+        common=True,
+    ),
+    "force": Option("Replace files that exist.", OUTPUT, common=True),
+    "dry_run": Option("Search and report, but write nothing.", OUTPUT, python=""),
+    "plan_only": Option("Write the plan but no model: the training script applies the plan.", OUTPUT, python=""),
+    "unverified": Option(
+        "With --ranks or --for: write the plan without proof, where the model does not fit here.", OUTPUT
+    ),
+    "recommend_batch": Option(
+        "Also find the largest batch that fits with the plan.",
+        OUTPUT,
+        default="on",
+        flags=("--recommend-batch/--no-recommend-batch",),
+    ),
+    "optimize.longest_step": Option(
+        "Recommend no batch whose step takes longer than this.",
+        OUTPUT,
+        "SECONDS",
+        Real(0.001, LONGEST_S, unit="seconds"),
+        default="2.5 times the plan's step, at least 1 s (GPU: 5 s), at most 10 s",
+    ),
+    "html": Option("Also write a report as one HTML file. Needs memopt[html].", OUTPUT, "FILE", common=True, python=""),
+    "recommend_batch.html": Option(
+        "With --search, also write a report as one HTML file. Needs memopt[html].", OUTPUT, "FILE", python=""
+    ),
+    "snapshot": Option("Also write the step as a snapshot for pytorch.org/memory_viz.", OUTPUT, "FILE", python=""),
+    "format": Option(
+        "table, json, md, junit, or github (annotations, and $GITHUB_STEP_SUMMARY if set).",
+        OUTPUT,
+        "NAME",
+        common=True,
+        python="",
+    ),
+    "compare.format": Option("table, json or md.", OUTPUT, "NAME", common=True, python=""),
+    "json": Option("Print the report as JSON.", OUTPUT, common=True, python=""),
+    "quiet": Option("Show no progress on stderr.", OUTPUT, flags=("-q", "--quiet"), python=""),
+    "verbose": Option("Show details, and tracebacks of errors.", OUTPUT, kind="verbose", flags=("-v", "--verbose")),
+    # -------------------------------------------------------------------------------------------- the rest
+    "apply.verify": Option(
+        "First compare a step, and the ones after it, with the original.", common=True, python="verify"
+    ),
+    "confirm": Option(
+        "First run the step with the plan, and say how far off the plan's prediction is.", common=True, python=""
+    ),
+    "against": Option("Another way to name CANDIDATE.", OTHERS, "CANDIDATE", "model", python=""),
+    "config": Option(
+        "Read flags from YAML (level: 4). The command line wins.",
+        OTHERS,
+        "FILE",
+        "config",
+        default="memopt.yaml, if there is one",
+        python="",
+    ),
+    "help_all": Option("Show all options and exit.", kind="help all", common=True, python=""),
+}
+"""By the parameter's name; ``command.name`` where the option of one command is another than that of the rest."""
+
+
+def option_of(command: str, name: str) -> Option:
+    """Return what ``name`` is to the ``command``."""
+    return OPTIONS.get(f"{command}.{name}") or OPTIONS[name]
+
+
+def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
+    """Return ``given`` as the option ``name`` of a function takes it: a plain number, say, in place of a tensor's.
+
+    ``kind``: for what is no option by itself, as the size of a dimension.  Raises :class:`OptionError`.
+    """
+    checked = kind or OPTIONS[name].kind
+    assert isinstance(checked, Kind), f"{name} has no check of its own"
+    try:
+        return checked.of(given)
+    except ValueError as refusal:
+        raise OptionError(f"{name} is {told(given)}", hint=f"Give {refusal}.") from None
+
+
+def accepted_if_given(name: str, given: object) -> Any:
+    """Return ``None`` for ``None``, and else what :func:`accepted` returns."""
+    return None if given is None else accepted(name, given)
