@@ -163,7 +163,7 @@ def _check_real(state: str, cell: str, tensor: Tensor) -> None:
         raise MemoptError(
             f"{f'{cell}.{state}'.removeprefix('.') if state else f'what {cell} returns'} is complex: the Jacobian of a "
             "neuron is not one number then",
-            hint="Declare its real and its imaginary part as two states, as memopt_cli.LRU does",
+            hint="Declare its real and its imaginary part as two states",
         )
 
 
