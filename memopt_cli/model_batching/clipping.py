@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def clip_grad_norm_per_model(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale the gradients of each model to a norm of at most ``max_norm``, in place; returns the norms, (models,).
+    """Scale the gradients of each model to a norm of at most ``max_norm``, in place, and return the norms, (models,).
 
     ``parameters`` are stacked, (models, …).  Equals ``torch.nn.utils.clip_grad_norm_`` of each model alone, whereas
     that function on stacked parameters takes one norm over all models and so couples them.

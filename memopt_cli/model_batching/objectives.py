@@ -25,7 +25,7 @@ def batch_loss(
     data_order: DataOrder = "g b",
     **options: Any,
 ) -> Tensor:
-    """The loss of each of ``batch`` models: (models,), or with ``"none"`` what ``loss_func`` gives, in ``data_order``.
+    """Return the loss of each of ``batch`` models: (models,), or one of each image, in ``data_order``, with ``"none"``.
 
     ``inputs`` and ``targets`` hold the models as ``data_order`` says.  ``loss_func`` is one of ``torch.nn.functional``,
     or a loss module; ``options`` (class weights, ``ignore_index`` …) are passed to it and shared by all models.  Each
@@ -50,7 +50,7 @@ def batch_topk(
     count: bool = False,
     data_order: DataOrder = "g b",
 ) -> Tensor:
-    """Top-k accuracies, (len(k), models): the fraction of images whose target is among the k highest scores.
+    """Return top-k accuracies, (len(k), models): fractions of images whose target is among the ``k`` highest scores.
 
     ``inputs`` hold scores (models, images, classes) and ``targets`` classes (models, images), or as ``data_order``
     says.  ``count``: how many images instead of which fraction.
