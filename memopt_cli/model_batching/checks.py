@@ -20,9 +20,23 @@ def test_model_batching(
 ) -> None:
     """Assert that ``batch`` copies of ``model`` with random weights compute what each computes alone, in eval mode.
 
-    ``input_shapes``: one for each argument of forward, (images, …), drawn from a normal distribution.  The model stays
-    as it was.  Gradients and buffers need no test: no route is used without comparing them.
-    Raises :class:`AssertionError` that names the output and the model that differ most.
+    Gradients and buffers need no test: no route is used without comparing them.
+
+    Parameters
+    ----------
+    model:
+        Model to batch; it stays as it was.
+    input_shapes:
+        A shape (images, …) for each argument of forward, which is drawn from a normal distribution.
+    batch:
+        Number of copies.
+    rtol, atol:
+        Tolerances of ``torch.allclose``.
+
+    Raises
+    ------
+    AssertionError
+        If an output differs; it names the output and the model that differ most.
     """
     test_batched_model(BatchModule(model, batch), model, input_shapes, rtol, atol)
 
@@ -38,8 +52,23 @@ def test_batched_model(
 ) -> None:
     """Assert that ``batched_model``, which batches ``model``, computes what each of its models computes alone.
 
-    ``randomize``: give it random weights first, else compare with those that it has.  ``restore_state``: give its own
-    weights back at the end.
+    Parameters
+    ----------
+    batched_model, model:
+        The batch, and the model that it batches.
+    input_shapes:
+        A shape (images, …) for each argument of forward, which is drawn from a normal distribution.
+    rtol, atol:
+        Tolerances of ``torch.allclose``.
+    randomize:
+        Give the models random weights first; ``False`` compares those that they have.
+    restore_state:
+        Give the models their own weights back at the end.
+
+    Raises
+    ------
+    AssertionError
+        If an output differs; it names the output and the model that differ most.
     """
     if not input_shapes or not all(isinstance(shape, Sequence) for shape in input_shapes):
         raise UsageError(f"input_shapes={input_shapes!r}", hint="Give a list of shapes, one for each argument.")

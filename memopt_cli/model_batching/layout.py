@@ -52,7 +52,23 @@ def in_order(tensor: Tensor, order: DataOrder) -> Tensor:
 def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None = None) -> Tensor:
     """Return ``tensor`` as (image·model, …), the model fastest, as batch modules take it.
 
-    ``batch``: how many models; in the order ``(g b)`` the shape does not tell.  Raises :class:`UsageError`.
+    Parameters
+    ----------
+    tensor:
+        Tensor with models and images in ``data_order``.
+    data_order:
+        Order of models (g) and images (b) in it.
+    batch:
+        Number of models; ``None`` reads it off the shape, which is not possible in the order ``(g b)``.
+
+    Returns
+    -------
+    Tensor (image·model, …).
+
+    Raises
+    ------
+    UsageError
+        If the number of models is needed and not given, or does not fit the shape.
     """
     check_order(data_order)
     if data_order == "(b g)":
@@ -71,16 +87,46 @@ def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None
 def split_batch(tensor: Tensor, batch: int, data_order: DataOrder = "g b") -> Tensor:
     """Undo :func:`merge_batch`: return ``tensor``, (image·model, …), in ``data_order``.
 
-    Raises :class:`UsageError` if dimension 0 is no multiple of ``batch``.
+    Parameters
+    ----------
+    tensor:
+        Tensor (image·model, …), the model fastest.
+    batch:
+        Number of models.
+    data_order:
+        Order of models (g) and images (b) in the result.
+
+    Returns
+    -------
+    A view of ``tensor`` in ``data_order``.
+
+    Raises
+    ------
+    UsageError
+        If dimension 0 is no multiple of ``batch``.
     """
     check_order(data_order)
     return in_order(models_first(tensor, batch, "(b g)"), data_order)
 
 
 def inner_batch_size(tensor: Tensor, batch: int) -> int:
-    """Return how many images each of ``batch`` models has in ``tensor``, (image·model, …).
+    """Return how many images each of ``batch`` models has in ``tensor``.
 
-    Raises :class:`UsageError` if dimension 0 is no multiple of ``batch``.
+    Parameters
+    ----------
+    tensor:
+        Tensor (image·model, …).
+    batch:
+        Number of models.
+
+    Returns
+    -------
+    Number of images.
+
+    Raises
+    ------
+    UsageError
+        If dimension 0 is no multiple of ``batch``.
     """
     return models_first(tensor, batch, "(b g)").shape[1]
 

@@ -1,4 +1,4 @@
-"""Cells to learn online: neurons whose states act on each neuron by itself, and what makes cells of others."""
+"""Cells to learn online: neurons, a projection and a readout, and a wrapper for cells of other libraries."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap
 
 
 class _Spike(torch.autograd.Function):
-    """Heaviside step at a threshold; ``max(0, 0.3 (1 - |v - threshold|))`` as its derivative."""
+    """A step at a threshold, with ``max(0, 0.3 (1 - |v - threshold|))`` as its derivative."""
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, threshold: float) -> Tensor:
-        ctx.save_for_backward(v)  # not what is above threshold: a state is there anyway
+        ctx.save_for_backward(v)  # not ``v - threshold``: the state ``v`` is in memory anyway
         ctx.threshold = threshold
         return _heaviside(v, threshold)
 
@@ -33,8 +33,9 @@ class _Spike(torch.autograd.Function):
 
 
 def spike(v: Tensor, threshold: float = 0.0) -> Tensor:
-    """1 where ``v`` reaches the threshold, else 0, with a triangle for its derivative: ``max(0, 0.3 (1 - |u|))``, where
-    ``u = v - threshold``.  Works under vmap.
+    """Return 1 where ``v`` reaches ``threshold``, else 0.
+
+    The derivative is a triangle, ``max(0, 0.3 (1 - |u|))`` with ``u = v - threshold``.  Works under vmap.
     """
     fire = functools.partial(_spike, threshold=threshold)
     spikes: Tensor = with_batch_axis(fire, v)[0] if is_of_vmap(v) else fire(v)[0]
@@ -182,13 +183,13 @@ _FITTING = (
 
 
 class ExplicitState(nn.Module):
-    """A cell of one whose states are passed: ``cell(input, *states) -> (output, *new states)``.
+    """A cell around one that takes and returns its states: ``cell(input, *states) -> (output, *new states)``.
 
-    That is snnTorch's way: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.  A cell whose states come as one
+    snnTorch's cells are such: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.  A cell whose states come as one
     named tuple, ``cell(input, state) -> (output, new state)``, is given a tuple of their shapes, as Norse's:
     ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  Of one that returns its new states
     alone, the first is the output: ``ExplicitState(snntorch.RLeaky(0.9, linear_features=200), {"spk": 200, "mem":
-    200})``.  What the cell keeps in attributes of its own is put back after each call.
+    200})``.  Attributes that the cell writes are put back after each call.
     """
 
     def __init__(
@@ -196,8 +197,10 @@ class ExplicitState(nn.Module):
         cell: nn.Module,
         states: Mapping[str, int | Sequence[int]] | tuple[int | Sequence[int], ...],
     ) -> None:
-        """``states``: name -> shape per sample, in the order in which the cell takes and returns them; or a named
-        tuple of shapes, of the type that the cell takes and returns.
+        """Declare ``states`` for ``cell``.
+
+        ``states``: name -> shape per sample, in the order in which the cell takes and returns them; or a named tuple of
+        shapes, of the type that the cell takes and returns.
         """
         super().__init__()
         self.together = None if isinstance(states, Mapping) else type(states)
@@ -212,7 +215,7 @@ class ExplicitState(nn.Module):
             declare_state(self, name, shape)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """What the cell returns first."""
+        """Call the cell with ``inputs`` and its states, keep the new states, and return its first output."""
         values = [getattr(self, name) for name in self.names]
         held, buffers = dict(vars(self.cell)), dict(buffers_of(self.cell))
         try:
@@ -268,7 +271,7 @@ def _types_of(returned: object) -> str:
 
 
 def kaiming_normal_(weight: Tensor) -> Tensor:
-    """Fill ``[O, I]`` with a normal of variance ``2 / I``, cut at two standard deviations, and return it.
+    """Fill ``weight``, ``[O, I]``, with a normal of variance ``2 / I``, cut at two standard deviations, and return it.
 
     The cut leaves 0.8796 of the standard deviation, which is made up for, as in JAX's and BrainState's initializers.
     """
