@@ -197,7 +197,7 @@ def memopt_step(case: Case, inputs: Tensor) -> tuple[Step, str]:
         batched.zero_grad()
         batched(inputs).square().mean().backward()
 
-    return step, f"{used.name} {used.variant}".strip()
+    return step, used.name
 
 
 def loop_step(case: Case, inputs: Tensor) -> Step:
@@ -326,7 +326,7 @@ def first_call(name: str, *, check: bool) -> str:
     step_s = call_s + _cpu_seconds(lambda: outputs[0].square().mean().backward())
     (used,) = [trial for trial in batched.trials if trial.used]
     steps = f"first call {call_s / loop_s:.2f}, first step {step_s / loop_s:.2f} steps of the loop ({loop_s:.2f} s)"
-    return f"{name}, check={check}: {steps}; {used.name} {used.variant}".strip()
+    return f"{name}, check={check}: {steps}; {used.name}"
 
 
 def _cpu_seconds(run: Step) -> float:

@@ -1,4 +1,4 @@
-"""What kind of network a model is, and what that means for the shape of its batches."""
+"""Kinds of networks, and the batch shapes that suit them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ATTENTION_NAME = re.compile(r"Attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureRule:
-    """How batches of one architecture are best shaped."""
+    """Advice on the shape of batches of one architecture."""
 
     batch_factors: tuple[float, ...]
-    """Worth trying, times the batch that was asked about."""
+    """Factors of the batch in question that are worth trying."""
     shortens: Literal["seq", "time"] | None
-    """The axis whose half is worth trying, too."""
+    """Axis whose half is worth trying, too; ``None``: none."""
     advice: str
 
 
@@ -61,7 +61,7 @@ RULES: dict[Architecture, ArchitectureRule] = {
 
 
 def architectures_of(model: nn.Module) -> tuple[Architecture, ...]:
-    """Every architecture that the model has modules of, in the order of :data:`RULES`.
+    """Return the architectures that ``model`` has modules of, in the order of :data:`RULES`.
 
     Layers of PyTorch are known by class; others by their class names (``Attention``, ``LIF``, ``Leaky``, ``Spik`` …).
     """
@@ -70,7 +70,7 @@ def architectures_of(model: nn.Module) -> tuple[Architecture, ...]:
 
 
 def candidate_shapes(model: nn.Module, input_shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Shapes worth measuring around ``input_shape`` (batch first), by the rules of the model's architectures.
+    """Return shapes worth measuring around ``input_shape`` (batch first), by the rules of the model's architectures.
 
     Time is axis 1 of ``(batch, time, seq, dim)``, the sequence axis 1 of 3 dimensions and 2 of 4.
     """

@@ -1,7 +1,7 @@
-"""The canonical shape ``(batch, time, seq, dim)``, and layers that know nothing of time in it.
+"""The canonical shape ``(batch, time, seq, dim)``, and an adapter for layers that take one time step.
 
-Time lies between batch and seq, so ``x.reshape(batch * seq, dim)`` is right for one time step only: one step is
-``x[:, t]``, and all of them are ``(time, batch * seq, dim)`` after a permutation.
+Time lies between batch and seq, so ``x.reshape(batch * seq, dim)`` is right for the one step ``x[:, t]`` only.  All
+steps together are ``(time, batch * seq, dim)`` after a permutation.
 """
 
 from __future__ import annotations
@@ -17,19 +17,48 @@ from memopt_cli.errors import BatchShapeError
 from memopt_cli.runtime.module_state import reset_hidden_state
 
 State = tuple[Any, ...]
-"""What a layer returned besides its output, to be passed in again at the next time step."""
+"""Values that a layer returned after its output, to be passed in again at the next time step."""
 
 
 def flatten_sequences(x: Tensor) -> Tensor:
-    """``(batch, time, seq, dim)`` -> ``(time, batch * seq, dim)``: one row per independent sequence position."""
+    """Return ``x``, ``(batch, time, seq, dim)``, as ``(time, batch * seq, dim)``: one row per sequence position.
+
+    Parameters
+    ----------
+    x:
+        Tensor ``(batch, time, seq, dim)``.
+
+    Returns
+    -------
+    Tensor ``(time, batch * seq, dim)``, for layers that step through time.
+
+    Raises
+    ------
+    BatchShapeError
+        If ``x`` does not have four dimensions.
+    """
     batch, time, seq, dim = _canonical(x)
     return x.permute(1, 0, 2, 3).reshape(time, batch * seq, dim)
 
 
 def unflatten_sequences(x: Tensor, batch: int) -> Tensor:
-    """The inverse of :func:`flatten_sequences`; ``dim`` may have changed.
+    """Undo :func:`flatten_sequences`: return ``x``, ``(time, batch * seq, dim)``, as ``(batch, time, seq, dim)``.
 
-    Raises :class:`BatchShapeError` if the rows are no multiple of ``batch``.
+    Parameters
+    ----------
+    x:
+        Tensor ``(time, batch * seq, dim)``; a layer may have changed ``dim``.
+    batch:
+        Samples in it.
+
+    Returns
+    -------
+    Tensor ``(batch, time, seq, dim)``.
+
+    Raises
+    ------
+    BatchShapeError
+        If the rows are no multiple of ``batch``.
     """
     if x.dim() != 3 or batch < 1 or x.shape[1] % batch:
         raise BatchShapeError(
@@ -40,9 +69,10 @@ def unflatten_sequences(x: Tensor, batch: int) -> Tensor:
 
 
 class StatefulAdapter(nn.Module):
-    """Steps a layer through the time of ``(batch, time, seq, dim)``: each sequence position of each sample a row.
+    """A module that steps a layer through the time of ``(batch, time, seq, dim)``.
 
-    The layer takes ``(batch * seq, dim)`` and gives the same with its own ``dim``.  Its state may be
+    The layer takes ``(batch * seq, dim)``, each sequence position of each sample a row, and returns the same with its
+    own ``dim``.  Its state may be
 
     - kept inside (snnTorch with ``init_hidden=True``, SpikingJelly): it is called with the input alone;
     - returned: ``(output, *state)`` (snnTorch's ``Leaky``, ``Synaptic``), passed in again at the next step if
@@ -69,7 +99,7 @@ class StatefulAdapter(nn.Module):
         reset_layer(self.layer, batch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, time, seq, dim)`` -> ``(batch, time, seq, dim of the layer)``."""
+        """Return the layer's outputs for ``x``: ``(batch, time, seq, dim)``, with the ``dim`` of the layer."""
         batch = _canonical(x)[0]
         if batch != self._batch_size:
             raise BatchShapeError(
@@ -89,7 +119,7 @@ class StatefulAdapter(nn.Module):
 
 
 def reset_layer(layer: nn.Module, batch_size: int) -> None:
-    """Forget hidden state: a ``reset(batch_size)`` or ``reset()`` of the layer's own, else as its library does."""
+    """Forget the hidden state of ``layer``: by its own ``reset(batch_size)`` or ``reset()``, else by its library's."""
     for module in layer.modules():
         own: Callable[..., Any] | None = getattr(type(module), "reset", None)
         if callable(own):
@@ -99,7 +129,7 @@ def reset_layer(layer: nn.Module, batch_size: int) -> None:
 
 
 def _takes_state(layer: nn.Module) -> bool:
-    """Whether ``forward`` has room for state beside the input, and does not keep it inside."""
+    """Return whether the forward of ``layer`` takes state beside the input, and does not keep it inside."""
     if getattr(layer, "init_hidden", False):
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,4 +1,4 @@
-"""A model over a whole dataset in batches whose size follows memory: every sample once, in order."""
+"""Inference over a dataset in batches whose size follows memory: every sample once, in order."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from memopt_cli.training.step import is_out_of_memory, synchronize
 
 Strategy = Literal["memory_adaptive", "fixed", "throughput"]
 Collate = Callable[[Sequence[Any]], Any]
-"""Samples -> one batch of tensors that the model takes."""
+"""Function of samples that returns one batch of tensors that the model takes."""
 
 STRATEGIES: tuple[Strategy, ...] = ("memory_adaptive", "fixed", "throughput")
 _WORTH_DOUBLING = 1.05
-"""A size twice as large must be so much faster per sample to be kept."""
+"""Factor by which a size twice as large must be faster per sample to be kept."""
 _TIMED = 2
 """Batches at each size, of which the fastest counts: the first one warms up."""
 
 
 class _RanOut:
-    """The batch did not fit; what it had taken is free again."""
+    """The outcome of a batch that did not fit; the memory that it had taken is free again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class DatasetRun:
     _climbing: bool = True
 
     def results(self, dataset: Iterable[Any] | Dataset[Any]) -> Any:
-        """The model's outputs for all samples, concatenated along the first dimension, on the CPU."""
+        """Return the model's outputs for all samples of ``dataset``, concatenated along dimension 0, on the CPU."""
         outputs = []
         with evaluating(self.model), torch.no_grad():
             for batch in prefetched(dataset, self.collate, lambda: self.sizer.batch_size, self.max_resident):
@@ -70,7 +70,7 @@ class DatasetRun:
         return concatenate(outputs)
 
     def _process(self, batch: Any) -> list[Any]:
-        """Outputs of a batch, in pieces that fit."""
+        """Return the outputs of ``batch``, in pieces that fit."""
         outputs: list[Any] = []
         start, rows = 0, rows_of(batch)
         while start < rows:
@@ -123,7 +123,7 @@ class DatasetRun:
             self._climb(rate)
 
     def _climb(self, rate: float) -> None:
-        """Double the size as long as that is faster per sample and memory allows it; then stay with the best."""
+        """Note ``rate``, and double the size as long as that is faster per sample and fits; then stay with the best."""
         self._rates.append(rate)
         if len(self._rates) < _TIMED:
             return
@@ -141,16 +141,16 @@ class DatasetRun:
 
 
 def collate_inputs(samples: Sequence[Any]) -> Any:
-    """One batch of the samples' inputs: of a pair ``(input, target)`` the input."""
+    """Return one batch of the inputs in ``samples``, each an input or a pair ``(input, target)``."""
     return default_collate([sample[0] if isinstance(sample, tuple | list) else sample for sample in samples])
 
 
 def prefetched(
     dataset: Iterable[Any] | Dataset[Any], collate: Collate, size: Callable[[], int], max_resident: int
 ) -> Iterator[Any]:
-    """Batches of the dataset's samples in order, at most ``max_resident`` alive, made ahead by one thread.
+    """Yield batches of the samples of ``dataset`` in order, at most ``max_resident`` alive, made ahead by one thread.
 
-    ``size()`` is asked before each batch.  The caller must let go of a batch before it asks for the next.
+    ``size()`` is called before each batch.  The caller must drop a batch before it asks for the next one.
     """
     samples = iter(_samples(dataset))
     ahead: deque[Future[Any]] = deque()
@@ -174,7 +174,8 @@ def prefetched(
 
 
 def _samples(dataset: Any) -> Iterator[Any]:
-    """In order; a map-style dataset has ``__len__`` and ``__getitem__`` but perhaps no end to its iteration."""
+    """Return an iterator over the samples of ``dataset`` in order."""
+    # A map-style dataset need not raise IndexError, without which iterating over it would never end.
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return (dataset[i] for i in range(len(dataset)))
     return iter(dataset)
@@ -182,7 +183,7 @@ def _samples(dataset: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is in the mode it was in."""
+    """Put ``model`` into evaluation mode inside the block, and every module back into its own mode after it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -27,28 +27,28 @@ logger = logging.getLogger("memopt_cli.batching")
 
 
 class ManagerStatus(TypedDict):
-    """What :meth:`BatchShapeManager.get_status` returns."""
+    """The state of a run, as :meth:`BatchShapeManager.get_status` returns it."""
 
     current_batch_size: int
     memory_usage: float
-    """Share of the device's capacity: of the last recorded batch, or now if there is none."""
+    """Share of the device's capacity that the last recorded batch used; the present share if there is none."""
     performance_trend: Trend
     pending_samples: int
-    """Rows taken in but not yet given out."""
+    """Rows that were taken in and are still to be given out."""
     accumulation_steps: int
     reason: str
-    """Of the last change of the batch size."""
+    """Reason of the last change of the batch size."""
 
 
 class ShapedBatch(TypedDict):
-    """What :meth:`BatchShapeManager.adapt_and_process_batch` returns: ``(batch, …)`` each."""
+    """A batch of inputs and targets, ``(batch, …)`` each."""
 
     inputs: Any
     targets: Any
 
 
 class _Handover:
-    """Checks what is given to the model, and lays it out on its device."""
+    """The last step before the model: checks a batch, and lays it out on the device."""
 
     def __init__(
         self,
@@ -66,7 +66,10 @@ class _Handover:
         self._validated: set[tuple[int, ...]] = set()
 
     def give(self, batch: Any) -> Any:
-        """The same structure, on the device.  Raises :class:`BatchShapeError` in strict mode."""
+        """Return ``batch`` on the device, in the same structure.
+
+        Raises :class:`BatchShapeError` in strict mode.
+        """
         self._validate(tensors_of(batch)[0])
         return map_leaves(self._placed, batch)
 
@@ -77,7 +80,7 @@ class _Handover:
         return self._shaper.optimize_tensor_layout(moved, self._operation)
 
     def _validate(self, inputs: Tensor) -> None:
-        """Each shape of a sample once; in strict mode an invalid one raises."""
+        """Check the shape of ``inputs``, and log what is wrong, unless samples of that shape were checked before."""
         shape = tuple(inputs.shape)
         if shape[1:] in self._validated:
             return
@@ -89,7 +92,9 @@ class _Handover:
 
 
 class BatchShapeManager:
-    """Gives out the rows of incoming batches in batches that fit in memory, each row exactly once and in order.
+    """A buffer between a loader and a model: takes batches in, and gives their rows out in batches that fit in memory.
+
+    Each row is given out exactly once, and in order.
 
     Rows beyond the current size are carried over to the next call; :meth:`flush` gives out the rest.  A loop that
     should never run behind its loader iterates over :meth:`batches`.
@@ -147,9 +152,10 @@ class BatchShapeManager:
         max_batch_size: int | None = None,
         adaptation_interval: int | None = None,
     ) -> None:
-        """Begin a run at a size (samples); ``None`` keeps what is configured.  Must come before the first batch.
+        """Begin a run at ``initial_batch_size`` samples; call it before the first batch.
 
-        Raises :class:`UsageError` for an inference manager and a size outside the limits.
+        ``max_batch_size`` and ``adaptation_interval``: ``None`` keeps what is configured.  Raises :class:`UsageError`
+        for an inference manager and a size outside the limits.
         """
         if self._inference:
             raise UsageError("this manager is for inference", hint="Make one without inference_mode to train.")
@@ -169,10 +175,10 @@ class BatchShapeManager:
         self._ready = True
 
     def process_batch(self, input_batch: Any, training_step: int = 0, current_loss: float | None = None) -> Any:
-        """Take a batch in and give one out: the same structure, at most the current size long, on the device.
+        """Take ``input_batch`` in, and return the oldest rows that wait: at least one, at most the current size.
 
-        ``current_loss`` is the last step's; ``None`` before the first.  The rows given out are the oldest ones; there
-        is at least one.
+        They have the structure of ``input_batch``, and are on the device.  ``current_loss`` is the last step's;
+        ``None`` before the first.
         """
         self._require_ready()
         self._queue.put(input_batch)
@@ -182,7 +188,7 @@ class BatchShapeManager:
     def adapt_and_process_batch(
         self, batch: Any, step: int, current_metrics: Mapping[str, float | None] | None = None
     ) -> ShapedBatch:
-        """The same for a batch of inputs and targets: ``(inputs, targets)`` or ``{"inputs": …, "targets": …}``.
+        """Take ``batch``, ``(inputs, targets)`` or a dict of these names, in, and return the oldest rows that wait.
 
         ``current_metrics`` may hold the last step's ``loss`` and ``memory`` (a share of capacity at most 1, or
         bytes; left out or ``None``: as last given to :meth:`update_metrics`, else measured).  Without
@@ -202,7 +208,7 @@ class BatchShapeManager:
         return ShapedBatch(inputs=inputs, targets=targets)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's rows in batches of the current size, as many as that makes: nothing piles up.
+        """Yield the rows of ``loader`` in batches of the current size, as many as that makes: nothing piles up.
 
         The last one may be smaller.  Call :meth:`update_metrics` after each step.
         """
@@ -219,12 +225,15 @@ class BatchShapeManager:
         yield from self.flush()
 
     def flush(self) -> Iterator[Any]:
-        """The rows still carried over, in batches of at most the current size; pairs as ``(inputs, targets)``."""
+        """Yield the rows that still wait, in batches of at most the current size; pairs as ``(inputs, targets)``."""
         while len(self._queue):
             yield self._give()
 
     def update_metrics(self, loss: float | None, processing_time: float, memory_usage: float | None = None) -> None:
-        """What the step on the batch given out last cost: loss, seconds, memory (share or bytes, else measured)."""
+        """Record the cost of the step on the last batch: ``loss``, ``processing_time`` in seconds, ``memory_usage``.
+
+        ``memory_usage``: a share of capacity (at most 1) or bytes; ``None`` measures it.
+        """
         if not self._last_rows:
             raise UsageError("no batch was given out yet", hint="Call process_batch first.")
         usage = self._memory.peak_bytes() if memory_usage is None else memory_usage
@@ -232,9 +241,9 @@ class BatchShapeManager:
         self._last = {"loss": loss, "memory": memory_usage, "throughput": self._last_rows / processing_time}
 
     def report_out_of_memory(self, batch: Any = None) -> int:
-        """The step on the batch given out last ran out of memory: halves the size and returns it.
+        """Halve the batch size, because the last step ran out of memory, and return it.
 
-        Give the batch back to have its rows given out again, first.
+        ``batch``: the batch of that step, whose rows are then given out again, first; ``None`` skips them.
         """
         size = self.sizer.report_out_of_memory()
         if batch is not None:
@@ -252,9 +261,9 @@ class BatchShapeManager:
         *,
         collate: Collate = collate_inputs,
     ) -> Any:
-        """The model's outputs for every sample of the dataset, once and in order, in evaluation mode.
+        """Return the model's outputs for every sample of ``dataset``, once and in order, in evaluation mode.
 
-        Returns what a plain loop over the samples gives, concatenated along the first dimension, on the CPU.  Samples
+        They are those of a plain loop over the samples, concatenated along the first dimension, on the CPU.  Samples
         are inputs or pairs ``(input, target)`` unless ``collate`` says otherwise.  A batch that runs out of memory is
         halved and tried again.  Strategies: ``memory_adaptive`` follows the target, ``fixed`` keeps the size,
         ``throughput`` doubles it as long as that is 5 % faster per sample and stays below the target.  At most
@@ -283,7 +292,7 @@ class BatchShapeManager:
     # ------------------------------------------------------------------------------------------ what it says
 
     def get_status(self) -> ManagerStatus:
-        """Where the run stands."""
+        """Return the state of the run: batch size, memory, trend, rows that wait."""
         records = self.monitor.records
         now = self._memory.used_bytes() / self._memory.capacity_bytes()
         return ManagerStatus(
@@ -296,13 +305,13 @@ class BatchShapeManager:
         )
 
     def enable_debug_mode(self) -> None:
-        """Every decision goes to the log ``memopt_cli.batching``; to standard error if no handler is set up."""
+        """Write every decision to the log ``memopt_cli.batching``; to standard error if no handler is set up."""
         logger.setLevel(logging.DEBUG)
         if not logger.hasHandlers():
             logger.addHandler(logging.StreamHandler())
 
     def log_detailed_metrics(self) -> None:
-        """Status, analysis, recommendations and notes, one line each, to the same log."""
+        """Write status, analysis, recommendations and notes to the log ``memopt_cli.batching``, one line each."""
         lines = {**self.get_status(), **self.monitor.get_performance_analysis()}
         for name, value in lines.items():
             logger.info("%s: %s", name, f"{value:.4g}" if isinstance(value, float) else value)
@@ -316,7 +325,7 @@ class BatchShapeManager:
             raise UsageError("the manager is not initialized", hint="Call initialize_for_training first.")
 
     def _adapt(self, step: int, loss: float | None, memory: float | None) -> None:
-        """Learn from the batch given out last, if there was one, and log what follows."""
+        """Adapt the size to what the last batch cost, if there was one, and log the decision."""
         if not self._last_rows:
             return
         before = self.sizer.batch_size

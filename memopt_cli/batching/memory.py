@@ -1,4 +1,4 @@
-"""How much of a device's memory a process takes: the readings that batch shaping acts on."""
+"""Readings of a device's memory, on which batch shaping acts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from memopt_cli.search.batch_size.capacity import device_capacity
 
 _STATUS = Path("/proc/self/status")
 _RESET_PEAK = "5"
-"""Written to ``clear_refs``: the peak of the resident set starts anew (proc(5))."""
+"""Value that, written to ``clear_refs``, makes the peak of the resident set start anew (proc(5))."""
 
 
 class MemoryMeter(Protocol):
-    """Readings in bytes.  Give an object of your own to emulate a smaller device."""
+    """A meter of memory, in bytes; give one of your own to emulate a smaller device."""
 
     def capacity_bytes(self) -> int:
-        """What the process may use; asked again before every decision, so it may change."""
+        """Return the bytes that the process may use; they may change, and are read before every decision."""
 
     def used_bytes(self) -> int:
-        """What is in use now."""
+        """Return the bytes in use now."""
 
     def peak_bytes(self) -> int:
-        """The most that was in use since :meth:`restart`."""
+        """Return the most bytes that were in use since :meth:`restart`."""
 
     def restart(self) -> None:
-        """The peak starts anew from what is in use now."""
+        """Start the peak anew from the bytes in use now."""
 
 
 class CudaMemory:
@@ -80,10 +80,7 @@ class ProcessMemory:
 
 
 class LimitedMemory:
-    """Another meter's readings under a capacity of one's own: emulates a smaller device.
-
-    ``limit_bytes`` may be changed while it is in use.
-    """
+    """Another meter's readings under a smaller capacity, ``limit_bytes``, which may be changed at any time."""
 
     def __init__(self, meter: MemoryMeter, limit_bytes: int) -> None:
         self._meter = meter
@@ -103,13 +100,13 @@ class LimitedMemory:
 
 
 def meter_of(device: str | torch.device) -> MemoryMeter:
-    """The meter of a device: CUDA's allocator, or the process for the CPU."""
+    """Return the meter of ``device``: CUDA's allocator, or the process for the CPU."""
     name = str(device)
     return CudaMemory(name) if name.startswith("cuda") else ProcessMemory()
 
 
 def usage_share(memory_usage: float, capacity_bytes: int) -> float:
-    """A reading as a share of capacity: at most 1 it is a share already, above 1 it is bytes.
+    """Return ``memory_usage`` as a share of capacity: up to 1 it is a share already, above 1 it is bytes.
 
     Raises :class:`UsageError` for a negative or non-finite reading.
     """
@@ -123,7 +120,7 @@ def _status_bytes(name: str) -> int:
 
 
 def _return_free_memory() -> None:
-    """The C library keeps freed blocks resident, which would make every reading as high as the highest."""
+    """Give freed blocks back to the system: the C library keeps them, and every reading would be the highest."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""What processing batches cost lately: throughput, memory, loss, and what to do about them."""
+"""Throughput, memory and loss of the last batches, and advice drawn from them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Trend = Literal["improving", "stable", "degrading", "insufficient_data"]
 _FEWEST = 4
 """Records that a trend needs: two for each half."""
 _STEADY = 0.05
-"""A median that moved by no more than this share has not moved."""
+"""Share up to which a median may move and count as stable."""
 _HEADROOM = 0.7
-"""Below this share of capacity there is room for a larger batch."""
+"""Share of capacity below which there is room for a larger batch."""
 _UNEVEN = 2.0
-"""A 95th percentile so many times the median means that something stalls now and then."""
+"""Ratio of the 95th percentile to the median above which something stalls now and then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class BatchRecord:
     batch_size: int
     processing_time_s: float
     memory_share: float
-    """Of the device's capacity."""
+    """Share of the device's capacity that it used."""
     loss: float | None
 
     @property
@@ -42,7 +42,7 @@ class BatchRecord:
 
 
 class PerformanceAnalysis(TypedDict):
-    """What :meth:`PerformanceMonitor.get_performance_analysis` returns; times are in seconds."""
+    """Figures over a window of batches; times are in seconds."""
 
     batches: int
     """Records in the window; with none, the figures below are 0 and the trends ``insufficient_data``."""
@@ -53,15 +53,15 @@ class PerformanceAnalysis(TypedDict):
     p50_time: float
     p95_time: float
     performance_trend: Trend
-    """Of the throughput: the medians of the newer and the older half of the window."""
+    """Trend of the throughput: the median of the newer half of the window against that of the older."""
     loss_trend: Trend
-    """The same of the loss; ``improving`` is falling."""
+    """Trend of the loss, by the same medians; ``improving`` is falling."""
     alerts: list[str]
-    """Thresholds that were passed, with the values seen."""
+    """Thresholds that were passed, with the values."""
 
 
 class PerformanceMonitor:
-    """Keeps the last batches and judges them.
+    """A window over the last batches, and the judgement of them.
 
     ``window_size`` (batches) wins over the configuration's ``metrics_window``; ``memory`` says what the capacity is
     when a memory usage is recorded in bytes.
@@ -84,13 +84,15 @@ class PerformanceMonitor:
 
     @property
     def records(self) -> tuple[BatchRecord, ...]:
-        """The window, oldest first."""
+        """The batches in the window, the oldest first."""
         return tuple(self._records)
 
     def record_batch(
         self, batch_size: int, processing_time: float, memory_usage: float, loss_value: float | None = None
     ) -> None:
-        """Add one batch: samples, seconds, memory (at most 1: a share of capacity; above: bytes), loss.
+        """Add a batch of ``batch_size`` samples that took ``processing_time`` seconds.
+
+        ``memory_usage``: up to 1 a share of capacity, above 1 bytes.
 
         Raises :class:`UsageError` for a batch without samples or a time that is not positive.
         """
@@ -105,7 +107,7 @@ class PerformanceMonitor:
             )
 
     def get_performance_analysis(self) -> PerformanceAnalysis:
-        """Figures over the window; an empty one gives zeros."""
+        """Return figures over the window; those of an empty one are zeros."""
         times = [r.processing_time_s for r in self._records]
         throughputs = [r.throughput for r in self._records]
         losses = [r.loss for r in self._records if r.loss is not None and math.isfinite(r.loss)]
@@ -121,7 +123,7 @@ class PerformanceMonitor:
         )
 
     def get_optimization_recommendations(self) -> list[str]:
-        """What to change, each with the figure that says so; empty if nothing does."""
+        """Return advice on what to change, each with the figure that it follows from."""
         if not self._records:
             return []
         analysis = self.get_performance_analysis()
@@ -160,7 +162,7 @@ class PerformanceMonitor:
         return alerts
 
     def _throughput_drop(self) -> float:
-        """Share of the older half's median throughput that the newer half lost; 0 with too few records."""
+        """Return the share of the older half's median throughput that the newer half lost; 0 with too few records."""
         if len(self._records) < _FEWEST:
             return 0.0
         older, newer = _halves([r.throughput for r in self._records])
@@ -168,13 +170,13 @@ class PerformanceMonitor:
 
 
 def _halves(values: Sequence[float]) -> tuple[float, float]:
-    """Medians of the older and the newer half; the middle one of an odd number belongs to neither."""
+    """Return the medians of the older and the newer half of ``values``, without the middle one of an odd number."""
     half = len(values) // 2
     return median(values[:half]), median(values[-half:])
 
 
 def _trend(values: Sequence[float]) -> Trend:
-    """More is better."""
+    """Return the trend of ``values``, of which more is better."""
     if len(values) < _FEWEST:
         return "insufficient_data"
     older, newer = _halves(values)

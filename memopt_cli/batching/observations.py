@@ -1,4 +1,4 @@
-"""What an adaptive batch size has seen: usage of memory by batch, losses, and sizes that are not to be passed."""
+"""Observations behind an adaptive batch size: memory used by each size, losses, and a cap."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from memopt_cli.search.batch_size.config import AdaptiveSizing
 from memopt_cli.search.batch_size.lines import fit_line
 
 _LOSS_SPIKE = 1.5
-"""A loss so many times its average stops growth."""
+"""Ratio of a loss to its average above which the batch does not grow."""
 _CAPPED_INTERVALS = 5
 
 
 class Usages:
-    """Shares of memory by batch, the latest of each: ``u(B) = a + c B`` is fitted to those of the last calls."""
+    """Latest share of memory of each batch size, and the line ``u(B) = a + c B`` fitted to those of the last calls."""
 
     def __init__(self, window: int) -> None:
-        """``window``: calls after which one is forgotten."""
+        """Forget a size ``window`` calls after it was last used."""
         self._window = window
         self._seen: dict[int, tuple[int, float]] = {}  # batch -> (call, share)
 
     def see(self, batch: int, call: int, share: float) -> None:
-        """One more; a batch of 0 is what is in use between steps."""
+        """Note that ``batch`` samples used ``share`` of the memory; 0 samples stands for the time between steps."""
         self._seen[batch] = (call, share)
 
     def rescale(self, factor: float) -> None:
-        """Shares of an earlier capacity become shares of the present one."""
+        """Multiply all shares by ``factor``, the ratio of the earlier capacity to the present one."""
         self._seen = {batch: (call, share * factor) for batch, (call, share) in self._seen.items()}
 
     def batch_at(self, target: float, call: int, batch: int, usage: float) -> float:
-        """The size that is expected at the target, seen from the usage of the current one; infinite if that is none."""
+        """Return the size at which the line through ``usage`` of ``batch`` meets ``target``; infinite without usage."""
         points = self._recent(call)
         intercept, slope = fit_line(points) if len(points) > 1 else (0.0, 1.0)
         if slope <= 0 or usage <= intercept:
@@ -37,7 +37,7 @@ class Usages:
         return batch * (target - intercept) / (usage - intercept) if usage > 0 else math.inf
 
     def expected(self, call: int, batch: int) -> float:
-        """The usage of a size; 0 if nothing was seen."""
+        """Return the share that ``batch`` samples are expected to use; 0 if nothing is known."""
         points = self._recent(call)
         if len(points) > 1:
             intercept, slope = fit_line(points)
@@ -51,26 +51,26 @@ class Usages:
 
 
 class Losses:
-    """Their moving average."""
+    """A moving average of losses."""
 
     def __init__(self, window: int) -> None:
         self._weight = 2 / (window + 1)
         self._mean: float | None = None
 
     def see(self, loss: float | None) -> None:
-        """One more, unless it is none."""
+        """Add ``loss`` to the average, unless it is ``None`` or not finite."""
         if loss is not None and math.isfinite(loss):
             self._mean = loss if self._mean is None else (1 - self._weight) * self._mean + self._weight * loss
 
     def spikes(self, loss: float | None) -> bool:
-        """Whether a loss is far above the average."""
+        """Return whether ``loss`` is far above the average."""
         if loss is None or self._mean is None:
             return False
         return loss > self._mean + (_LOSS_SPIKE - 1) * abs(self._mean)
 
 
 class Bounds:
-    """The configured sizes, and for a while one that is not to be passed."""
+    """Bounds of the batch size: the configured ones, and for a while a lower cap."""
 
     def __init__(self, config: AdaptiveSizing) -> None:
         self._config = config
@@ -78,11 +78,11 @@ class Bounds:
         self._until = 0
 
     def cap(self, batch: int, call: int) -> None:
-        """No more than this for five intervals."""
+        """Allow no size above ``batch`` for five intervals from ``call`` on."""
         self._cap = batch
         self._until = call + _CAPPED_INTERVALS * self._config.adaptation_interval
 
     def clamp(self, batch: int, call: int) -> int:
-        """The nearest size within them."""
+        """Return the size nearest to ``batch`` within the bounds that hold at ``call``."""
         high = self._cap if call < self._until else self._config.max_batch_size
         return max(self._config.min_batch_size, min(batch, high))

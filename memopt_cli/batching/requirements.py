@@ -1,4 +1,4 @@
-"""What shape of batch a model accepts: said by the model, or read off its first layer."""
+"""Shapes of batches that a model accepts: declared by the model, or read off its first layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONDITIONS: dict[str, tuple[Callable[[int, int], bool], str]] = {
     "maximum": (operator.le, "at most "),
     "divisible_by": (lambda size, wanted: size % wanted == 0, "a multiple of "),
 }
-"""Field of :class:`ShapeRequirements` -> whether a size meets the wanted one, and how that is said."""
+"""Field of :class:`ShapeRequirements` -> whether a size meets the wanted one, and the words for it in messages."""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -36,14 +36,14 @@ class ShapeRequirements:
     maximum: dict[int, int] = field(default_factory=dict)
     """Axis -> largest size."""
     divisible_by: dict[int, int] = field(default_factory=dict)
-    """Axis -> a number its size is a multiple of."""
+    """Axis -> number of which its size must be a multiple."""
     dtype: str | None = None
     """Name of a torch dtype without the prefix; ``None``: any."""
     values_below: int | None = None
-    """Integer inputs are from 0 to this, exclusive (rows of an embedding)."""
+    """Exclusive upper bound of integer inputs (rows of an embedding); ``None``: two values, 0 and 1."""
 
     def issues(self, shape: Sequence[int], dtype: str | None = None) -> list[str]:
-        """Every condition that ``shape`` (and ``dtype``, if given) does not meet, as sentences."""
+        """Return a sentence for each condition that ``shape`` (and ``dtype``, if given) does not meet."""
         found = []
         if self.ndim and len(shape) not in self.ndim:
             allowed = " or ".join(map(str, self.ndim))
@@ -57,7 +57,7 @@ class ShapeRequirements:
 
 
 def as_requirements(wanted: ShapeRequirements | Mapping[str, Any] | nn.Module | None) -> ShapeRequirements:
-    """A record, its plain values, or a model -> requirements; ``None`` has none.
+    """Return the requirements in ``wanted``: a record, its plain values, or a model; none for ``None``.
 
     Raises :class:`~memopt_cli.errors.UsageError` for an unknown key or a value of the wrong type.
     """
@@ -71,7 +71,7 @@ def as_requirements(wanted: ShapeRequirements | Mapping[str, Any] | nn.Module | 
 
 
 def infer_requirements(model: nn.Module) -> ShapeRequirements:
-    """``model.get_shape_requirements()`` if there is such a method, else what the first layer needs.
+    """Return ``model.get_shape_requirements()`` if there is such a method, else the needs of its first layer.
 
     The first layer is the first linear, convolutional, recurrent or embedding one in order of registration; a model
     without any accepts anything.
@@ -84,7 +84,7 @@ def infer_requirements(model: nn.Module) -> ShapeRequirements:
 
 
 def sample_input(shape: Sequence[int], requirements: ShapeRequirements, device: str | torch.device) -> Tensor:
-    """A random batch of ``shape`` that meets the requirements' dtype and range; the same one every time."""
+    """Return a batch of ``shape`` of the dtype and range in ``requirements``, random but the same in every call."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, requirements.dtype or "float32")
     if dtype.is_floating_point or dtype.is_complex:
@@ -93,7 +93,7 @@ def sample_input(shape: Sequence[int], requirements: ShapeRequirements, device: 
 
 
 def sequence_axis(shape: Sequence[int]) -> int | None:
-    """Axis of the sequence: 1 in (batch, seq, dim), 2 in (batch, time, seq, dim); other shapes have none."""
+    """Return the axis of the sequence in ``shape``: 1 of three dimensions, 2 of four, else ``None``."""
     return {3: 1, 4: 2}.get(len(shape))
 
 
@@ -116,7 +116,7 @@ def _of_layer(layer: nn.Module) -> ShapeRequirements | None:
 
 
 def _least_size(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, i: int) -> int:
-    """Least spatial size: what the dilated kernel spans, less the padding on both sides."""
+    """Return the least size of spatial dimension ``i``: the span of the dilated kernel less the padding."""
     span = layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
     return 1 if isinstance(layer.padding, str) else max(1, span - 2 * int(layer.padding[i]))
 
@@ -132,7 +132,10 @@ def _unless(shape: Sequence[int], axis: int, holds: Callable[[int, int], bool], 
 
 
 def require_batch_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape as a tuple; raises :class:`BatchShapeError` if it is empty or has a size that is not positive."""
+    """Return ``shape`` as a tuple.
+
+    Raises :class:`BatchShapeError` if it is empty or has a size that is not positive.
+    """
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
         raise BatchShapeError(f"{tuple(shape)} is not a batch shape", hint="Give positive sizes, the batch first.")
     return tuple(shape)

@@ -1,4 +1,4 @@
-"""Batches as rows: cut, joined and queued, whatever structure of tensors they are."""
+"""Rows of batches of any structure of tensors: cut, joined and queued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt_cli.runtime.tree import join_tensors, map_leaves, split_tensors, ten
 
 
 def rows_of(batch: Any) -> int:
-    """Samples in a batch: the first size of every tensor in it.
+    """Return the number of samples in ``batch``: the first size of every tensor in it.
 
     Raises :class:`BatchShapeError` if there is no tensor, something else than tensors, or tensors of different first
     sizes.
@@ -34,12 +34,12 @@ def rows_of(batch: Any) -> int:
 
 
 def narrow(batch: Any, start: int, stop: int) -> Any:
-    """Rows ``start`` to ``stop`` (exclusive), as views."""
+    """Return rows ``start`` to ``stop`` (exclusive) of ``batch``, as views."""
     return map_leaves(lambda tensor: tensor[start:stop], batch)
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
-    """One batch of all rows, in order; the structure is that of the first."""
+    """Return one batch of all rows of ``batches``, in order and in the structure of the first."""
     if len(batches) == 1:
         return batches[0]
     split = [split_tensors(batch) for batch in batches]
@@ -47,7 +47,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
 
 
 class RowQueue:
-    """Rows in the order they came, given out in batches of any size."""
+    """A queue of rows that are put in and taken out in batches of any size."""
 
     def __init__(self) -> None:
         self._batches: deque[Any] = deque()
@@ -57,17 +57,17 @@ class RowQueue:
         return self._rows
 
     def put(self, batch: Any) -> None:
-        """Add a batch's rows at the end."""
+        """Add the rows of ``batch`` at the end."""
         self._rows += rows_of(batch)
         self._batches.append(batch)
 
     def put_first(self, batch: Any) -> None:
-        """Put rows back, to be taken again first."""
+        """Put the rows of ``batch`` in front, to be taken first."""
         self._rows += rows_of(batch)
         self._batches.appendleft(batch)
 
     def take(self, rows: int) -> Any:
-        """The next ``rows`` rows, or all if there are fewer; at least one must be there."""
+        """Remove and return the first ``rows`` rows, or all if there are fewer; there must be at least one."""
         parts: list[Any] = []
         wanted = min(rows, self._rows)
         self._rows -= wanted

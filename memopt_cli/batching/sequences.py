@@ -23,11 +23,11 @@ Sample = tuple[Tensor, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedSequences:
-    """Sequences from the longest to the shortest; equal ones keep their order."""
+    """Sequences sorted from the longest to the shortest; equal ones keep their order."""
 
     sequences: tuple[Tensor, ...]
     order: Tensor
-    """``(N,)``: where each one stood before; ``labels[order]`` puts labels into the same order."""
+    """Index of each one before sorting, ``(N,)``; ``labels[order]`` puts labels into the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +35,19 @@ class PaddedSequences:
     """Sequences in one tensor, the batch first."""
 
     data: Tensor
-    """``(N, T, …)``, filled up after each sequence's end."""
+    """Sequences, ``(N, T, …)``, each filled up after its end."""
     lengths: Tensor
-    """``(N,)``, on the CPU, as ``torch.nn.utils.rnn`` wants it."""
+    """Length of each sequence, ``(N,)``, on the CPU, as ``torch.nn.utils.rnn`` wants it."""
 
     @property
     def mask(self) -> Tensor:
-        """``(N, T)``, true where a sequence is; on the data's device."""
+        """Mask, ``(N, T)``, true where a sequence is; on the data's device."""
         return mask_of(self.lengths.to(self.data.device), self.data.shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddingReport:
-    """What padding costs, over all batches."""
+    """The cost of padding, over all batches."""
 
     batches: int
     sequences: int
@@ -62,34 +62,34 @@ class PaddingReport:
         return 1 - self.tokens / self.positions if self.positions else 0.0
 
 
-# ---------------------------------------------------------------------------------------------- and back
+# ---------------------------------------------------------------------------------------------- there and back
 
 
 def sort_by_length(sequences: Sequence[Tensor]) -> SortedSequences:
-    """The longest first; the inverse is :func:`unsort`."""
+    """Sort ``sequences``, the longest first; :func:`unsort` undoes it."""
     order = length_order([len(sequence) for sequence in _checked(sequences)])
     return SortedSequences(sequences=tuple(sequences[i] for i in order.tolist()), order=order)
 
 
 def unsort(ordered: SortedSequences) -> list[Tensor]:
-    """The sequences as they stood before :func:`sort_by_length`."""
+    """Return the sequences of ``ordered`` as they stood before :func:`sort_by_length`."""
     return [ordered.sequences[i] for i in inverse_order(ordered.order).tolist()]
 
 
 def length_order(lengths: Sequence[int] | Tensor) -> Tensor:
-    """``(N,)`` -> indices from the longest to the shortest; equal lengths keep their order."""
+    """Return the indices of ``lengths`` from the longest to the shortest; equal ones keep their order."""
     return torch.argsort(torch.as_tensor(lengths), descending=True, stable=True)
 
 
 def inverse_order(order: Tensor) -> Tensor:
-    """The permutation that undoes ``order``: ``x[order][inverse_order(order)]`` is ``x``."""
+    """Return the permutation that undoes ``order``: ``x[order][inverse_order(order)]`` is ``x``."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse
 
 
 def pad(sequences: Sequence[Tensor], *, value: float = 0.0, total_length: int | None = None) -> PaddedSequences:
-    """Fill up with ``value`` to the longest, or to ``total_length`` steps; the inverse is :func:`unpad`."""
+    """Fill ``sequences`` up with ``value`` to the longest, or to ``total_length`` steps; :func:`unpad` undoes it."""
     lengths = torch.tensor([len(sequence) for sequence in _checked(sequences)])
     data = pad_sequence(list(sequences), batch_first=True, padding_value=value)
     missing = 0 if total_length is None else total_length - data.shape[1]
@@ -102,12 +102,12 @@ def pad(sequences: Sequence[Tensor], *, value: float = 0.0, total_length: int | 
 
 
 def unpad(padded: PaddedSequences) -> list[Tensor]:
-    """The sequences without what they were filled up with: views."""
+    """Return the sequences in ``padded`` without the padding, as views."""
     return [row[:length] for row, length in zip(padded.data, padded.lengths.tolist(), strict=True)]
 
 
 def pack(sequences: Sequence[Tensor]) -> PackedSequence:
-    """Step by step without padding, for PyTorch's recurrent layers; the inverse is :func:`unpack`.
+    """Pack ``sequences`` step by step, without padding, for PyTorch's recurrent layers; :func:`unpack` undoes it.
 
     A recurrent layer returns its hidden state in the order of ``sequences``.
     """
@@ -115,25 +115,26 @@ def pack(sequences: Sequence[Tensor]) -> PackedSequence:
 
 
 def unpack(packed: PackedSequence) -> list[Tensor]:
-    """The sequences in the order they were packed in."""
+    """Return the sequences in ``packed``, in the order in which they were packed."""
     return unpack_sequence(packed)
 
 
 def nest(sequences: Sequence[Tensor]) -> Tensor:
-    """A nested tensor ``(N, *, …)`` of jagged layout; gradients reach the sequences.  The inverse is :func:`unnest`.
+    """Return ``sequences`` as a nested tensor ``(N, *, …)`` of jagged layout; :func:`unnest` undoes it.
 
+    Gradients reach the sequences.
     Attention and linear layers take it; PyTorch's recurrent layers do not (use :func:`pack`).
     """
     return torch.nested.as_nested_tensor(list(_checked(sequences)), layout=torch.jagged)
 
 
 def unnest(nested: Tensor) -> list[Tensor]:
-    """The sequences of a nested tensor."""
+    """Return the sequences in ``nested``."""
     return list(nested.unbind())
 
 
 def mask_of(lengths: Tensor, steps: int) -> Tensor:
-    """Lengths ``(N,)`` -> ``(N, steps)``, true before each one's end."""
+    """Return a mask ``(N, steps)``, true before the end of each of the ``lengths``, ``(N,)``."""
     return torch.arange(steps, device=lengths.device) < lengths[:, None]
 
 
@@ -141,31 +142,67 @@ def mask_of(lengths: Tensor, steps: int) -> Tensor:
 
 
 def collate_padded(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
-    """Samples ``(sequence, label)`` -> ``(sequences padded with zeros, with their mask, labels (N, …))``.
+    """Collate ``samples`` into sequences padded with zeros, for a ``DataLoader``.
 
-    Of samples that are sequences without labels: the sequences alone.
+    Parameters
+    ----------
+    samples:
+        Sequences ``(length, …)``, or pairs of one and its label.
+
+    Returns
+    -------
+    :class:`PaddedSequences`, which have a mask; of pairs, them and the collated labels ``(N, …)``.
+
+    Raises
+    ------
+    BatchShapeError
+        If a sequence is empty or of other sizes than the first, or if some samples have labels and some have none.
     """
     return _collated(samples, pad)
 
 
 def collate_packed(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
-    """Samples ``(sequence, label)`` -> ``(packed sequence, labels (N, …))``, labels in the order of the samples.
+    """Collate ``samples`` into a packed sequence, for PyTorch's recurrent layers and a ``DataLoader``.
 
-    Of samples that are sequences without labels: the packed sequence alone.
+    Parameters
+    ----------
+    samples:
+        Sequences ``(length, …)``, or pairs of one and its label.
+
+    Returns
+    -------
+    A ``PackedSequence``; of pairs, it and the collated labels ``(N, …)``, in the order of the samples.
+
+    Raises
+    ------
+    BatchShapeError
+        As :func:`collate_padded`.
     """
     return _collated(samples, pack)
 
 
 def collate_nested(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
-    """Samples ``(sequence, label)`` -> ``(nested (jagged) tensor, labels (N, …))``.
+    """Collate ``samples`` into a nested (jagged) tensor, for attention and linear layers and a ``DataLoader``.
 
-    Of samples that are sequences without labels: the nested tensor alone.
+    Parameters
+    ----------
+    samples:
+        Sequences ``(length, …)``, or pairs of one and its label.
+
+    Returns
+    -------
+    A nested tensor ``(N, *, …)``; of pairs, it and the collated labels ``(N, …)``.
+
+    Raises
+    ------
+    BatchShapeError
+        As :func:`collate_padded`.
     """
     return _collated(samples, nest)
 
 
 def padding_report(batches: Iterable[Sequence[int]]) -> PaddingReport:
-    """What padding costs for the lengths of each batch.
+    """Return the cost of padding ``batches``, each given by the lengths of its sequences.
 
     With a sampler: ``padding_report([lengths[i] for i in batch] for batch in sampler)``.
     """

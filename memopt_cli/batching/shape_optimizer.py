@@ -1,4 +1,4 @@
-"""The best of several batch shapes, measured on this machine, for a machine that may be another one."""
+"""The choice among batch shapes, which are measured here, for a machine that may be another one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from memopt_cli.text.units import format_bytes
 _STEPS = 3
 """Timed steps for each shape, after one to warm up."""
 _TIE = 0.01
-"""Scores closer than this share are a tie: timings are no more exact."""
+"""Share by which two scores may differ and be a tie: timings are no more exact."""
 
 Measure = Callable[[tuple[int, ...]], Trial | OutOfMemory]
-"""Batch shape -> one step's peak and time."""
+"""Function of a batch shape that returns the peak and the time of one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpecs:
-    """The machine that the batch is for; bytes.  ``None``: this machine."""
+    """Memory of the machine that the batch is for, in bytes; ``None``: that of this machine."""
 
     gpu_memory: float | None = None
     cpu_memory: float | None = None
@@ -38,23 +38,23 @@ class HardwareSpecs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What a shape must keep to be feasible; ``None``: no condition."""
+    """Conditions of a feasible shape; ``None``: no condition."""
 
     max_memory: float = 0.9
     """Share of the specified memory, in (0, 1]."""
     min_throughput: float | None = None
-    """Samples per second."""
+    """Least number of samples per second."""
     min_accuracy: float | None = None
-    """Of the user's accuracy function."""
+    """Least value of the user's accuracy function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """Weights of what is sought; each is relative to the best feasible shape."""
+    """Weights of the objectives; each is relative to the best feasible shape."""
 
     throughput: float = 1.0
     memory: float = 0.0
-    """Of using little memory."""
+    """Weight of using little memory."""
     accuracy: float = 0.0
 
 
@@ -64,16 +64,16 @@ class Candidate(TypedDict):
     shape: tuple[int, ...]
     batch_size: int
     seq_length: int | None
-    """Axis 1 of 3 dimensions, axis 2 of 4; other shapes have none."""
+    """Size of axis 1 of 3 dimensions, of axis 2 of 4; ``None`` for other shapes."""
     throughput: float
     """Samples per second; 0 if it ran out of memory."""
     memory_bytes: int | None
-    """Peak of one step; ``None`` if it ran out of memory."""
+    """Peak of one step in bytes; ``None`` if it ran out of memory."""
     accuracy: float | None
-    """Of the user's accuracy function."""
+    """Value of the user's accuracy function; ``None`` without one."""
     feasible: bool
     violated: list[str]
-    """Conditions that are not met, with the values."""
+    """Conditions that it does not meet, with the values."""
 
 
 class BatchRecommendation(Candidate):
@@ -88,7 +88,7 @@ class BatchRecommendation(Candidate):
 
 
 class BatchShapeOptimizer:
-    """Measures candidate shapes of a model's input and chooses among them.
+    """A chooser among shapes of a model's input, by measuring them.
 
     ``hardware_specs`` (``gpu_memory``, ``cpu_memory`` in bytes) describes the machine the batch is for: memory is held
     against it, while throughput is that of this machine.  ``accuracy_fn(batch_size)`` is the only source of accuracy.
@@ -119,7 +119,7 @@ class BatchShapeOptimizer:
         *,
         objectives: Mapping[str, float] | None = None,
     ) -> BatchRecommendation:
-        """The feasible shape with the highest throughput; of equal ones (within 1 %) the one with less memory.
+        """Return the feasible one of ``input_shapes`` with the highest throughput; of ties (1 %) that with less memory.
 
         ``constraints``: ``max_memory`` (share of the specified memory), ``min_throughput`` (samples/s),
         ``min_accuracy``.  ``objectives``: weights of ``throughput``, ``memory`` and ``accuracy`` instead of throughput
@@ -153,7 +153,10 @@ class BatchShapeOptimizer:
         *,
         objectives: Mapping[str, float] | None = None,
     ) -> BatchRecommendation:
-        """The same over the shapes around ``input_shape`` that suit the model's architecture."""
+        """Return the best of the shapes near ``input_shape`` that suit the model's architecture.
+
+        See :meth:`optimize_batch_shape`.
+        """
         shapes = candidate_shapes(self._model, require_batch_shape(input_shape))
         return self.optimize_batch_shape(shapes, constraints, objectives=objectives)
 
@@ -225,7 +228,7 @@ def _best(feasible: Sequence[Candidate], weights: Objectives) -> Candidate:
 
 
 def _score(candidate: Candidate, among: Sequence[Candidate], weights: Objectives) -> float:
-    """Weighted sum of each objective relative to the best of ``among``; little memory is one over it."""
+    """Return the weighted sum of the objectives of ``candidate``, each relative to the best of ``among``."""
     least = min(c["memory_bytes"] or 0 for c in among)
     fastest = max(c["throughput"] for c in among)
     score = weights.throughput * candidate["throughput"] / fastest
@@ -245,7 +248,7 @@ def _smallest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _dominates(one: Candidate, other: Candidate) -> bool:
-    """At least as good in everything and better in something."""
+    """Return whether ``one`` is at least as good as ``other`` in everything, and better in something."""
     first, second = _qualities(one), _qualities(other)
     return first != second and all(a >= b for a, b in zip(first, second, strict=True))
 

@@ -1,4 +1,4 @@
-"""Reshaping and laying out tensors without passing a share of memory."""
+"""Reshaping and layout of tensors that keep within a share of memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class MemoryAwareShaper:
-    """Reshapes tensors, copying only where the copy fits below ``memory_threshold`` (a share of capacity).
+    """A guard of reshapes and layouts: a copy must fit below ``memory_threshold``, a share of capacity.
 
     ``memory_threshold`` wins over the configuration's; ``memory`` reads what is in use, by default on the tensor's
     device.
@@ -39,12 +39,12 @@ class MemoryAwareShaper:
         self._config = config
         self._memory = memory
         self.notes: list[str] = []
-        """What could not be done as hinted, each said once."""
+        """Hints that could not be followed, each once."""
 
     def reshape_with_memory_check(
         self, tensor: Tensor, target_shape: Sequence[int], preserve_gradients: bool | None = None
     ) -> Tensor:
-        """``tensor`` in ``target_shape`` (one size may be -1): a view where that is possible, else a checked copy.
+        """Return ``tensor`` in ``target_shape`` (one size may be -1): a view if possible, else a copy if that fits.
 
         ``preserve_gradients``: ``True`` stays in the autograd graph, ``False`` gives a detached tensor; ``None`` as
         configured.  Raises :class:`BatchShapeError` (a ``ValueError``) if the numbers of elements differ and
@@ -56,7 +56,7 @@ class MemoryAwareShaper:
         return (tensor if keep else tensor.detach()).reshape(shape)
 
     def predict_extra_bytes(self, tensor: Tensor, target_shape: Sequence[int]) -> int:
-        """Bytes that reshaping would allocate: none for a view, else those of the whole tensor."""
+        """Return the bytes that reshaping ``tensor`` would allocate: none for a view, else those of all of it."""
         try:
             tensor.detach().view(resolved_shape(tensor, target_shape))
         except RuntimeError:
@@ -66,7 +66,7 @@ class MemoryAwareShaper:
     def optimize_tensor_layout(
         self, tensor: Tensor, operation_type: str, *, lengths: Sequence[int] | Tensor | None = None
     ) -> Tensor | PackedSequence:
-        """``tensor`` laid out in memory for an operation; values stay the same.
+        """Return ``tensor`` laid out in memory for ``operation_type``; values stay the same.
 
         ``operation_type``: ``attention`` gives contiguous memory, ``convolution`` channels last (of 4 and 5
         dimensions; contiguous otherwise), ``recurrent`` a :class:`PackedSequence` of a ``(batch, seq, …)`` tensor
@@ -122,7 +122,10 @@ class MemoryAwareShaper:
 
 
 def resolved_shape(tensor: Tensor, target_shape: Sequence[int]) -> tuple[int, ...]:
-    """``target_shape`` with its -1 filled in; raises :class:`BatchShapeError` if the elements cannot fill it."""
+    """Return ``target_shape`` with its -1 filled in.
+
+    Raises :class:`BatchShapeError` if the elements of ``tensor`` cannot fill it.
+    """
     unknown = [i for i, size in enumerate(target_shape) if size == -1]
     known = math.prod(size for size in target_shape if size != -1)
     valid = len(unknown) <= 1 and all(size >= -1 for size in target_shape)
@@ -137,9 +140,9 @@ def resolved_shape(tensor: Tensor, target_shape: Sequence[int]) -> tuple[int, ..
 
 
 def lengths_from_padding(tensor: Tensor) -> Tensor:
-    """Lengths (N,) of the sequences in ``(batch, seq, …)``: the last step that is not all zeros, at least 1.
+    """Return the lengths (N,) of the sequences in ``tensor``, ``(batch, seq, …)``, up to the last step with a non-zero.
 
-    A sequence that really ends in zeros is taken for shorter; hence nothing calls this unasked.
+    They are at least 1.  A sequence that really ends in zeros comes out shorter, so nothing calls this unasked.
     """
     filled = tensor.flatten(2).ne(0).any(dim=2) if tensor.dim() > 2 else tensor.ne(0)
     steps = torch.arange(1, tensor.shape[1] + 1, device=tensor.device)

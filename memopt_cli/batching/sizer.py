@@ -1,4 +1,4 @@
-"""The batch size, found by trials and kept under a share of memory by a control law."""
+"""The batch size: found by trials, and kept under a share of memory by a control law."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from memopt_cli.search.batch_size.config import AdaptiveSizing
 from memopt_cli.text.units import format_bytes
 
 DANGER_SHARE = 0.95
-"""Usage that is answered at once, whatever the interval."""
+"""Share of capacity at which the batch shrinks at once, whatever the interval."""
 _TOO_HIGH = 1.05
 _ROOM = 0.9
 """Usage relative to the target above which the batch shrinks, and below which it may grow."""
 _GROWTH = 1.25
 """Largest factor of one growth; a batch too small for it grows by one."""
 _THROUGHPUT_LOSS = 0.2
-"""A growth that costs a larger share of the throughput is taken back."""
+"""Share of the throughput that a growth may cost without being taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Growth:
 
 
 class AdaptiveBatchSizer:
-    """Chooses the batch size so that a step's peak is ``target_memory_usage`` of the device's capacity.
+    """A controller of the batch size: a step's peak should be ``target_memory_usage`` of the device's capacity.
 
     ``target_memory_usage`` (a share) wins over the configuration's.  ``memory`` reads capacity and peaks; without one
     the device's own meter is used.  ``effective_batch_size`` is what gradient accumulation keeps constant.  With
@@ -73,7 +73,7 @@ class AdaptiveBatchSizer:
         self.start_from(initial_batch_size)
 
     def start_from(self, batch_size: int) -> None:
-        """Begin anew at a size (clamped to the limits), forgetting what was observed."""
+        """Begin anew at ``batch_size``, clamped to the limits, and forget all observations."""
         self._batch = max(self._config.min_batch_size, min(batch_size, self._config.max_batch_size))
         self._reason = "initial size"
         self._calls = 0
@@ -97,7 +97,7 @@ class AdaptiveBatchSizer:
 
     @property
     def reason(self) -> str:
-        """Why the size is what it is: the last change, in words."""
+        """Reason of the last change of the size, in words."""
         return self._reason
 
     @property
@@ -115,7 +115,7 @@ class AdaptiveBatchSizer:
         *,
         make_input: Callable[[int], Tensor] | None = None,
     ) -> int:
-        """The largest batch between the configured limits whose step stays within the target, found by running steps.
+        """Return the largest batch within the limits whose step of ``model`` stays within the target, by running steps.
 
         ``input_shape`` starts with the batch, which is only the first guess.  A step is forward, and backward if the
         model is in training mode.  From the guess the size is doubled (or halved) until the target or the memory is
@@ -152,7 +152,7 @@ class AdaptiveBatchSizer:
         current_memory_usage: float | None = None,
         performance_metrics: Mapping[str, float] | None = None,
     ) -> int:
-        """Take in what the last step cost; returns the size for the next one.
+        """Return the size of the next batch, after a step of ``current_loss`` that used ``current_memory_usage``.
 
         ``current_memory_usage`` is the step's peak: a share of capacity (at most 1) or bytes; ``None`` measures it.
         (A quotient of allocated and highest allocated memory is no share of capacity.)  ``performance_metrics`` may
@@ -178,7 +178,7 @@ class AdaptiveBatchSizer:
         return self._settle(wanted, reason)
 
     def report_out_of_memory(self) -> int:
-        """The last step ran out of memory: halve, and do not grow for five intervals.
+        """Halve the size, because the last step ran out of memory, and return it; it does not grow for five intervals.
 
         The next :meth:`adapt_batch_size` takes no notice of what the failed step cost; in a distributed run the other
         ranks hear of the size there.
@@ -231,7 +231,7 @@ class AdaptiveBatchSizer:
         return share
 
     def _follow_capacity(self) -> bool:
-        """Shares of an earlier capacity become shares of the present one; whether it changed."""
+        """Convert shares of an earlier capacity into shares of the present one, and return whether it changed."""
         before, self._capacity = self._capacity, self._memory.capacity_bytes()
         if before is None or before == self._capacity:
             return False
@@ -267,10 +267,10 @@ class AdaptiveBatchSizer:
 
 
 def largest_fitting(fits: Callable[[int], bool], guess: int, low: int, high: int) -> int | None:
-    """The largest size in ``[low, high]`` that fits, if fitting ones are all below the others; ``None``: not even low.
+    """Return the largest size in ``[low, high]`` for which ``fits`` is true; ``None`` if it is not for ``low``.
 
-    Doubles from ``guess`` until one does not fit (or halves until one does), then bisects: at most
-    ``log2(high / low) + log2(high - low) + 3`` questions.
+    Whatever fits must be smaller than whatever does not.  Sizes are doubled from ``guess`` until one does not fit (or
+    halved until one does), then bisected: at most ``log2(high / low) + log2(high - low) + 3`` calls.
     """
     good, bad, size = low - 1, high + 1, guess
     while bad - good > 1:
@@ -284,7 +284,7 @@ def largest_fitting(fits: Callable[[int], bool], guess: int, low: int, high: int
 
 
 def agree_on_batch_size(batch_size: int, device: str | torch.device = "cpu") -> int:
-    """The smallest size among all ranks of the default process group; every rank must call it.
+    """Return the smallest ``batch_size`` among all ranks of the default process group; every rank must call it.
 
     ``device`` is where the group's backend wants tensors: ``cpu`` for gloo, the rank's own for NCCL.
     Raises :class:`UsageError` if no process group was initialized.

@@ -1,4 +1,4 @@
-"""One step run for its memory and time, that leaves the model as it was."""
+"""A step that is run for its memory and time, and leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memopt_cli.verification.equality import gradients_kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What one step took."""
+    """Memory and time of one step."""
 
     peak_bytes: int
     step_s: float
@@ -28,7 +28,7 @@ class Trial:
 def try_step(
     model: nn.Module, make_input: Callable[[], Tensor], memory: MemoryMeter, device: str, *, backward: bool
 ) -> Trial | OutOfMemory:
-    """Forward, and backward from a random cotangent if asked for.
+    """Run the forward of ``model``, and with ``backward`` its backward from a random cotangent.
 
     The input is made inside, so that its memory counts and may run out as well.  Optimizer state that does not exist
     yet is not counted.  Gradients, buffers, hidden state, mode and random generators are put back.
@@ -49,7 +49,7 @@ def try_step(
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, device: str) -> Iterator[None]:
-    """Whatever runs inside leaves no trace on the model or on torch's random generators."""
+    """Put ``model`` and the random generators back after the block to where they were before it."""
     start = StartingState(model)
     try:
         with gradients_kept(model), torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):

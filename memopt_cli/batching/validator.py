@@ -1,4 +1,4 @@
-"""Whether a batch shape suits a model and the hardware, and what it costs in a sequence of operations."""
+"""Checks of batch shapes against a model and the hardware, and their cost in a sequence of operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt_cli.records import from_data
 from memopt_cli.search.batch_size.config import Validation
 
 _LANES = 8
-"""Sizes of matrix units are multiples of it (NVIDIA, "Matrix Multiplication Background": 8 for 16-bit types)."""
+"""Number of which sizes of matrix units are multiples (NVIDIA, "Matrix Multiplication Background": 8 for 16 bits)."""
 _LONG = 1024
 """Sequence length from which attention's squared term is worth a warning."""
 _FLOAT_BYTES = 4
@@ -23,23 +23,23 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareLimits:
-    """What the hardware, or the serving system, takes at most; ``None``: no limit."""
+    """Limits of the hardware, or of the serving system; ``None``: no limit."""
 
     max_batch_size: int | None = None
     max_seq_len: int | None = None
 
 
 class OperationCost(TypedDict):
-    """One operation on the whole batch, forward only."""
+    """Cost of one operation on the whole batch, forward only."""
 
     operation: str
     flops: int
     bytes: int
-    """Read and written, in float32, weights included."""
+    """Bytes read and written, in float32, weights included."""
 
 
 class PerformanceImplications(TypedDict):
-    """What :meth:`BatchShapeValidator.check_performance_implications` returns."""
+    """Costs of a sequence of operations."""
 
     operations: list[OperationCost]
     bottleneck: str | None
@@ -50,7 +50,7 @@ class PerformanceImplications(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Sizes of a batch of features: sequences (batch · time), positions in each, features of each."""
+    """Sizes of a batch of features: sequences (batch · time), positions in each, and features of each position."""
 
     sequences: int
     positions: int
@@ -62,12 +62,12 @@ class _Sizes:
 
 
 def _dense(s: _Sizes, weights: int) -> tuple[int, int]:
-    """FLOPs and elements moved by matrix products of all tokens with so many weights."""
+    """Return FLOPs of matrix products of all tokens with ``weights`` weights, and the elements moved."""
     return 2 * s.tokens * weights, 2 * s.tokens * s.features + weights
 
 
 def _attention(s: _Sizes) -> tuple[int, int]:
-    """Four projections, and scores and mix of ``S²`` pairs with one head's scores kept."""
+    """Return FLOPs and elements moved of four projections and of ``S²`` pairs of positions, one head's scores kept."""
     flops, moved = _dense(s, 4 * s.features**2)
     pairs = s.sequences * s.positions**2
     return flops + 4 * pairs * s.features, moved + 2 * pairs
@@ -90,7 +90,7 @@ _OPERATIONS: dict[str, Callable[[_Sizes], tuple[int, int]]] = {
 
 
 class BatchShapeValidator:
-    """Checks shapes; ``config`` says how strictly."""
+    """A checker of batch shapes; ``config`` says how strict it is."""
 
     def __init__(self, *, config: Validation | None = None) -> None:
         self._config = config or Validation()
@@ -103,7 +103,7 @@ class BatchShapeValidator:
         *,
         dtype: str | None = None,
     ) -> tuple[bool, list[str]]:
-        """Whether a batch of ``tensor_shape`` (batch first) can be used, and what is to be said about it.
+        """Return whether a batch of ``tensor_shape`` (batch first) can be used, and sentences about it.
 
         ``model_requirements``: see :class:`~memopt_cli.batching.requirements.ShapeRequirements`; of a model they are
         inferred.  ``hardware_limits``: ``max_batch_size`` and ``max_seq_len`` (axis 1 of 3 dimensions, 2 of 4).  Notes
@@ -123,7 +123,7 @@ class BatchShapeValidator:
     def check_performance_implications(
         self, batch_shape: Sequence[int], operation_sequence: Sequence[str], *, flops_per_byte: float = 10.0
     ) -> PerformanceImplications:
-        """FLOPs and bytes of each operation on ``(batch, …, dim)`` features, forward only, and the slowest of them.
+        """Return the cost of each operation on features ``batch_shape``, ``(batch, …, dim)``, and the slowest of them.
 
         The slowest takes the longer of its arithmetic and its traffic (roofline model, Williams et al. 2009), with
         ``flops_per_byte`` the balance of the machine.  Known operations: embedding, linear, feedforward (4 × wide),

@@ -1,4 +1,4 @@
-"""What a profiling subprocess can be asked of a sequence that is learnt online."""
+"""Jobs for a profiling subprocess about a sequence that is learnt online."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from memopt_cli.records import BatchProbe, GradientAgreement, OnlineRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineJob(StepJob[BatchProbe]):
-    """The allocated peak of a sequence, and its time."""
+    """The question for the allocated peak and the time of a sequence."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.online:probe"
     rule: OnlineRule
     symbol: str
-    """That of the time steps in the inputs."""
+    """Symbol of the time steps in the inputs."""
     steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementJob(StepJob[GradientAgreement]):
-    """The gradient of a sequence online against through time."""
+    """The question how far the online gradient of a sequence is from that through time."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.online:compare"
     rule: OnlineRule
     symbol: str
-    """That of the time steps in the inputs."""
+    """Symbol of the time steps in the inputs."""
     steps: int

@@ -9,11 +9,11 @@
 
 from memopt_cli.model_batching.checks import test_batched_model, test_model_batching
 from memopt_cli.model_batching.clipping import clip_grad_norm_per_model
+from memopt_cli.model_batching.comparison import RouteTrial
 from memopt_cli.model_batching.extension import AbstractBatchModule, register_batch_module
 from memopt_cli.model_batching.layout import inner_batch_size, merge_batch, split_batch
 from memopt_cli.model_batching.module import BatchModule
 from memopt_cli.model_batching.objectives import batch_accuracy, batch_loss, batch_topk
-from memopt_cli.model_batching.selection import RouteTrial
 
 __all__ = [
     "AbstractBatchModule",

@@ -1,4 +1,4 @@
-"""Whether a batched model does what each of its models does alone, as a test of a model of one's own."""
+"""Assertions for your own tests: a batched model computes what each of its models computes alone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,25 @@ Shape = Sequence[int]
 def test_model_batching(
     model: nn.Module, input_shapes: Sequence[Shape], batch: int = 3, rtol: float = 1e-6, atol: float = 1e-6
 ) -> None:
-    """Assert that ``batch`` copies of ``model`` with random weights give what each gives alone, in eval mode.
+    """Assert that ``batch`` copies of ``model`` with random weights compute what each computes alone, in eval mode.
 
-    ``input_shapes``: one for each argument of forward, (images, …), drawn from a normal distribution.  The model stays
-    as it was.  Gradients and buffers need no test: no route is used without comparing them.
-    Raises :class:`AssertionError` that names the output and the model that differ most.
+    Gradients and buffers need no test: no route is used without comparing them.
+
+    Parameters
+    ----------
+    model:
+        Model to batch; it stays as it was.
+    input_shapes:
+        A shape (images, …) for each argument of forward, which is drawn from a normal distribution.
+    batch:
+        Number of copies.
+    rtol, atol:
+        Tolerances of ``torch.allclose``.
+
+    Raises
+    ------
+    AssertionError
+        If an output differs; it names the output and the model that differ most.
     """
     test_batched_model(BatchModule(model, batch), model, input_shapes, rtol, atol)
 
@@ -36,9 +50,25 @@ def test_batched_model(
     randomize: bool = True,
     restore_state: bool = True,
 ) -> None:
-    """The same of a batched model that is there.
+    """Assert that ``batched_model``, which batches ``model``, computes what each of its models computes alone.
 
-    ``randomize``: give it random weights first, else compare those that it has; ``restore_state``: take them back.
+    Parameters
+    ----------
+    batched_model, model:
+        The batch, and the model that it batches.
+    input_shapes:
+        A shape (images, …) for each argument of forward, which is drawn from a normal distribution.
+    rtol, atol:
+        Tolerances of ``torch.allclose``.
+    randomize:
+        Give the models random weights first; ``False`` compares those that they have.
+    restore_state:
+        Give the models their own weights back at the end.
+
+    Raises
+    ------
+    AssertionError
+        If an output differs; it names the output and the model that differ most.
     """
     if not input_shapes or not all(isinstance(shape, Sequence) for shape in input_shapes):
         raise UsageError(f"input_shapes={input_shapes!r}", hint="Give a list of shapes, one for each argument.")
@@ -64,14 +94,14 @@ test_model_batching.__test__ = test_batched_model.__test__ = False  # type: igno
 
 
 def _drawn(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Floating tensors drawn anew with the norms they had; variances stay positive."""
+    """Return ``state`` with its floating tensors drawn anew, with the norms that they had."""
     drawn = {}
     for name, tensor in state.items():
         if not tensor.is_floating_point():
             drawn[name] = tensor
             continue
         noise = torch.randn_like(tensor)
-        noise = noise.abs() if bool((tensor >= 0).all()) else noise
+        noise = noise.abs() if bool((tensor >= 0).all()) else noise  # a variance
         drawn[name] = noise * (tensor.norm() / noise.norm()) if noise.numel() else noise
     return drawn
 

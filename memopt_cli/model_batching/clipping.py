@@ -10,10 +10,22 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def clip_grad_norm_per_model(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale the gradients of each model to a norm of at most ``max_norm``, in place; returns the norms, (models,).
+    """Scale the gradients of each model to a norm of at most ``max_norm``, in place, and return the norms before it.
 
-    ``parameters`` are stacked, (models, …).  Equals ``torch.nn.utils.clip_grad_norm_`` of each model alone, whereas
-    that function on stacked parameters takes one norm over all models and so couples them.
+    ``torch.nn.utils.clip_grad_norm_`` on stacked parameters takes one norm over all models and so couples them.
+
+    Parameters
+    ----------
+    parameters:
+        Stacked parameters, (models, …).
+    max_norm:
+        Largest norm of the gradients of one model.
+    norm_type:
+        Order of the norm.
+
+    Returns
+    -------
+    The norms before scaling, (models,), as ``torch.nn.utils.clip_grad_norm_`` gives for each model alone.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:

@@ -1,4 +1,4 @@
-"""Batch modules of the user's own: how a module type that memopt does not know runs as many models at once."""
+"""Batch modules: kernels of the user's own for types of modules that memopt has none for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AbstractBatchModule(nn.Module):
 
     base_class: ClassVar[type[nn.Module]] = nn.Module
     original: nn.Module
-    """One copy of the module it stands for, without data."""
+    """Copy of the module that this one stands for, without data."""
 
     @classmethod
     def from_module(cls, module: nn.Module, batch: int) -> Self:
@@ -38,11 +38,11 @@ class AbstractBatchModule(nn.Module):
 
     @property
     def shared_buffers(self) -> tuple[str, ...]:
-        """Names of the buffers that have no dimension of models."""
+        """Names of the buffers that all models share."""
         return tuple(self._shared_buffers)
 
     def register_shared_buffer(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
-        """A buffer that all models share: it has the shape it has in ``base_class``."""
+        """Register ``tensor`` as a buffer that all models share, of the shape that it has in ``base_class``."""
         self._shared_buffers.append(name)
         self.register_buffer(name, tensor, persistent)
 
@@ -74,7 +74,22 @@ _registered: dict[type[nn.Module], type[AbstractBatchModule]] = {}
 
 
 def register_batch_module(batch_class: type[B]) -> type[B]:
-    """Use ``batch_class`` for modules of its ``base_class`` in every model batched from now on; also a decorator."""
+    """Use ``batch_class`` for modules of its ``base_class`` in every model batched from now on; also a decorator.
+
+    Parameters
+    ----------
+    batch_class:
+        Subclass of :class:`AbstractBatchModule` with a ``base_class``.
+
+    Returns
+    -------
+    ``batch_class``.
+
+    Raises
+    ------
+    UsageError
+        If it is no such class, or has no ``base_class``.
+    """
     if not (isinstance(batch_class, type) and issubclass(batch_class, AbstractBatchModule)):
         raise UsageError(
             f"{getattr(batch_class, '__name__', batch_class)} is not an AbstractBatchModule",
@@ -87,7 +102,7 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
 
 
 def batch_class_of(module: nn.Module) -> type[AbstractBatchModule] | None:
-    """The batch class registered for exactly this type of module."""
+    """Return the batch class that is registered for the type of ``module`` itself, not for a base of it."""
     return _registered.get(type(module))
 
 

@@ -1,13 +1,10 @@
-"""Where the models are in a tensor: the data orders of callers, and the two foldings that kernels use.
+"""Orders of models and images in a caller's tensors.
 
-Inside the package the models are always dimension 0: a batched tensor is (models, …one model's shape…).  Memory is
-another matter: a convolution leaves its output with the images outermost, and every later kernel that takes such a
-tensor reads it as it lies.  The foldings below choose the order that needs no copy.
+Inside the package the models are always dimension 0: a batched tensor is (models, …one model's shape…).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -16,11 +13,11 @@ from torch import Tensor
 from memopt_cli.errors import UsageError, shortened
 
 DataOrder = Literal["g b", "(g b)", "b g", "(b g)"]
-"""How models (g) and images (b) lie in a caller's tensors; parentheses: merged into one dimension, the last fastest."""
+"""Order of models (g) and images (b) in a caller's tensors; in parentheses: one dimension, the last fastest."""
 
 
 def models_first(tensor: Tensor, models: int, order: DataOrder) -> Tensor:
-    """A view of a caller's tensor as (models, images, …)."""
+    """Return ``tensor``, which holds ``models`` models as ``order`` says, as a view (models, images, …)."""
     check_order(order)
     check_models(models)
     dimension = 1 if order == "b g" else 0
@@ -45,7 +42,7 @@ def models_first(tensor: Tensor, models: int, order: DataOrder) -> Tensor:
 
 
 def in_order(tensor: Tensor, order: DataOrder) -> Tensor:
-    """The inverse of :func:`models_first`; a tensor of one value per model, (models,), stays as it is."""
+    """Return ``tensor``, (models, images, …), in ``order``; one value per model, (models,), stays as it is."""
     if order == "g b" or tensor.dim() == 1:
         return tensor
     swapped = tensor if order == "(g b)" else tensor.transpose(0, 1)
@@ -53,9 +50,25 @@ def in_order(tensor: Tensor, order: DataOrder) -> Tensor:
 
 
 def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None = None) -> Tensor:
-    """A caller's tensor as (image·model, …), the model fastest, as batch modules take it.
+    """Return ``tensor`` as (image·model, …), the model fastest, as batch modules take it.
 
-    ``batch``: how many models; in the order ``(g b)`` the shape does not tell.  Raises :class:`UsageError`.
+    Parameters
+    ----------
+    tensor:
+        Tensor with models and images in ``data_order``.
+    data_order:
+        Order of models (g) and images (b) in it.
+    batch:
+        Number of models; ``None`` reads it off the shape, which is not possible in the order ``(g b)``.
+
+    Returns
+    -------
+    Tensor (image·model, …).
+
+    Raises
+    ------
+    UsageError
+        If the number of models is needed and not given, or does not fit the shape.
     """
     check_order(data_order)
     if data_order == "(b g)":
@@ -72,43 +85,59 @@ def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None
 
 
 def split_batch(tensor: Tensor, batch: int, data_order: DataOrder = "g b") -> Tensor:
-    """The inverse of :func:`merge_batch`.  Raises :class:`UsageError` if dimension 0 is no multiple of ``batch``."""
+    """Undo :func:`merge_batch`: return ``tensor``, (image·model, …), in ``data_order``.
+
+    Parameters
+    ----------
+    tensor:
+        Tensor (image·model, …), the model fastest.
+    batch:
+        Number of models.
+    data_order:
+        Order of models (g) and images (b) in the result.
+
+    Returns
+    -------
+    A view of ``tensor`` in ``data_order``.
+
+    Raises
+    ------
+    UsageError
+        If dimension 0 is no multiple of ``batch``.
+    """
     check_order(data_order)
     return in_order(models_first(tensor, batch, "(b g)"), data_order)
 
 
 def inner_batch_size(tensor: Tensor, batch: int) -> int:
-    """How many images each of ``batch`` models has in a merged tensor.  Raises :class:`UsageError` as above."""
+    """Return how many images each of ``batch`` models has in ``tensor``.
+
+    Parameters
+    ----------
+    tensor:
+        Tensor (image·model, …).
+    batch:
+        Number of models.
+
+    Returns
+    -------
+    Number of images.
+
+    Raises
+    ------
+    UsageError
+        If dimension 0 is no multiple of ``batch``.
+    """
     return models_first(tensor, batch, "(b g)").shape[1]
 
 
 def check_models(batch: object) -> None:
-    """Raises :class:`UsageError` for what is no number of models."""
+    """Raise :class:`UsageError` unless ``batch`` is a number of models."""
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise UsageError(f"batch={shortened(batch)}: there must be at least one model", hint="Give a whole number.")
 
 
 def check_order(order: str) -> None:
-    """Raises :class:`UsageError` for an order that is none of :data:`DataOrder`."""
+    """Raise :class:`UsageError` unless ``order`` is one of :data:`DataOrder`."""
     if order not in get_args(DataOrder):
         raise UsageError(f"unknown data order '{order}'", hint=f"Known: {', '.join(map(repr, get_args(DataOrder)))}.")
-
-
-def fold_images(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """(models, images, …) as (models·images, …) in whichever order is free, and what undoes it."""
-    models, images = tensor.shape[:2]
-    if tensor.stride(0) < tensor.stride(1):  # the images are outermost in memory
-        return tensor.transpose(0, 1).flatten(0, 1), lambda out: torch.unflatten(out, 0, (images, models)).transpose(
-            0, 1
-        )
-    return tensor.flatten(0, 1), lambda out: torch.unflatten(out, 0, (models, images))
-
-
-def fold_channels(tensor: Tensor) -> Tensor:
-    """(models, images, channels, …) as (images, models·channels, …): the models become groups of channels."""
-    return tensor.transpose(0, 1).flatten(1, 2)
-
-
-def unfold_channels(tensor: Tensor, models: int) -> Tensor:
-    """The inverse of :func:`fold_channels`."""
-    return torch.unflatten(tensor, 1, (models, -1)).transpose(0, 1)

@@ -15,9 +15,10 @@ from memopt_cli.runtime.tree import join_tensors, split_tensors, tensors_of
 
 
 def map_models(function: Callable[..., Any], axes: tuple[Any, ...], *inputs: Any) -> Any:
-    """``function`` of each model; ``axes`` say which inputs have the models in dimension 0, as ``in_dims`` of ``vmap``.
+    """Return the outputs of ``function`` for each model, stacked.
 
-    Random numbers differ from model to model; what is no tensor in the output is that of one model.
+    ``axes`` says which of ``inputs`` have the models in dimension 0, as ``in_dims`` of ``vmap`` does.  Random numbers
+    differ from model to model.  A part of the output that is no tensor is taken from one of the models.
     """
     structure: list[Any] = []
 
@@ -31,14 +32,14 @@ def map_models(function: Callable[..., Any], axes: tuple[Any, ...], *inputs: Any
 
 
 def refuse_kept_tensors(model: nn.Module) -> None:
-    """Raises :class:`Refused` if a mapped run left a tensor in an attribute: it outlives the map it belongs to."""
+    """Raise :class:`Refused` if a module of ``model`` has kept a tensor of a ``vmap`` that has ended."""
     for path, module in model.named_modules():
         if any(is_of_vmap(t) for t in tensors_of(list(vars(module).values()))):
             raise Refused(f"module '{path or '(root)'}' ({type(module).__name__}) keeps state in attributes")
 
 
 def refuse_segments(model: nn.Module, path: str = "") -> None:
-    """Raises :class:`Refused` if a module in ``model``, which is at ``path``, is a segment."""
+    """Raise :class:`Refused` if a module in ``model``, which is at ``path``, is a segment."""
     for name, module in named_parts(model, path):
         if settings_of(module) is not None:
             raise Refused(f"module '{name or '(root)'}' is a segment that would run under vmap, and checkpoints do not")

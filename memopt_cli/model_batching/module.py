@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
+from memopt_cli.model_batching.comparison import RouteTrial
 from memopt_cli.model_batching.layout import DataOrder, check_models, check_order, in_order, models_first
 from memopt_cli.model_batching.routes.interface import Route, RouteName
-from memopt_cli.model_batching.selection import RouteTrial, select
+from memopt_cli.model_batching.selection import select
 from memopt_cli.model_batching.stacked import StateDict, load_stacked, share_first, stack_model, unstack
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import map_leaves
@@ -20,12 +21,12 @@ _Mode = tuple[Any, ...]
 
 
 class BatchModule(nn.Module):
-    """``batch`` copies of ``model``, independent of one another, trained as one model.
+    """Copies of a model, independent of one another, trained as one model.
 
-    Every parameter and buffer is (batch, …); ``models`` holds them under the model's own names.  The copies start with
-    the weights of ``model``; :meth:`load_state_dicts` gives each its own.  ``model`` is left alone; ``inplace``: it
-    shares the tensors of the first copy from then on, and takes no memory of its own.  Inputs and outputs are
-    (models, images, …), or as ``data_order`` says.
+    There are ``batch`` copies of ``model``.  Every parameter and buffer is (batch, …); ``models`` holds them under the
+    model's own names.  The copies start with the weights of ``model``; :meth:`load_state_dicts` gives each its own.
+    ``model`` is left alone; with ``inplace`` it shares the tensors of the first copy from then on, and takes no memory
+    of its own.  Inputs and outputs are (models, images, …), or as ``data_order`` says.
 
     Three routes can run them: ``fused`` kernels over a traced graph, ``vmap`` and the per-model ``loop``.  A route is
     used only if outputs, gradients and buffers equal the loop's, and of those the fastest measured one is.  That is
@@ -77,7 +78,7 @@ class BatchModule(nn.Module):
 
     @property
     def trials(self) -> tuple[RouteTrial, ...]:
-        """What was found out about each route, the last time they were tried."""
+        """One trial for each route, of the last time that they were tried."""
         return tuple(self._trials)
 
     def forward(
@@ -89,11 +90,12 @@ class BatchModule(nn.Module):
         split: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """The outputs of all models; tensors go in in ``data_order`` and come out in ``output_order``, or in the same.
+        """Return the outputs of all models.
 
-        What is no tensor is passed to every model as it is.  An output of one value per model is (models,).  As in
-        torchmb, ``merge=False`` says that tensors are given merged already, in the order ``(b g)``, and ``split=False``
-        leaves those that are returned so.
+        Tensors come in ``data_order`` and are returned in ``output_order``, by default the same.  An argument that is
+        no tensor is passed to every model as it is.  An output of one value per model is (models,).  As in torchmb,
+        ``merge=False`` says that tensors are merged already, in the order ``(b g)``, and ``split=False`` returns them
+        so.
         """
         output_order = output_order or data_order if split else "(b g)"
         data_order = data_order if merge else "(b g)"
@@ -127,7 +129,7 @@ class BatchModule(nn.Module):
         self.models.load_state_dict(state, strict=strict)
 
     def state_dicts(self, device: torch.device | str | None = None) -> list[dict[str, Tensor]]:
-        """One state dictionary per model, with the model's own keys; copies."""
+        """Return a state dictionary for each model, with the model's own keys and copies of its tensors."""
         return unstack(self.models, self.batch, device)
 
     def _models_first(self, leaf: Any, order: DataOrder) -> Any:
@@ -150,7 +152,7 @@ class BatchModule(nn.Module):
 
 
 def refuse_batched(model: nn.Module) -> None:
-    """Raises :class:`UsageError` for a model that is, or has, a :class:`BatchModule`: its step cannot be recorded."""
+    """Raise :class:`UsageError` if ``model`` is, or has, a :class:`BatchModule`, whose step cannot be recorded."""
     for path, module in model.named_modules():
         if isinstance(module, BatchModule):
             raise UsageError(

@@ -25,11 +25,32 @@ def batch_loss(
     data_order: DataOrder = "g b",
     **options: Any,
 ) -> Tensor:
-    """The loss of each of ``batch`` models: (models,), or with ``"none"`` what ``loss_func`` gives, in ``data_order``.
+    """Return the loss of each of ``batch`` models; ``batch_loss(…).sum().backward()`` trains all of them.
 
-    ``inputs`` and ``targets`` hold the models as ``data_order`` says.  ``loss_func`` is one of ``torch.nn.functional``,
-    or a loss module; ``options`` (class weights, ``ignore_index`` …) are passed to it and shared by all models.  Each
-    value is what ``loss_func`` gives for that model alone; ``batch_loss(…).sum().backward()`` trains all of them.
+    Parameters
+    ----------
+    inputs, targets:
+        Outputs of the models and their targets, in ``data_order``.
+    batch:
+        Number of models.
+    loss_func:
+        Function of ``torch.nn.functional``, or a loss module.
+    reduction:
+        Reduction over the images of each model: ``"mean"``, ``"sum"`` or ``"none"``.
+    data_order:
+        Order of models (g) and images (b); see :data:`DataOrder`.
+    options:
+        Arguments of ``loss_func`` that all models share: class weights, ``ignore_index`` …
+
+    Returns
+    -------
+    Losses (models,), each that of ``loss_func`` for the model alone; with ``"none"`` those of all images, in
+    ``data_order``.
+
+    Raises
+    ------
+    UsageError
+        If the reduction is unknown, or the tensors do not hold ``batch`` models.
     """
     if reduction not in ("none", "mean", "sum"):
         raise UsageError(f"unknown reduction '{reduction}'", hint="Known: 'none', 'mean', 'sum'.")
@@ -50,10 +71,31 @@ def batch_topk(
     count: bool = False,
     data_order: DataOrder = "g b",
 ) -> Tensor:
-    """Top-k accuracies, (len(k), models): the fraction of images whose target is among the k highest scores.
+    """Return top-k accuracies, (len(k), models): fractions of images whose target is among the ``k`` highest scores.
 
-    ``inputs`` hold scores (models, images, classes) and ``targets`` classes (models, images), or as ``data_order``
-    says.  ``count``: how many images instead of which fraction.
+    Parameters
+    ----------
+    inputs:
+        Scores (models, images, classes), or in ``data_order``.
+    targets:
+        Classes (models, images), or in ``data_order``.
+    batch:
+        Number of models.
+    k:
+        Values of k, each from 1 to the number of classes.
+    count:
+        Return numbers of images instead of fractions.
+    data_order:
+        Order of models (g) and images (b); see :data:`DataOrder`.
+
+    Returns
+    -------
+    Tensor (len(k), models).
+
+    Raises
+    ------
+    UsageError
+        If some ``k`` is out of range, or the tensors do not hold ``batch`` models.
     """
     scores, classes = models_first(inputs, batch, data_order), models_first(targets, batch, data_order)
     if not k or min(k) < 1 or max(k) > scores.shape[-1]:

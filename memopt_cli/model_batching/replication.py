@@ -16,7 +16,7 @@ from memopt_cli.training.step import Step, loss_entry
 
 
 def replicated_step(step: Step, models: int, example: Step) -> tuple[Step, str]:
-    """``step`` taken by ``models`` copies of its model at once, and the route that runs them.
+    """Return ``step`` as taken by ``models`` copies of its model at once, and the name of the route that runs them.
 
     Each copy gets the step's inputs as its own and has its own loss; what is differentiated is their sum.  The route is
     chosen on the inputs of ``example``: choosing takes several times the memory of a step.  What the model keeps in
@@ -33,11 +33,11 @@ def replicated_step(step: Step, models: int, example: Step) -> tuple[Step, str]:
     args, kwargs = _for_each((step.args, step.kwargs), models)
     optimizer = step.make_optimizer(batched)
     together = replace(step, model=batched, args=args, kwargs=kwargs, loss=_summed(step.loss), optimizer=optimizer)
-    return together, ", ".join(filter(None, (used.name, used.variant)))
+    return together, used.name
 
 
 def _for_each(inputs: Any, models: int) -> Any:
-    """``inputs`` with every tensor once for each model, (models, …)."""
+    """Return ``inputs`` with every tensor once for each model, (models, …)."""
 
     def repeated(leaf: Any) -> Any:
         return leaf.detach().expand(models, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf
@@ -46,7 +46,7 @@ def _for_each(inputs: Any, models: int) -> Any:
 
 
 def _summed(loss: Callable[[Any], Tensor] | None) -> Callable[[Any], Any]:
-    """The sum of the models' losses, the user's or their own; their outputs where they return none."""
+    """Return a function that sums the models' losses: by ``loss``, or their own; their outputs if they return none."""
 
     def of_all(output: Any) -> Any:
         tensors, skeleton = split_tensors(output)

@@ -1,4 +1,4 @@
-"""A model whose parameters and buffers hold those of many models, one above the other: (models, …)."""
+"""Stacked models: one whose parameters and buffers hold those of many models, (models, …)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Slot:
 
     name: str
     tensors: dict[str, Any]
-    """The owner's dictionary of parameters or of buffers."""
+    """Dictionary of the owner's parameters or buffers."""
     key: str
     is_buffer: bool
 
     @property
     def tensor(self) -> Tensor:
-        """What is in the slot now."""
+        """The tensor that is in the slot now."""
         tensor: Tensor = self.tensors[self.key]
         return tensor
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Every slot of a model that is filled, in the order of ``named_parameters``, tied ones included."""
+    """Return the filled slots of ``model``, in the order of ``named_parameters``, tied ones included."""
     return [
         Slot(f"{path}.{key}" if path else key, tensors, key, is_buffer)
         for path, module in model.named_modules(remove_duplicate=False)
@@ -47,7 +47,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 def stack_model(model: nn.Module, models: int) -> nn.Module:
-    """A copy of ``model`` that holds ``models`` copies of each parameter and buffer, with registered modules replaced.
+    """Return a copy of ``model`` with ``models`` copies of each parameter and buffer, and registered modules replaced.
 
     Ties stay ties, frozen parameters stay frozen.  Raises :class:`UsageError` that names what cannot be batched.
     """
@@ -86,9 +86,9 @@ def replace_modules(tree: nn.Module, model: nn.Module, models: int) -> nn.Module
 
 
 def placeholder_copy(tree: nn.Module) -> nn.Module:
-    """One model's structure out of a stacked one: its slots hold shapes without data, to be lent tensors by a route.
+    """Return one model out of ``tree``, a stacked one, whose tensors have shapes and no data.
 
-    A batch module is replaced by the module it stands for.
+    A route lends it tensors.  A batch module is replaced by the module that it stands for.
     """
     shared = shared_names(tree)
     empty: dict[int, Any] = {}
@@ -109,7 +109,7 @@ def placeholder_copy(tree: nn.Module) -> nn.Module:
 
 
 def first_models(tree: nn.Module, count: int, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of a stacked model with the first ``count`` of its models, its floating tensors in ``dtype``."""
+    """Return a copy of ``tree`` with the first ``count`` of its models, its floating tensors in ``dtype``."""
     shared = shared_names(tree)
     kept: dict[int, Any] = {}
     for slot in slots_of(tree):
@@ -121,7 +121,7 @@ def first_models(tree: nn.Module, count: int, *, dtype: torch.dtype | None = Non
 
 
 def shared_names(tree: nn.Module) -> set[str]:
-    """Names of the buffers that all models share."""
+    """Return the names of the buffers that all models of ``tree`` share."""
     return {
         f"{path}.{name}" if path else name
         for path, module in tree.named_modules()
@@ -131,7 +131,10 @@ def shared_names(tree: nn.Module) -> set[str]:
 
 
 def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], models: int, *, pad: bool) -> StateDict:
-    """A state dictionary for ``tree`` from one for all models, or one for each (``pad``: missing ones are zero)."""
+    """Return ``states``, one for all models or one for each, as a state dictionary of ``tree``.
+
+    ``pad``: there may be fewer than models; the others become zero.
+    """
     shared = shared_names(tree)
     if isinstance(states, Mapping):
         return {k: v if k in shared else v.expand(models, *v.shape) for k, v in states.items()}
@@ -148,7 +151,7 @@ def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], model
 
 
 def unstack(tree: nn.Module, models: int, device: torch.device | str | None) -> list[dict[str, Tensor]]:
-    """One state dictionary per model; each tensor owns its memory, so that a saved one holds one model only."""
+    """Return a state dictionary for each model, whose tensors own their memory: a saved one holds one model only."""
     shared = shared_names(tree)
     whole = {k: v.detach() for k, v in tree.state_dict().items()}
     return [
@@ -157,7 +160,7 @@ def unstack(tree: nn.Module, models: int, device: torch.device | str | None) -> 
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raises :class:`UsageError` that names the first module which no route can run."""
+    """Raise :class:`UsageError` that names the first module of ``model`` which no route can run, if there is one."""
     for path, module in model.named_modules():
         reason = _unsupported(module)
         if reason:

@@ -7,43 +7,27 @@ A cell declares its states (``declare_state``).  A model is batched by hand (``i
 """
 
 from memopt_cli.online.algorithm import D_RTRL, ES_D_RTRL, HybridTrace, OnlineAlgorithm
-from memopt_cli.online.gated import GRU, LRU, LSTM, MGU, GatedUnit, MiniGRU, MinimalRNN, VanillaRNN
 from memopt_cli.online.lanes import Vmap, vmap_new_states
-from memopt_cli.online.neurons import ALIF, IF, LIF, ExplicitState, LeakyRateReadout, Neuron, spike
+from memopt_cli.online.neurons import LIF, DeltaProj, ExplicitState, LeakyRateReadout, Neuron, spike
 from memopt_cli.online.operations import ElementWise, traced, untraced
 from memopt_cli.online.over_time import OverTime
 from memopt_cli.online.states import Batching, declare_state, environ, init_all_states, states_of
-from memopt_cli.online.synapses import STD, STP, Alpha, DeltaProj, Expon
 from memopt_cli.online.training import CompiledStep, accumulate_online, accumulate_through_time
 
 __all__ = [
-    "ALIF",
     "D_RTRL",
     "ES_D_RTRL",
-    "GRU",
-    "IF",
     "LIF",
-    "LRU",
-    "LSTM",
-    "MGU",
-    "STD",
-    "STP",
-    "Alpha",
     "Batching",
     "CompiledStep",
     "DeltaProj",
     "ElementWise",
     "ExplicitState",
-    "Expon",
-    "GatedUnit",
     "HybridTrace",
     "LeakyRateReadout",
-    "MiniGRU",
-    "MinimalRNN",
     "Neuron",
     "OnlineAlgorithm",
     "OverTime",
-    "VanillaRNN",
     "Vmap",
     "accumulate_online",
     "accumulate_through_time",

@@ -28,7 +28,7 @@ Correction = Literal["reference", "exact", "none"]
 
 
 class OnlineAlgorithm(nn.Module):
-    """A model that learns while it runs: call it once per time step, then call ``backward`` on that step's loss.
+    """A model that learns while it runs: call it once per time step, and ``backward`` on the loss of each step.
 
     Which weights carry traces is decided by tags (``traced``) and found by :meth:`compile_graph`.  Their gradients
     accumulate in ``.grad``, as do those of all other parameters, which see one step at a time.
@@ -37,8 +37,9 @@ class OnlineAlgorithm(nn.Module):
     def __init__(
         self, model: nn.Module, *, mode: Batching | None = None, vjp_method: VjpMethod = "single-step"
     ) -> None:
-        """``mode``: ``Batching()`` if inputs and states carry a batch axis; by default what ``environ`` says.
+        """Learn the weights of ``model``, a module of one time step.
 
+        ``mode``: ``Batching()`` if inputs and states carry a batch axis; by default that of ``environ``.
         ``vjp_method``: ``"single-step"`` takes ``[...]``, the inputs of one step.  ``"multi-step"`` takes a window
         ``[steps, ...]`` and differentiates within it through every path, through weights as well; the traces carry
         what came before the window.
@@ -60,9 +61,9 @@ class OnlineAlgorithm(nn.Module):
     # ------------------------------------------------------------------ before the first step
 
     def compile_graph(self, *inputs: Tensor) -> None:
-        """Find which weights carry traces, with one step's inputs, and make the traces.  Once; later calls do nothing.
+        """Find the weights that carry traces by a step on ``inputs``, and make the traces; later calls do nothing.
 
-        The model's states must be initialized.  Warns where nothing says which weights are to carry them.  Raises
+        The model's states must be initialized.  Warns if no weight was given to ``traced`` or ``untraced``.  Raises
         :class:`MemoptError` for a model that traces cannot follow.
         """
         if self._step is not None:
@@ -96,7 +97,7 @@ class OnlineAlgorithm(nn.Module):
         self._sizes = Sizes(self._step.states_held, inputs, has_batch=has_batch)
 
     def reset_state(self, batch_size: int | None = None) -> None:
-        """Begin a new sequence: states and traces start anew, for one sample or for ``batch_size``."""
+        """Begin a new sequence: start states and traces anew, for one sample or for ``batch_size``."""
         init_all_states(self, batch_size)
         self._past = Past()
         self._begin_sequence(next(self.model.parameters(), torch.empty(0)).device)
@@ -107,7 +108,7 @@ class OnlineAlgorithm(nn.Module):
         return dict(self._compiled().structure.untraced)
 
     def get_etrace_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        """The traces of a weight, by name, of the shapes they are kept in.
+        """Return the traces of ``weight`` by name, in the shapes in which they are kept.
 
         Raises :class:`MemoptError` if it carries none.
         """
@@ -127,7 +128,7 @@ class OnlineAlgorithm(nn.Module):
     # ------------------------------------------------------------------ steps
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The model's output for one time step, or for a window: ``[steps, ...]``; its states advance."""
+        """Return the model's output for one time step, or for a window, ``[steps, ...]``; its states advance."""
         run, window = self._compiled(), self.vjp_method == "multi-step"
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
@@ -143,20 +144,20 @@ class OnlineAlgorithm(nn.Module):
         return output if torch.is_grad_enabled() else tree_map(_detached, output)
 
     def update(self, *inputs: Tensor) -> Any:
-        """As calling the algorithm."""
+        """Return the output for ``inputs``, as calling the algorithm does."""
         return self(*inputs)
 
     # ------------------------------------------------------------------ of each algorithm
 
     def _begin_sequence(self, device: torch.device) -> None:
-        """No step has been taken."""
+        """Prepare for the first step of a sequence."""
 
     def _next_scale(self) -> float | Tensor:
-        """What gradients of the step that begins now are divided by."""
+        """Return the divisor of the gradients of the step that begins now."""
         return 1.0
 
     def _scale_of_past(self) -> float | Tensor:
-        """What those of the step before were divided by."""
+        """Return the divisor of the gradients of the step before."""
         return 1.0
 
     def _make_trace(
@@ -172,7 +173,7 @@ class OnlineAlgorithm(nn.Module):
         return self._step
 
     def _held(self) -> list[tuple[str, Tensor]]:
-        """What a step leaves to the next one: followed states, traces, and what the algorithm itself counts."""
+        """Return the tensors that a step hands to the next: followed states, traces, and the algorithm's own."""
         run = self._compiled()
         followed = [(name, state.value) for name, state in run.followed_states.items()]
         traces = [(name, state.value) for name, state in states_of(self.traces).items()]
@@ -180,7 +181,7 @@ class OnlineAlgorithm(nn.Module):
         return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *own)]
 
     def keep(self) -> None:
-        """Take states and traces, as they are now, for what the last step left."""
+        """Accept states and traces, as they are now, as those of the last step."""
         self._past.keep(self._held())
 
 
@@ -197,7 +198,7 @@ class ES_D_RTRL(OnlineAlgorithm):
     """D-RTRL with exponentially smoothed, factored traces; memory ``B * (I + k * H)`` numbers per weight."""
 
     unseen: Tensor
-    """``base^t`` after t steps, in float64: the share of the correction's filter from before the sequence."""
+    """Share of the correction's filter that comes from before the sequence: ``base^t`` after t steps, in float64."""
 
     def __init__(
         self,
@@ -208,9 +209,9 @@ class ES_D_RTRL(OnlineAlgorithm):
         mode: Batching | None = None,
         vjp_method: VjpMethod = "single-step",
     ) -> None:
-        """``decay_or_rank``: a float ``a`` in (0, 1), or a rank n > 0, which is ``a = (n - 1) / (n + 1)``.
+        """Filter by ``decay_or_rank``: a float ``a`` in (0, 1), or a rank n > 0, which is ``a = (n - 1) / (n + 1)``.
 
-        ``correction``: what step t, from 0, is divided by.  ``"exact"`` is ``1 - a^(t + 1)``, which takes the bias of
+        ``correction``: the divisor of step t, from 0.  ``"exact"`` is ``1 - a^(t + 1)``, which takes the bias of
         the filter's start away (the first gradient is that of D-RTRL); ``"reference"`` is ``1 - (1 - a)^(t + 1)``, as
         in the authors' first code; ``"none"`` is 1.
         """
@@ -247,9 +248,9 @@ class ES_D_RTRL(OnlineAlgorithm):
 
 
 class HybridTrace(ES_D_RTRL):
-    """Full traces where they are no larger than factored ones, else factored ones; ``traced(layer, kind)`` overrides.
+    """D-RTRL with full traces where they are no larger than factored ones; ``traced(layer, kind)`` overrides.
 
-    Full are those of a weight with ``I + k * O >= k * O * K`` per sample, for I inputs, O outputs and K weights per
+    A weight gets a full trace if ``I + k * O >= k * O * K`` per sample, for I inputs, O outputs and K weights per
     output: the reference's rule ``I + O > numel(W)`` for linear layers of one state.  A convolution's trace is kept
     for every position (the reference sums over positions, which is not exact), and that is what is counted.
     """
@@ -266,7 +267,7 @@ class HybridTrace(ES_D_RTRL):
 
 
 def decay_and_rank(decay_or_rank: float | int) -> tuple[float, int]:
-    """``a`` and ``n`` of a float in (0, 1) or a positive int, by ``a = (n - 1) / (n + 1)``: 0.9 and 19 go together."""
+    """Return decay ``a`` and rank ``n`` of ``decay_or_rank``, which is either: ``a = (n - 1) / (n + 1)``."""
     if isinstance(decay_or_rank, int) and not isinstance(decay_or_rank, bool) and decay_or_rank > 0:
         return (decay_or_rank - 1) / (decay_or_rank + 1), decay_or_rank
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:

@@ -1,4 +1,4 @@
-"""What every call of an algorithm is checked for: the sizes of its inputs and states, and the past they tell of."""
+"""Checks of every call of an algorithm: the sizes of inputs and states, and that all belong to one past."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from memopt_cli.runtime.copies import version_of
 
 
 class Sizes:
-    """The shapes that inputs and states have for one sample, or for one batch."""
+    """The shapes of inputs and states, per sample."""
 
     def __init__(self, states: Iterable[State], compiled: Sequence[Tensor] = (), *, has_batch: bool) -> None:
-        """``compiled``: inputs of the step that was compiled.  ``has_batch``: there is a batch axis, the first."""
+        """Take the shapes from ``states`` and ``compiled``, the inputs of the step that was compiled.
+
+        ``has_batch``: the first axis is that of the batch.
+        """
         self._has_batch = has_batch
         self._inputs = [self._of_sample(tensor) for tensor in compiled]
         self._states = [(state, state.shape) for state in states]
 
     def check(self, inputs: Sequence[Tensor]) -> None:
-        """Raises :class:`MemoptError` for inputs of other shapes, and for states that do not go with them."""
+        """Raise :class:`MemoptError` if ``inputs`` have other shapes, or the states another batch size."""
         if not inputs or not all(isinstance(x, Tensor) for x in inputs):
             raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="Give one or more tensors.")
         if self._has_batch and not all(x.dim() for x in inputs):
@@ -50,7 +53,7 @@ class Sizes:
 
 
 class Past:
-    """What the last step left, and how often that had been written; nothing before the first one."""
+    """The tensors after the last step, and how often each had been written; none before the first step."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Tensor, int]] = []
@@ -59,11 +62,11 @@ class Past:
         return Past, ()  # a copy's tensors are others
 
     def keep(self, held: Iterable[tuple[str, Tensor]]) -> None:
-        """These, by name, are what it left."""
+        """Remember ``held``, by name, as the tensors after the last step."""
         self._kept = [(tensor, version_of(tensor)) for _, tensor in held]
 
     def check(self, held: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises :class:`MemoptError` if some of these are not as the last step left them, and the rest are."""
+        """Raise :class:`MemoptError` if some of ``held`` were written since the last step and others were not."""
         if not self._kept:
             return
         others = [

@@ -1,4 +1,4 @@
-"""Which weights carry traces, found by running one step and differentiating it."""
+"""The search for the structure of a time step, by running one and differentiating it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from memopt_cli.online.undeclared import refuse_undeclared
 from memopt_cli.runtime.state import StartingState
 
 _SPREADS = (1.0, 10.0)
-"""How far from rest states are where the step is looked at, the structure at the first: what mixes neurons only where
-they are large is seen at the last.
+"""Distances from rest of the states with which the step is probed.
+
+The structure is that at the first; the last shows what mixes neurons only where states are large.
 """
 
 
 def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool) -> Structure:
-    """Run ``model`` on one step's inputs and see; its states and buffers, and the random generator, stay as they were.
+    """Run ``model`` on one step's ``inputs``, and return the structure of the step.
 
+    Its states and buffers, and the random generator, stay as they were.
     Raises :class:`MemoptError` if a traced weight reaches a state in a way that eligibility traces cannot follow.
     """
     weights = {path: m for path, m in model.named_modules() if trace_kind(m)}
@@ -45,25 +47,25 @@ def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool)
                 start.enter()
     finally:
         start.enter()
-    for left, reads in probes[0].reads.items():
-        reads.mixed = reads.mixed.union(*(probe.reads[left].mixed for probe in probes if left in probe.reads))
+    for out, reads in probes[0].reads.items():
+        reads.mixed = reads.mixed.union(*(probe.reads[out].mixed for probe in probes if out in probe.reads))
     return _structure(Reach(probes[0]))
 
 
 def _structure(reach: Reach) -> Structure:
-    """All that is to be known.  Raises :class:`MemoptError` if traces cannot follow."""
-    lefts = [left for left in reach.lefts if left in reach.followed]
-    for left in lefts:
-        check_neuron_by_neuron(reach, left)
+    """Return the structure that ``reach`` shows.  Raises :class:`MemoptError` if traces cannot follow it."""
+    outs = [out for out in reach.outs if out in reach.followed]
+    for out in outs:
+        check_neuron_by_neuron(reach, out)
     check_tagged(reach)
-    edges = {left: reach.edges(left) for left in lefts}
+    edges = {out: reach.edges(out) for out in outs}
     constant = frozenset(use for use in reach.reached if reach.is_constant(use))
     exposed = frozenset(held for held in reach.held if reach.is_exposed(held))
     for held in exposed:
         check_exposed(reach, held, constant)
-    attached = frozenset(left for left in lefts if reach.is_attached(left, edges[left]))
+    attached = frozenset(out for out in outs if reach.is_attached(out, edges[out]))
     connected = frozenset(use for use in reach.reached if reach.is_connected(use))
-    read_by_attached = {use for left in attached - reach.probe.derived.keys() for use in edges[left].uses}
+    read_by_attached = {use for out in attached - reach.probe.derived.keys() for use in edges[out].uses}
     unread = guards.unread(reach, constant, connected, read_by_attached)
     reason = "its output enters no cell (a module that declares states), or only past another traced weight"
     return Structure(
@@ -76,10 +78,10 @@ def _structure(reach: Reach) -> Structure:
         doubled=connected & read_by_attached,
         exposed=exposed,
         attached=attached,
-        derived={left: states for left, states in reach.probe.derived.items() if left in reach.followed},
+        derived={out: states for out, states in reach.probe.derived.items() if out in reach.followed},
         untraced={path: reason for path in reach.probe.weights if path not in reach.traced},
         calls=reach.probe.calls,
-        known={left: reach.known(left) for left in lefts},
+        known={out: reach.known(out) for out in outs},
         not_followed=guards.not_followed(reach),
         unread=unread,
         entering=frozenset(reach.held) - unread - exposed,
@@ -89,7 +91,10 @@ def _structure(reach: Reach) -> Structure:
 
 @contextmanager
 def _all_trainable(model: nn.Module) -> Iterator[set[int]]:
-    """Within, frozen parameters are found in the graph as well; gives the ids of those that are not."""
+    """Make all parameters of ``model`` trainable inside the block, and yield the ids of those that were so before.
+
+    Otherwise a product with a frozen weight could not be told from one with a constant.
+    """
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     for parameter in frozen:

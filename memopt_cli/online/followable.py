@@ -1,4 +1,4 @@
-"""What eligibility traces cannot follow: each is refused with what to change in the model."""
+"""Refusals of models that eligibility traces cannot follow, each with advice on what to change in the model."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.online.reach import Reach
 from memopt_cli.online.states import State
 from memopt_cli.online.structure import Source
-from memopt_cli.online.traces import Held, Left, Use
+from memopt_cli.online.traces import CellOutput, PastState, Use
 
 
-def check_neuron_by_neuron(reach: Reach, left: Left) -> None:
-    """Raises :class:`MemoptError` for a tensor that mixes neurons, or that a source reaches in two ways."""
-    for source in sorted(filter(reach.carries, reach.reads[left].mixed), key=str):
-        name, of = _name(reach, source), _name(reach, left)
-        if source in reach.reads[left].weighted:
+def check_neuron_by_neuron(reach: Reach, out: CellOutput) -> None:
+    """Raise :class:`MemoptError` if ``out`` mixes neurons, or depends on a part both through a weight and past it."""
+    for source in sorted(filter(reach.carries, reach.reads[out].mixed), key=str):
+        name, of = _name(reach, source), _name(reach, out)
+        if source in reach.reads[out].weighted:
             raise MemoptError(
                 f"{name} reaches {of} through a weight without a tag, and past it as well",
                 hint="Tag that weight with traced(), if it is a linear or convolutional layer: the past is not "
                 "followed through it; or take the tags off those before it with untraced()",
             )
         raise MemoptError(
-            f"{name} {_shape(reach, source)} does not reach {of}, {reach.probe.shapes[left]} per sample, neuron by "
+            f"{name} {_shape(reach, source)} does not reach {of}, {reach.probe.shapes[out]} per sample, neuron by "
             "neuron",
             hint="Let cells hold and pass on only what acts on each neuron by itself, or put a linear layer in "
             "between, where the past ends; or mark the weights before it with untraced(), to train them with the "
@@ -31,12 +31,12 @@ def check_neuron_by_neuron(reach: Reach, left: Left) -> None:
 
 
 def check_tagged(reach: Reach) -> None:
-    """Raises :class:`MemoptError` for a tagged weight whose past would be followed for some of its uses alone."""
+    """Raise :class:`MemoptError` for a tagged weight whose past would be followed for only some of its uses."""
     tagged: dict[Source, set[str]] = {}
-    for left in reach.lefts:
-        tagged[left] = reach.reads[left].tagged.union(*(tagged.get(s, ()) for s in reach.reads[left].direct))
-    for held, left in reach.new.items():
-        for path in sorted(tagged[left]):
+    for out in reach.outs:
+        tagged[out] = reach.reads[out].tagged.union(*(tagged.get(s, ()) for s in reach.reads[out].direct))
+    for held, out in reach.new.items():
+        for path in sorted(tagged[out]):
             raise MemoptError(
                 f"the weight of {path} reaches {_name(reach, held)} without a call of {path}, by its attribute or by "
                 "a module that shares it: that past is not followed",
@@ -45,11 +45,11 @@ def check_tagged(reach: Reach) -> None:
             )
 
 
-def check_exposed(reach: Reach, held: Held, constant: frozenset[Use]) -> None:
-    """Raises :class:`MemoptError` for a state outside its cell that enters a weight, and is read past it as well."""
+def check_exposed(reach: Reach, held: PastState, constant: frozenset[Use]) -> None:
+    """Raise :class:`MemoptError` if ``held``, read outside its cell, enters a weight and is read past it as well."""
     entering = [reach.reads[use] for use in reach.uses if use.path in reach.traced and use not in constant]
-    weighted = [reads for left in reach.followed if held not in (reads := reach.reads[left]).direct - reads.weighted]
-    if any(held in reach.behind_it(reads)[1] for reads in (*entering, *weighted)):
+    weighted = [reads for out in reach.followed if held not in (reads := reach.reads[out]).direct - reads.weighted]
+    if any(held in reach.sources_behind(reads)[1] for reads in (*entering, *weighted)):
         raise MemoptError(
             f"{_name(reach, held)}, as the last step left it, enters a weight, and is read past it and outside its "
             "cell as well",
@@ -60,11 +60,11 @@ def check_exposed(reach: Reach, held: Held, constant: frozenset[Use]) -> None:
 def _name(reach: Reach, source: Source) -> str:
     if isinstance(source, Use):
         return source.path or "the model"
-    if isinstance(source, Held):
+    if isinstance(source, PastState):
         return f"{source.cell}.{source.name}" if source.cell else source.name
     states: Sequence[State] = reach.probe.states[source.cell]
     if source.number < len(states):
-        return _name(reach, Held(source.cell, states[source.number].name))
+        return _name(reach, PastState(source.cell, states[source.number].name))
     return f"what {source.cell or 'the model'} returns"
 
 

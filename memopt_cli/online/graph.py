@@ -1,4 +1,4 @@
-"""Autograd's graph of one time step: what a tensor was computed from."""
+"""Autograd's graph of one time step, and the tensors that a tensor was computed from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PRODUCTS = (
 def jacobian_row(
     gate: Gate, q: Tensor, inputs: Sequence[Tensor], cotangent: Tensor | None = None
 ) -> list[Tensor | None]:
-    """``cotangent * dq/dinput`` for each input, by paths within the cell; ``None`` where there is no path.
+    """Return ``cotangent * dq/dinput`` for each of ``inputs``, by paths within the cell; ``None`` without a path.
 
     With the default, a cotangent of ones, that is the diagonal of an elementwise Jacobian.
     """
@@ -39,18 +39,18 @@ def jacobian_row(
 
 @dataclass(slots=True)
 class Reads:
-    """What a tensor was computed from."""
+    """The parts of a step that a tensor was computed from."""
 
     direct: set[Source] = field(default_factory=set)
-    """By paths that enter no weight."""
+    """Parts on paths that enter no weight."""
     weighted: set[Source] = field(default_factory=set)
-    """By paths that enter a weight that has no tag."""
+    """Parts on paths that enter a weight without a tag."""
     parameters: bool = False
-    """Trainable ones, or inputs of the model that want a gradient."""
+    """Whether it reads trainable parameters, or inputs of the model that want a gradient."""
     tagged: set[str] = field(default_factory=set)
-    """Modules whose tagged weights it reads itself, not by calling them."""
+    """Modules whose tagged weights it reads without calling them."""
     mixed: set[Source] = field(default_factory=set)
-    """Of ``direct``, those that do not act neuron by neuron; the weighted ones among them act in two ways."""
+    """Members of ``direct`` that do not act neuron by neuron, or that are in ``weighted`` as well."""
 
     @property
     def sources(self) -> set[Source]:
@@ -66,7 +66,7 @@ def _edge_of(tensor: Tensor) -> _Edge:
 
 
 class Graph:
-    """Walks autograd's graph from a tensor to the leaves that it was computed from."""
+    """A walker of autograd's graph, from a tensor to the leaves that it was computed from."""
 
     def __init__(self, model: nn.Module, trainable: set[int], weights: Mapping[str, nn.Module]) -> None:
         self._parameters = {id(p) for p in model.parameters()}
@@ -75,7 +75,7 @@ class Graph:
         self._tagged = {id(p): path for path, module in weights.items() for p in module.parameters()}
 
     def reads(self, tensor: Tensor, leaves: Mapping[Source, Tensor]) -> Reads:
-        """What ``tensor`` was computed from."""
+        """Return the parts, of those that ``leaves`` stands for, that ``tensor`` was computed from."""
         names = {id(leaf): source for source, leaf in leaves.items()}
         found = Reads()
         for leaf, weighted in self._walk(tensor):
@@ -88,7 +88,7 @@ class Graph:
         return found
 
     def _walk(self, tensor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Each leaf, and whether a path to it enters a weight."""
+        """Yield each leaf behind ``tensor``, and whether a path to it enters a weight."""
         if tensor.grad_fn is None:
             if tensor.requires_grad:
                 yield tensor, False
@@ -106,7 +106,7 @@ class Graph:
             pending += [(following, weighted) for following, _ in node.next_functions if following is not None]
 
     def read_directly(self, tensor: Tensor, sources: Mapping[Source, Tensor]) -> set[Source]:
-        """Those of the sources that ``tensor`` was computed from by a path past weights and other sources."""
+        """Return the ``sources`` from which a path leads to ``tensor`` past weights and other sources."""
         ends = {_edge_of(source): key for key, source in sources.items() if source.requires_grad}
         pending, seen, found = [_edge_of(tensor)] if tensor.requires_grad else [], set[_Edge](), set[Source]()
         while pending:
@@ -122,7 +122,7 @@ class Graph:
         return found
 
     def _is_weight(self, node: Node) -> bool:
-        """Whether the node is a product, one factor of which comes from parameters alone."""
+        """Return whether ``node`` is a product, one factor of which comes from parameters alone."""
         if not node.name().startswith(_PRODUCTS):
             return False
         factors = [
@@ -135,8 +135,9 @@ class Graph:
 
 
 def only(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
-    """The numbers of the ``ends`` that ``tensor`` depends on, if it depends on nothing else and none of them on
-    another; else empty.
+    """Return the numbers of the ``ends`` that ``tensor`` depends on, if it depends on nothing else.
+
+    The set is empty as well if one of these ends depends on another.
     """
     reached: set[int] = set()
     if not tensor.requires_grad or next(leaves_behind(tensor, ends, reached), None) is not None:
@@ -153,7 +154,10 @@ def only(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
 def leaves_behind(
     tensor: Tensor, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
 ) -> Iterator[Tensor]:
-    """The leaves that a tensor was computed from.  Paths end at ``ends``; their numbers go to ``reached``."""
+    """Yield the leaves that ``tensor`` was computed from.
+
+    Paths end at ``ends``, whose numbers are added to ``reached``.
+    """
     if tensor.grad_fn is None:
         yield tensor
     else:

@@ -1,8 +1,8 @@
-"""Running one time step of a model with its traced weights and its cells in an algorithm's hands.
+"""One time step of a model with its traced weights and its cells under an algorithm's control.
 
-A *cell* is a module that declares states.  Its call is the boundary: within it, the states as the last step left
-them, the outputs of traced weights and whatever is computed from them neuron by neuron; its new states and what it
-returns leave it tied to the weights.
+A *cell* is a module that declares states.  Its call is the boundary: inside are the states of the last step, the
+outputs of traced weights and whatever is computed from them neuron by neuron; its new states and the tensors that it
+returns come out tied to the weights.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.states import State, states_of
-from memopt_cli.online.traces import Gate, Held, Use
+from memopt_cli.online.traces import Gate, PastState, Use
 from memopt_cli.online.whole_batch import WholeBatch
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.private_torch import is_of_vmap, tree_flatten, tree_unflatten, without_transform
 
 
 class Interception:
-    """Calls ``on_use``, ``on_enter`` and ``on_leave`` during a step, on tensors with a leading batch axis."""
+    """A step that calls ``on_use``, ``on_enter`` and ``on_leave``, on tensors with a leading batch axis."""
 
     def __init__(self, weights: Mapping[str, nn.Module], cells: Mapping[str, nn.Module], *, batched: bool) -> None:
-        """``weights`` and ``cells``: dotted path -> module.  ``batched``: the model sees a batch, not one sample."""
+        """Control ``weights`` and ``cells``, both dotted path -> module; ``batched``: the model sees a batch."""
         self.weights, self.cells = weights, cells
         self.gate = Gate()
         self.batch = WholeBatch(is_seen=batched)
@@ -35,32 +35,32 @@ class Interception:
         self.watched: dict[str, nn.Module] = {}
         """Further modules whose calls are counted."""
         self.most_calls: Mapping[str, int] | None = None
-        """How often each module is called in a step at most; ``None``: that is being found out."""
+        """Dotted path -> most calls of the module in a step; ``None``: any number."""
         self._seen: dict[str, list[tuple[Tensor, int]]] = {}
-        """Values of a cell's states, as the step has found or left them, and how often each had been written."""
+        """Cell -> the last known value of each of its states, and how often that had been written."""
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
-        """A traced weight is used; returns what the model gets for its output."""
+        """Return the output of ``use``, a call of a traced weight with input ``z``, as the model is to see it."""
         raise NotImplementedError
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
-        """A cell is called, for the first time in this step if ``call`` is 0; returns what it finds in its states."""
+        """Return the values that ``cell`` finds in its ``states``, at its call number ``call`` in this step, from 0."""
         raise NotImplementedError
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """A cell has ended; its new states and then what it returns, as the model is to see them."""
+        """Return the new states of ``cell`` and then the tensors that it returns, as the model is to see them."""
         raise NotImplementedError
 
-    def on_overwritten(self, held: Held) -> None:
-        """A cell that is about to be called finds in its state what another module wrote there."""
+    def on_overwritten(self, held: PastState) -> None:
+        """Take note that another module wrote ``held`` before its cell was called."""
         raise NotImplementedError
 
-    def on_forgotten(self, held: Held) -> None:
-        """A step ends with a constant in a state that no cell left there: nothing of the past is in it."""
+    def on_forgotten(self, held: PastState) -> None:
+        """Take note that the step ends with a constant in ``held`` that its cell did not write: its past is gone."""
         raise NotImplementedError
 
     def run(self, model: nn.Module, inputs: Sequence[Tensor]) -> Any:
-        """One time step of the model; its states are left as the step left them."""
+        """Run one time step of ``model`` on ``inputs``, and return its output; its states advance."""
         self._calls.clear()
         self._seen = {cell: _as_they_are(states) for cell, states in self.states.items()}
         with self._installed():
@@ -73,12 +73,12 @@ class Interception:
                         hint="Let the cell that declares a state write it, in its forward: give it what it needs, as "
                         "a mask",
                     )
-                self.on_forgotten(Held(cell, state.name))
+                self.on_forgotten(PastState(cell, state.name))
         self._seen = {}
         return output
 
     def act_on(self, states: Sequence[State], act: Callable[..., tuple[Tensor, ...]]) -> None:
-        """Replace the values of states by what ``act`` makes of them, those of the whole batch."""
+        """Replace the values of ``states`` by those that ``act`` returns for them, over the whole batch."""
         if states:
             for state, value in zip(states, self.batch.lift(act, *_values(states)), strict=True):
                 state.value = value
@@ -105,7 +105,7 @@ class Interception:
         return y
 
     def _overwritten(self, cell: str) -> list[State]:
-        """States that hold something else than the step has found or left in them."""
+        """Return the states of ``cell`` that were written since its last call, or since the step began."""
         return [
             state
             for state, (seen, version), (now, written) in zip(
@@ -115,7 +115,7 @@ class Interception:
         ]
 
     def _count(self, path: str) -> int:
-        """How often the module was called in this step before."""
+        """Count a call of the module at ``path``, and return how many there were in this step before."""
         call = self._calls.get(path, 0)
         if self.most_calls is not None and call >= self.most_calls.get(path, 0):
             raise changed(path, f"is called {call + 1} times" if call else "is called")
@@ -129,7 +129,7 @@ class Interception:
     def _cell(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call, states = self._count(path), self.states[path]
         for state in self._overwritten(path):
-            self.on_overwritten(Held(path, state.name))
+            self.on_overwritten(PastState(path, state.name))
         self.act_on(states, partial(self.on_enter, path, call))
         leaves, spec = tree_flatten(forward(*args, **kwargs))
         values = _values(states)
@@ -145,13 +145,13 @@ class Interception:
 
 
 def cell_states(cell: nn.Module) -> list[State]:
-    """The floating states that a module declares itself, in the order of declaration."""
+    """Return the floating states that ``cell`` declares itself, in the order of declaration."""
     own = (state for state in states_of(cell).values() if state.module is cell)
     return [state for state in own if state.value.is_floating_point()]
 
 
 def changed(path: str, what: str) -> MemoptError:
-    """A step does what that of ``compile_graph`` did not."""
+    """Return the error for a step that does ``what``, which that of ``compile_graph`` did not."""
     return MemoptError(
         f"{path or 'the model'} {what}, which was not so in the step that compile_graph saw",
         hint="Let every step take the same path, multiplying by a mask what some of them leave out; or compile with "
@@ -168,5 +168,5 @@ def _values(states: Sequence[State]) -> list[Tensor]:
 
 
 def _as_they_are(states: Sequence[State]) -> list[tuple[Tensor, int]]:
-    """The values, and how often each was written in place."""
+    """Return the values of ``states``, and how often each was written in place."""
     return [(v, version_of(without_transform(v) if is_of_vmap(v) else v)) for v in _values(states)]

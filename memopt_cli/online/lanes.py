@@ -1,4 +1,4 @@
-"""Automatic batching: a model written for one sample, run for a batch by ``torch.func.vmap``, one lane per sample."""
+"""Automatic batching: a model written for one sample runs a batch by ``torch.func.vmap``, one lane per sample."""
 
 from __future__ import annotations
 
@@ -27,18 +27,33 @@ from memopt_cli.runtime.private_torch import (
 )
 
 Act = Callable[..., tuple[Tensor, ...]]
-"""Tensors with a leading batch axis -> tensors with a leading batch axis."""
+"""Function of tensors with a leading batch axis that returns tensors with a leading batch axis."""
 
 BY_HAND = "batch the model by hand: init_all_states(model, batch_size), and mode=Batching() for an algorithm"
 _STRUCTURE = frozenset(vars(nn.Module()))
 
 
 def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callable[[], object]], Callable[[], None]]:
-    """Decorate a function that initializes states for one sample: it then makes ``axis_size`` copies of each.
+    """Decorate a function that initializes states for one sample, so that it makes ``axis_size`` lanes of each.
 
-    Every state initialized within gets a leading axis of ``axis_size`` and the tag.  Random initial values differ
-    from lane to lane.  The function takes no arguments and must be idempotent: it runs once to see which states it
-    makes, and once for all lanes.
+    Random initial values differ from lane to lane.
+
+    Parameters
+    ----------
+    axis_size:
+        Lanes, one per sample: the size of a leading axis that every state gets.
+    state_tag:
+        Tag of these states, by which :class:`Vmap` finds them.
+
+    Returns
+    -------
+    A decorator of functions without arguments.  The function runs twice, once to record which states it makes and once
+    for all lanes; it must do the same both times.
+
+    Raises
+    ------
+    UsageError
+        If ``axis_size`` is no whole number of at least 1.
     """
     if not is_size(axis_size, 1):
         raise UsageError(f"axis_size={axis_size!r}", hint="Give the batch size, at least 1.")
@@ -64,7 +79,7 @@ def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callabl
 
 
 class Vmap(nn.Module):
-    """Runs a model written for one sample on a batch; its parameters are shared, its tagged states are one per lane.
+    """A model written for one sample that runs a batch: its parameters are shared, its tagged states are one per lane.
 
     Inputs are mapped over ``in_axes``, outputs come back with the batch at ``out_axes``.  A state or any other tensor
     that the model writes and that differs from lane to lane must carry the tag, otherwise :class:`MemoptError`.
@@ -78,7 +93,7 @@ class Vmap(nn.Module):
         self.out_axes = out_axes
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the model returns for each sample, batched."""
+        """Return the model's output for each sample of ``inputs``, batched."""
         mapped = {path: s for path, s in states_of(self.model).items() if s.tag == self.vmap_states}
         if not mapped:
             raise _nothing_mapped(self.model, self.vmap_states)
@@ -135,7 +150,7 @@ def _nothing_mapped(model: nn.Module, tag: str) -> MemoptError:
 
 
 def with_batch_axis(act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Run ``act`` on the tensors of all lanes, from within one lane of a ``vmap``; or on a batch of one sample.
+    """Run ``act`` on ``tensors`` of all lanes, from within one lane of a ``vmap``; or on a batch of one sample.
 
     Its arguments get a leading batch axis and its results lose it.  Below the ``vmap``, ordinary autograd records what
     the act does; the ``vmap`` rule of an ``autograd.Function`` would do the same at a much higher cost per call.
@@ -152,10 +167,10 @@ def with_batch_axis(act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _functions_of_whole_batches() -> Iterator[None]:
-    """Within, an ``autograd.Function`` that has no rule for ``vmap`` is applied to the batch of all lanes.
+    """Apply every ``autograd.Function`` that has no rule for ``vmap`` to the batch of all lanes, inside the block.
 
-    Those of spiking neurons are such: surrogate gradients, written for batches.  A function that takes a batch for
-    something else than its samples side by side raises :class:`MemoptError`.
+    The surrogate gradients of spiking neurons are such functions, written for batches.  One that does not treat a batch
+    as its samples side by side raises :class:`MemoptError`.
     """
     own = vars(Function)["apply"]
 
@@ -180,7 +195,7 @@ def _functions_of_whole_batches() -> Iterator[None]:
 
 
 _separate: WeakSet[type[Function]] = WeakSet()
-"""Functions that were seen to do to a batch what they do to its samples."""
+"""Functions that were found to do to a batch what they do to each of its samples."""
 
 
 def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batched: Sequence[bool], size: int) -> None:
@@ -202,7 +217,7 @@ def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batch
 
 
 def _results_and_gradients(function: type[Function], args: Sequence[Any], batched: Sequence[bool]) -> list[Tensor]:
-    """What the function returns, and the gradients of its sum, of those arguments that have a value per sample."""
+    """Return the results of ``function``, and the gradients of their sum by the arguments with a value per sample."""
     leaves = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
     inputs = [arg for arg, lane in zip(leaves, batched, strict=True) if lane and arg.is_floating_point()]
     for arg in inputs:
@@ -215,15 +230,15 @@ def _results_and_gradients(function: type[Function], args: Sequence[Any], batche
 
 
 def _batch_first(tensor: Tensor, size: int, level: int) -> Tensor:
-    """With the batch axis in front: the tensor itself if it is there, for a view is another node of the graph."""
+    """Return ``tensor`` of all lanes with the batch axis in front."""
     if level_of(tensor) != level:
         return tensor.expand(size, *tensor.shape)
     whole, axis = without_transform(tensor), lane_axis(tensor)
-    return whole.movedim(axis, 0) if axis else whole
+    return whole.movedim(axis, 0) if axis else whole  # a view would be another node of the graph
 
 
 def _tensors_held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Dotted path of an attribute and a tensor that it is or holds, parameters left out."""
+    """Yield the dotted path of each attribute and buffer, and a tensor that it is or holds."""
     for path, module in model.named_modules():
         for name, value in (*buffers_of(module).items(), *vars(module).items()):
             if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""One training step of a sequence, learnt online, for measuring it: memory, time, and how far its gradient is off."""
+"""A training step of a sequence that is learnt online: its memory, its time, and the error of its gradient."""
 
 from __future__ import annotations
 
@@ -18,44 +18,47 @@ from memopt_cli.training.step import Step, seeds_of_backward
 from memopt_cli.verification.equality import TOLERANCE, step_in_double
 
 DECAY = 0.9
-"""Of the filters of ES-D-RTRL."""
+"""Decay of the filters of ES-D-RTRL."""
 
 StepInputs = Callable[[int], tuple[Tensor, ...]]
-"""Number of a time step -> its inputs, ``[B, ...]``."""
+"""Function of the number of a time step that returns its inputs, ``[B, ...]``."""
 
 
 @dataclass(slots=True)
 class OnlineSequence:
-    """A sequence, step by step, under an online algorithm."""
+    """A sequence that an online algorithm learns step by step."""
 
     algorithm: OnlineAlgorithm
     step: Step
-    """Of the whole sequence: its settings, loss and optimizer are those of the steps."""
+    """Step of the whole sequence, whose settings, loss and optimizer each time step has."""
     inputs: StepInputs
 
     def run(self, steps: range) -> None:
-        """Forward and backward of each of these time steps, which follow those that were run before."""
+        """Take forward and backward of each time step in ``steps``, after those that were run before."""
         for number in steps:
             self._take(number)
 
     def _take(self, number: int) -> None:
-        # A function of its own: what it holds, the traces as they were before, is gone when the next step begins.
+        # A function of its own: its graph, and with it the traces before this step, is gone when the next step begins.
         one = replace(self.step, model=self.algorithm, args=self.inputs(number), kwargs={})
         roots, cotangents = _seeds(one.forward(), self.step, number)
         torch.autograd.backward(roots, cotangents)
 
     @property
     def states(self) -> list[State]:
-        """Those of the model and of the traces, which every step replaces."""
+        """States of the model and of the traces, which every step replaces."""
         return list(states_of(self.algorithm).values())
 
     def restart(self) -> None:
-        """The next time step is the first of a sequence."""
+        """Begin a new sequence."""
         self.algorithm.reset_state(self.inputs(0)[0].shape[0])
 
 
 def learn_online(step: Step, rule: OnlineRule, inputs: StepInputs) -> OnlineSequence:
-    """Prepare ``step``, which is left changed.  Raises :class:`MemoptError` if its model cannot be run online."""
+    """Return ``step``, whose model changes, as a sequence that is learnt by ``rule``.
+
+    Raises :class:`MemoptError` if the model cannot be run online.
+    """
     model = step_model(step.model, inputs(0))
     algorithm = D_RTRL(model, mode=Batching()) if rule == "D-RTRL" else ES_D_RTRL(model, DECAY, mode=Batching())
     algorithm.compile_graph(*inputs(0))
@@ -63,9 +66,9 @@ def learn_online(step: Step, rule: OnlineRule, inputs: StepInputs) -> OnlineSequ
 
 
 def compare_gradients(step: Step, rule: OnlineRule) -> GradientAgreement:
-    """The gradient of a sequence, ``[T, B, ...]`` in ``step.args``, online against through time, in float64.
+    """Compare the online gradient of a sequence, ``[T, B, ...]`` in ``step.args``, with that through time, in float64.
 
-    A loss is that of the whole sequence through time, as it is trained, and that of each step online.
+    Through time, a loss is taken of the whole sequence, as it is trained; online, of each step.
     """
     steps = len(step.args[0])
     with step_in_double(step) as double:
@@ -97,13 +100,16 @@ def _at(output: Any, number: int) -> Any:
 
 
 def _seeds(output: Any, step: Step, number: int) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Where backward of one time step starts; a loss is one of sequences, and is given a sequence of one step."""
+    """Return where backward of one time step starts, and with which gradients.
+
+    A loss is written for sequences, and is called with a sequence of one step.
+    """
     given = tree_map(lambda x: x.unsqueeze(0), output) if step.loss is not None else output
     return seeds_of_backward(given, step.loss, step.settings.seed + number)
 
 
 def _gradients(model: nn.Module) -> Tensor:
-    """All of them in one vector, in float64; they are cleared."""
+    """Return all gradients of ``model`` in one vector, in float64, and clear them."""
     parts = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     return torch.cat(parts)

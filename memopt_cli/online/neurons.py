@@ -1,4 +1,4 @@
-"""Cells to learn online: neurons whose states act on each neuron by itself, and what makes cells of others."""
+"""Cells to learn online: neurons, a projection and a readout, and a wrapper for cells of other libraries."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap
 
 
 class _Spike(torch.autograd.Function):
-    """Heaviside step at a threshold; ``max(0, 0.3 (1 - |v - threshold|))`` as its derivative."""
+    """A step at a threshold, with ``max(0, 0.3 (1 - |v - threshold|))`` as its derivative."""
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, threshold: float) -> Tensor:
-        ctx.save_for_backward(v)  # not what is above threshold: a state is there anyway
+        ctx.save_for_backward(v)  # not ``v - threshold``: the state ``v`` is in memory anyway
         ctx.threshold = threshold
         return _heaviside(v, threshold)
 
@@ -33,8 +33,9 @@ class _Spike(torch.autograd.Function):
 
 
 def spike(v: Tensor, threshold: float = 0.0) -> Tensor:
-    """1 where ``v`` reaches the threshold, else 0, with a triangle for its derivative: ``max(0, 0.3 (1 - |u|))``, where
-    ``u = v - threshold``.  Works under vmap.
+    """Return 1 where ``v`` reaches ``threshold``, else 0.
+
+    The derivative is a triangle, ``max(0, 0.3 (1 - |u|))`` with ``u = v - threshold``.  Works under vmap.
     """
     fire = functools.partial(_spike, threshold=threshold)
     spikes: Tensor = with_batch_axis(fire, v)[0] if is_of_vmap(v) else fire(v)[0]
@@ -50,37 +51,36 @@ def _heaviside(v: Tensor, threshold: float) -> Tensor:
 
 
 SpikeFunction = Callable[[Tensor], Tensor]
-"""What makes spikes of ``u``: 1 where ``u`` is 0 or more, with a derivative of its own, as snnTorch's surrogates."""
+"""A function of ``u``: 1 where ``u`` is 0 or more, with a derivative of its own, as snnTorch's surrogates have."""
 
 Reset = Literal["soft", "hard"]
 
 
 class Neuron(nn.Module):
-    """Neurons that step once per call, with what was projected to them since the last one."""
+    """Neurons that step once per call, with everything that was projected to them since their last step."""
 
     _projected: Tensor | None = None
 
     def receive(self, y: Tensor) -> None:
-        """Add ``y``, ``[B, *size]``, to what the next step adds to the potential."""
+        """Add ``y``, ``[B, *size]``, to the input of the next step."""
         self._projected = y if self._projected is None else self._projected + y
 
-    def _added(self, y: Tensor | None, potential: Tensor) -> Tensor:
-        """All that the step adds to the potential."""
-        if y is not None:
-            self.receive(y)
+    def take_projected(self, like: Tensor) -> Tensor:
+        """Return the sum of all that was received since the last step, zeros shaped like ``like`` if nothing was."""
         projected, self._projected = self._projected, None
-        return torch.zeros_like(potential) if projected is None else projected
+        return torch.zeros_like(like) if projected is None else projected
 
 
 class LIF(Neuron):
-    """Leaky integrate-and-fire neurons: ``v^t = V_rest + decay (r^(t-1) - V_rest) + y``; spikes where ``v`` reaches
-    ``V_th``.
+    """Leaky integrate-and-fire neurons.
 
-    ``r`` is ``v`` after its reset: ``v - (V_th - V_reset) s`` if soft, ``V_reset`` wherever it spiked if hard.
-    ``decay`` is ``exp(-dt / tau)``.
+    In each step ``v^t = V_rest + decay (r^(t-1) - V_rest) + y``, and a neuron spikes where ``v`` reaches ``V_th``.
+    ``decay`` is ``exp(-dt / tau)``, and ``r`` is ``v`` after its reset: ``v - (V_th - V_reset) s`` if soft, ``V_reset``
+    wherever it spiked if hard.  ``tau=math.inf`` makes integrate-and-fire neurons, which do not leak.
     """
 
     v: Tensor
+    """Potential, ``[B, *size]``."""
 
     def __init__(
         self,
@@ -93,140 +93,74 @@ class LIF(Neuron):
         spk_reset: Reset = "soft",
         spk_fun: SpikeFunction | None = None,
     ) -> None:
-        """``tau``: in the unit of ``environ.dt``, ms.  ``spk_fun``: of ``(v - V_th) / (V_th - V_reset)``; by default
-        :func:`spike`.
+        """Declare the potential of neurons of shape ``size`` per sample.
+
+        ``tau``: in the unit of ``environ.dt``, ms.  ``spk_fun``: makes spikes of ``(v - V_th) / (V_th - V_reset)``; by
+        default :func:`spike`.
         """
         super().__init__()
+        if not V_th > V_reset:
+            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="Give a threshold above the reset.")
+        if spk_fun is not None and not callable(spk_fun):
+            raise UsageError(f"spk_fun={spk_fun!r}", hint="Give a function of u: 1 where u is 0 or more, else 0.")
+        if spk_reset not in ("soft", "hard"):
+            raise UsageError(f"spk_reset={spk_reset!r}", hint='Give "soft" or "hard".')
         self.decay = decay_of(tau)
         self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
-        self.spk_reset, self.spk_fun = _known_reset(spk_reset), _called(spk_fun)
-        _check_threshold(V_th, V_reset)
+        self.spk_reset, self.spk_fun = spk_reset, spk_fun
         declare_state(self, "v", size)
 
     def get_spike(self) -> Tensor:
-        """Of the potential as it is now."""
-        return fired(self.v, self.V_th, self.V_th - self.V_reset, self.spk_fun)
+        """Return the spikes of the present potential."""
+        scale = self.V_th - self.V_reset
+        if self.spk_fun is None and scale == 1:
+            return spike(self.v, self.V_th)
+        return (self.spk_fun or spike)((self.v - self.V_th) / scale).to(self.v)
 
-    def forward(self, y: Tensor | None = None, *, current: Tensor | None = None) -> Tensor:
-        """``y``, ``[B, *size]``, is added to the potential; ``current`` drives it, ``(1 - decay) current``.
-
-        Returns spikes of that shape.
-        """
+    def forward(self, y: Tensor | None = None) -> Tensor:
+        """Take one step with ``y``, ``[B, *size]``, added to the potential, and return its spikes, of that shape."""
+        if y is not None:
+            self.receive(y)
         spikes = self.get_spike()
-        reset = (self.V_th - self.V_reset if self.spk_reset == "soft" else self.v.detach() - self.V_reset) * spikes
-        self.v = self._leaked(self.v - reset, current) + self._added(y, self.v)
-        return self.get_spike()
-
-    def _leaked(self, v: Tensor, current: Tensor | None) -> Tensor:
-        v = self.decay * v if self.V_rest == 0 else self.V_rest + self.decay * (v - self.V_rest)
-        return v if current is None else v + (1 - self.decay) * current
-
-
-class IF(LIF):
-    """Integrate-and-fire neurons: no leak; a current adds ``dt / tau`` times itself."""
-
-    def __init__(
-        self,
-        size: int | Sequence[int],
-        tau: float = 5.0,
-        V_th: float = 1.0,
-        V_reset: float = 0.0,
-        *,
-        spk_reset: Reset = "soft",
-        spk_fun: SpikeFunction | None = None,
-    ) -> None:
-        super().__init__(size, tau, V_th, V_reset, spk_reset=spk_reset, spk_fun=spk_fun)
-        self.gain = -math.log(self.decay)
-        self.decay = 1.0
-
-    def _leaked(self, v: Tensor, current: Tensor | None) -> Tensor:
-        return v if current is None else v + self.gain * current
-
-
-class ALIF(Neuron):
-    """LIF neurons whose threshold rises with every spike: two states, potential ``v`` and adaptation ``a``.
-
-    ``v^t = V_rest + decay (r^(t-1) - V_rest) + y``, ``a^t = rho (a^(t-1) + s^(t-1))``, spikes where ``v`` reaches
-    ``V_th + beta a``; ``r`` is ``v - (V_th - V_reset) s`` if soft, ``V_reset`` wherever it spiked if hard.
-    """
-
-    v: Tensor
-    a: Tensor
-
-    def __init__(
-        self,
-        size: int | Sequence[int],
-        tau: float = 5.0,
-        tau_a: float = 100.0,
-        V_th: float = 1.0,
-        V_reset: float = 0.0,
-        V_rest: float = 0.0,
-        beta: float = 0.1,
-        *,
-        spk_reset: Reset = "soft",
-        spk_fun: SpikeFunction | None = None,
-    ) -> None:
-        super().__init__()
-        self.decay, self.rho, self.beta = decay_of(tau), decay_of(tau_a, "tau_a"), beta
-        self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
-        self.spk_reset, self.spk_fun = _known_reset(spk_reset), _called(spk_fun)
-        _check_threshold(V_th, V_reset)
-        declare_state(self, "v", size)
-        declare_state(self, "a", size)
-
-    def get_spike(self) -> Tensor:
-        """Of potential and adaptation as they are now."""
-        return fired(self.v - self.beta * self.a, self.V_th, self.V_th - self.V_reset, self.spk_fun)
-
-    def forward(self, y: Tensor | None = None, *, current: Tensor | None = None) -> Tensor:
-        """As :class:`LIF`."""
-        spikes = self.get_spike()
-        reset = (self.V_th - self.V_reset if self.spk_reset == "soft" else self.v.detach() - self.V_reset) * spikes
-        driven = 0.0 if current is None else (1 - self.decay) * current
-        self.v = self.V_rest + self.decay * (self.v - reset - self.V_rest) + driven + self._added(y, self.v)
-        self.a = self.rho * (self.a + spikes)
+        drop = self.V_th - self.V_reset if self.spk_reset == "soft" else self.v.detach() - self.V_reset
+        v = self.v - drop * spikes
+        leaked = self.decay * v if self.V_rest == 0 else self.V_rest + self.decay * (v - self.V_rest)
+        self.v = leaked + self.take_projected(self.v)
         return self.get_spike()
 
 
-def decay_of(tau: float, name: str = "tau") -> float:
-    """``exp(-dt / tau)``, the share that is left after one time step of ``environ.dt``."""
+def decay_of(tau: float) -> float:
+    """Return ``exp(-dt / tau)``: how much of a state is left after one time step of ``environ.dt``."""
     if not (is_number(tau) and tau > 0):
-        raise UsageError(f"{name}={tau!r}", hint="Give a time constant above 0, in the unit of environ.dt.")
+        raise UsageError(f"tau={tau!r}", hint="Give a time constant above 0, in the unit of environ.dt.")
     return math.exp(-environ.dt / tau)
 
 
-def fired(v: Tensor, threshold: float, scale: float, function: SpikeFunction | None) -> Tensor:
-    """Spikes where ``v`` reaches the threshold; ``function`` is of ``(v - threshold) / scale``, ``None``: spike."""
-    if function is None and scale == 1:
-        return spike(v, threshold)
-    return (function or spike)((v - threshold) / scale).to(v)
+class DeltaProj(nn.Module):
+    """A projection: adds the output of ``comm`` to the potential of ``post``, in the step that ``post`` takes next."""
 
+    def __init__(self, comm: nn.Module, post: Neuron) -> None:
+        """Project by ``comm``, usually a tagged linear layer, to the neurons ``post``, which the model calls itself."""
+        super().__init__()
+        if not isinstance(post, Neuron):
+            raise UsageError(f"post is a {type(post).__name__}", hint="Give neurons: LIF or another Neuron.")
+        self.comm = comm
+        self.post = post
 
-def _check_threshold(V_th: float, V_reset: float) -> None:
-    if not V_th > V_reset:
-        raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="Give a threshold above the reset.")
-
-
-def _called(function: SpikeFunction | None) -> SpikeFunction | None:
-    if function is not None and not callable(function):
-        raise UsageError(f"spk_fun={function!r}", hint="Give a function of u: 1 where u is 0 or more, else 0.")
-    return function
-
-
-def _known_reset(reset: Reset) -> Reset:
-    if reset not in ("soft", "hard"):
-        raise UsageError(f"spk_reset={reset!r}", hint='Give "soft" or "hard".')
-    return reset
+    def forward(self, *inputs: Tensor) -> None:
+        """Give the output of ``comm`` for ``inputs`` to ``post``; calling ``post()`` uses it."""
+        self.post.receive(self.comm(*inputs))
 
 
 class LeakyRateReadout(nn.Module):
-    """``r^t = decay r^(t-1) + s W``, ``decay`` being ``exp(-dt / tau)``: leaks like a neuron, never spikes.
+    """A readout that leaks like a neuron and never spikes: ``r^t = decay r^(t-1) + s W``.
 
-    Its weight is a plain parameter with the gradient of each step alone, as in the network of the reference;
-    ``traced(readout.linear)`` gives it a trace.
+    ``decay`` is ``exp(-dt / tau)``.  The weight is a plain parameter with the gradient of each step alone, as in the
+    network of the reference; ``traced(readout.linear)`` gives it a trace.
     """
 
     r: Tensor
+    """Outputs, ``[B, outputs]``."""
 
     def __init__(self, size: int, outputs: int, tau: float = 5.0) -> None:
         super().__init__()
@@ -236,7 +170,7 @@ class LeakyRateReadout(nn.Module):
         declare_state(self, "r", outputs)
 
     def forward(self, spikes: Tensor) -> Tensor:
-        """``[B, size]`` -> ``[B, outputs]``."""
+        """Add ``spikes``, ``[B, size]``, and return the outputs, ``[B, outputs]``."""
         # Not an add with alpha, which torch.compile drops where it adds to a matrix product.
         self.r = self.decay * self.r + self.linear(spikes)
         return self.r
@@ -249,13 +183,13 @@ _FITTING = (
 
 
 class ExplicitState(nn.Module):
-    """A cell of one whose states are passed: ``cell(input, *states) -> (output, *new states)``.
+    """A cell around one that takes and returns its states: ``cell(input, *states) -> (output, *new states)``.
 
-    That is snnTorch's way: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.  A cell whose states come as one
+    snnTorch's cells are such: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.  A cell whose states come as one
     named tuple, ``cell(input, state) -> (output, new state)``, is given a tuple of their shapes, as Norse's:
     ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  Of one that returns its new states
     alone, the first is the output: ``ExplicitState(snntorch.RLeaky(0.9, linear_features=200), {"spk": 200, "mem":
-    200})``.  What the cell keeps in attributes of its own is put back after each call.
+    200})``.  Attributes that the cell writes are put back after each call.
     """
 
     def __init__(
@@ -263,8 +197,10 @@ class ExplicitState(nn.Module):
         cell: nn.Module,
         states: Mapping[str, int | Sequence[int]] | tuple[int | Sequence[int], ...],
     ) -> None:
-        """``states``: name -> shape per sample, in the order in which the cell takes and returns them; or a named
-        tuple of shapes, of the type that the cell takes and returns.
+        """Declare ``states`` for ``cell``.
+
+        ``states``: name -> shape per sample, in the order in which the cell takes and returns them; or a named tuple of
+        shapes, of the type that the cell takes and returns.
         """
         super().__init__()
         self.together = None if isinstance(states, Mapping) else type(states)
@@ -279,7 +215,7 @@ class ExplicitState(nn.Module):
             declare_state(self, name, shape)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """What the cell returns first."""
+        """Call the cell with ``inputs`` and its states, keep the new states, and return its first output."""
         values = [getattr(self, name) for name in self.names]
         held, buffers = dict(vars(self.cell)), dict(buffers_of(self.cell))
         try:
@@ -335,7 +271,7 @@ def _types_of(returned: object) -> str:
 
 
 def kaiming_normal_(weight: Tensor) -> Tensor:
-    """Fill ``[O, I]`` with a normal of variance ``2 / I``, cut at two standard deviations, and return it.
+    """Fill ``weight``, ``[O, I]``, with a normal of variance ``2 / I``, cut at two standard deviations, and return it.
 
     The cut leaves 0.8796 of the standard deviation, which is made up for, as in JAX's and BrainState's initializers.
     """

@@ -18,7 +18,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.runtime.private_torch import convolve, padding_of
 
 TraceKind = Literal["full", "approx", "adaptive"]
-"""What :class:`HybridTrace` keeps for a weight: the trace of every weight, two factors, or what is smaller."""
+"""Kind of trace that :class:`HybridTrace` keeps for a weight: full, of two factors, or the smaller of these."""
 
 _TAG = "_eligibility_trace"
 
@@ -38,40 +38,42 @@ class ElementWise(nn.Module):
         setattr(self, _TAG, "adaptive")
 
     def forward(self) -> Tensor:
-        """``(*shape)``, to be broadcast over a batch."""
+        """Return the parameter expanded to ``shape``, to be broadcast over a batch."""
         return self.weight.expand(self.shape)
 
 
 class Operation(Protocol):
-    """How one kind of module applies its weight, on tensors with a leading batch axis."""
+    """The action of one kind of module's weight on tensors with a leading batch axis."""
 
     @property
     def weight(self) -> Tensor | None:
-        """That of the module as it is now; ``None`` if there is only a bias: an elementwise parameter is the bias of
-        nothing."""
+        """Present weight of the module; ``None`` if there is only a bias, as which an elementwise parameter counts."""
 
     @property
     def bias(self) -> Tensor | None:
-        """That of the module as it is now."""
+        """Present bias of the module; ``None`` without one."""
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """``y``, of the shape of the states it reaches: ``[B, ...]``."""
+        """Return ``y`` for the input ``z``, of the shape of the states that it reaches: ``[B, ...]``."""
 
     def rows(self, z: Tensor) -> Tensor:
-        """What each output is multiplied by: broadcastable to ``[*y.shape, K]``, ``K`` weights per output channel."""
+        """Return the factors of the ``K`` weights of each output in ``z``, broadcastable to ``[*y.shape, K]``."""
 
     def weight_gradient(self, z: Tensor, cotangent: Tensor) -> Tensor:
-        """``sum cotangent * dy/dweight`` over the batch, of the weight's shape."""
+        """Return ``sum cotangent * dy/dweight`` over the batch, of the weight's shape."""
 
     def contract(self, cotangent: Tensor, trace: Tensor) -> Tensor:
-        """``sum cotangent * trace`` over all but channels: ``[*y.shape]``, ``[*y.shape, K]`` -> the weight's shape."""
+        """Return ``sum cotangent * trace`` over all axes but channels, of the weight's shape.
+
+        ``trace`` is ``[*y.shape, K]``.
+        """
 
     def bias_gradient(self, cotangent: Tensor) -> Tensor:
-        """``sum cotangent`` over all that share a bias, of the bias's shape."""
+        """Return ``sum cotangent`` over all that share a bias, of the bias's shape."""
 
 
 class LinearOperation:
-    """``z [B, ..., I]``, ``weight [O, I]`` -> ``y [B, ..., O]``."""
+    """A linear layer: ``z [B, ..., I]``, ``weight [O, I]`` -> ``y [B, ..., O]``."""
 
     def __init__(self, module: nn.Linear) -> None:
         self.module = module
@@ -103,7 +105,7 @@ class LinearOperation:
 
 
 class ConvOperation:
-    """``z [B, I, *size]``, ``weight [O, I / groups, *kernel]`` -> ``y [B, O, *positions]``, in 1 to 3 dimensions."""
+    """A convolution: ``z [B, I, *size]``, ``weight [O, I / groups, *kernel]`` -> ``y [B, O, *positions]``."""
 
     def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
         self.module = module
@@ -123,7 +125,7 @@ class ConvOperation:
         return y
 
     def rows(self, z: Tensor) -> Tensor:
-        """Patches: ``[B, O or 1, *positions, K]`` with ``K = I / groups * prod(kernel)``."""
+        """Return the patches of ``z``: ``[B, O or 1, *positions, K]`` with ``K = I / groups * prod(kernel)``."""
         conv, windows = self.module, self._padded(z)
         for axis, (size, stride, dilation) in enumerate(
             zip(conv.kernel_size, conv.stride, conv.dilation, strict=True), start=2
@@ -155,7 +157,7 @@ class ConvOperation:
 
 
 class ElementWiseOperation:
-    """No input: ``y [B, *shape]`` is the parameter itself."""
+    """An elementwise parameter, which has no input: ``y [B, *shape]`` is the parameter itself."""
 
     weight: Tensor | None = None
 
@@ -184,7 +186,7 @@ class ElementWiseOperation:
 
 
 def operation_of(module: nn.Module) -> Operation:
-    """The operation of a trace-tagged module."""
+    """Return the operation of ``module``, which is trace-tagged."""
     if isinstance(module, nn.Linear):
         return LinearOperation(module)
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -194,10 +196,23 @@ def operation_of(module: nn.Module) -> Operation:
 
 
 def traced(module: M, kind: TraceKind = "adaptive") -> M:
-    """Tag every weight of ``module`` that can carry an eligibility trace, and return the module.
+    """Tag every weight of ``module`` that can carry an eligibility trace, and return ``module``.
 
-    Those are linear and convolutional layers, and :class:`ElementWise` parameters.  ``kind`` is for
-    :class:`HybridTrace` alone.  Raises :class:`UsageError` if there is no such layer.
+    Parameters
+    ----------
+    module:
+        Linear or convolutional layer or :class:`ElementWise` parameter, or a module that holds some.
+    kind:
+        For :class:`HybridTrace` alone: ``full`` or ``approx`` (factored) traces, ``adaptive`` for the smaller ones.
+
+    Returns
+    -------
+    ``module``, so that a layer can be tagged where it is made.
+
+    Raises
+    ------
+    UsageError
+        If no weight in ``module`` can carry a trace.
     """
     if kind not in ("full", "approx", "adaptive"):
         raise UsageError(f"kind={kind!r}", hint='Give "full", "approx" or "adaptive".')
@@ -213,20 +228,30 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
 
 
 def untraced(module: M) -> M:
-    """Take the tag off every weight of ``module``: they get the gradient of each time step alone."""
+    """Take the tag off every weight of ``module``, and return ``module``.
+
+    Parameters
+    ----------
+    module:
+        Module whose weights get the gradient of each time step alone.
+
+    Returns
+    -------
+    ``module``.
+    """
     for layer in _traceable(module):
         setattr(layer, _TAG, None)
     return module
 
 
 def trace_kind(module: nn.Module) -> TraceKind | None:
-    """What the module's weights are tagged as; ``None`` without a tag."""
+    """Return the kind of trace that ``module`` is tagged for; ``None`` without a tag."""
     kind: TraceKind | None = getattr(module, _TAG, None)
     return kind
 
 
 def says_which(model: nn.Module) -> bool:
-    """Whether any weight of ``model`` was given to :func:`traced` or :func:`untraced`."""
+    """Return whether any weight of ``model`` was given to :func:`traced` or :func:`untraced`."""
     return any(hasattr(module, _TAG) for module in model.modules())
 
 
@@ -239,5 +264,5 @@ def _traceable(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def weights_per_output(operation: Operation) -> int:
-    """``K``: how many weights one output is a sum over."""
+    """Return ``K``, the number of weights that one output of ``operation`` is a sum over."""
     return 0 if operation.weight is None else math.prod(operation.weight.shape[1:])

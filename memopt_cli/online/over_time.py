@@ -1,4 +1,4 @@
-"""Models of one time step as models of sequences: whole, through time, and step by step, online."""
+"""Models of one time step as models of sequences: run as a whole, through time, or step by step, online."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from memopt_cli.runtime.state import StartingState
 
 
 class OverTime(nn.Module):
-    """Runs a model of one time step over whole sequences: ``[T, B, ...]`` -> ``[T, B, ...]``, each from fresh states.
+    """A model that runs one of a single time step over whole sequences, each from fresh states.
 
+    Inputs and outputs are ``[T, B, ...]``.
     To back-propagation through time, and to every command of memopt, it is a model like any other; online learning
     takes :attr:`model` out of it and runs that step by step.  States may be declared ones or those that neurons keep
     to themselves, as snnTorch's do (``init_hidden=True``).  As a segment in chunks along time (axis 0) it hands them
@@ -33,10 +34,10 @@ class OverTime(nn.Module):
         super().__init__()
         self.model = model
         self._left: list[list[Tensor]] = []
-        """By the chunks of a batch so far: the values of all states."""
+        """Values of all states after each chunk of a batch so far."""
 
     def forward(self, *inputs: Tensor) -> Any:
-        """All outputs, stacked; the states are left as constants."""
+        """Return the outputs of all steps of ``inputs``, stacked; the states become constants."""
         _check_sequences(inputs)
         chunk = running_chunk()
         axis = None if chunk is None else chunk.axis % inputs[0].dim()
@@ -53,9 +54,9 @@ class OverTime(nn.Module):
         return tree_map(lambda *steps: torch.stack(steps), *outputs)
 
     def _join(self, states: Sequence[tuple[nn.Module, str, Tensor]], chunk: SequenceChunk) -> None:
-        """After the last of a batch's chunks, leave the states that the whole batch would have left."""
-        left = [] if chunk.is_first else self._left
-        self._left = [*left, [value for _, _, value in states]]
+        """Collect the ``states`` of a batch's ``chunk``, and after the last one put them together in place."""
+        out = [] if chunk.is_first else self._left
+        self._left = [*out, [value for _, _, value in states]]
         if chunk.is_last:
             for (module, name, _), *values in zip(states, *self._left, strict=True):
                 _put(module, name, torch.cat(values))
@@ -73,7 +74,7 @@ def _check_sequences(inputs: Sequence[object]) -> None:
 
 
 def _tensors(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Module, name and value of every buffer, and of every attribute that is a tensor."""
+    """Return module, name and value of every buffer, and of every attribute that is a tensor."""
     return [
         (module, name, value)
         for module in model.modules()
@@ -83,13 +84,13 @@ def _tensors(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def start_sequence(model: nn.Module, batch_size: int) -> None:
-    """Start every state of a model of one time step anew, those that are not declared as well."""
+    """Start every state of ``model``, one of a single time step, anew, undeclared ones as well."""
     reset_hidden_state(model)
     init_all_states(model, batch_size)
 
 
 def step_model(model: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
-    """The model of one time step in ``model``, ready for an online algorithm on a batch.
+    """Return the model of one time step in ``model``, ready for an online algorithm on a batch.
 
     ``inputs``: those of one step, ``[B, ...]``.  States that are not declared are found by running it, and declared;
     if no weight is tagged, all that can carry a trace are.  Raises :class:`MemoptError` that says why there is none.
@@ -116,7 +117,7 @@ def step_model(model: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
 
 
 def _hidden_states(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[nn.Module, str, Tensor]]:
-    """Module, attribute and value of what a step assigns and the next one reads, and is not declared."""
+    """Return module, attribute and value of each tensor that a step assigns, the next one reads, and none declares."""
     start = StartingState(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -143,7 +144,7 @@ def _take_step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _reached(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[bool]:
-    """Whether any of the ends depends on each leaf."""
+    """Return for each of ``leaves`` whether any of ``ends`` depends on it."""
     if not leaves or not ends:
         return [False] * len(leaves)
     gradients = torch.autograd.grad(ends, leaves, [torch.ones_like(t) for t in ends], allow_unused=True)
@@ -151,7 +152,7 @@ def _reached(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[bool]:
 
 
 def _held(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[tuple[nn.Module, str], Tensor]]:
-    """Module and name of each floating tensor with an entry per sample that is kept in an attribute or a buffer."""
+    """Return module and name, and value, of each undeclared floating tensor that has an entry per sample."""
     declared = {(id(state.module), state.name) for state in states_of(model).values()}
     return [
         ((module, name), value)

@@ -1,4 +1,4 @@
-"""One time step of a model, taken apart: what each part of it reads of the others, and whether neuron by neuron."""
+"""One time step of a model, taken apart: which parts each part reads, and whether neuron by neuron."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from memopt_cli.online.graph import Graph, Reads, jacobian_row, leaves_behind, o
 from memopt_cli.online.interception import Interception
 from memopt_cli.online.operations import operation_of
 from memopt_cli.online.structure import Source
-from memopt_cli.online.traces import Held, Left, Use
+from memopt_cli.online.traces import CellOutput, PastState, Use
 from memopt_cli.runtime.private_torch import tree_leaves
 
 
 class Probe(Interception):
-    """Takes one step with every part of it cut off from the others, and notes what each one reads."""
+    """A step in which every part is cut off from the others, and the parts that it reads are recorded."""
 
     def __init__(
         self,
@@ -29,30 +29,30 @@ class Probe(Interception):
         batched: bool,
         spread: float,
     ) -> None:
-        """``spread``: how far from rest the states are."""
+        """Take the step with random states, ``spread`` away from rest on average."""
         super().__init__(weights, cells, batched=batched)
-        self.reads: dict[Use | Left, Reads] = {}
-        """Of the input of each use and of each tensor that leaves a cell, in the order in which they were made."""
+        self.reads: dict[Use | CellOutput, Reads] = {}
+        """Use or output of a cell -> the parts that its input, or it, reads, in the order in which they were made."""
         self.of_output: list[Reads] = []
         self.z_shapes: dict[Use, tuple[int, ...] | None] = {}
-        self.shapes: dict[Left, tuple[int, ...]] = {}
-        self.derived: dict[Left, frozenset[int]] = {}
-        self.overwritten: set[Held] = set()
-        """States that their cells find changed."""
-        self.forgotten: set[Held] = set()
-        """States that the step leaves as constants."""
-        self.read_outside: set[Held] = set()
-        """States that their own cell is given by what calls it, besides finding them."""
+        self.shapes: dict[CellOutput, tuple[int, ...]] = {}
+        self.derived: dict[CellOutput, frozenset[int]] = {}
+        self.overwritten: set[PastState] = set()
+        """States that another module writes before their cell is called."""
+        self.forgotten: set[PastState] = set()
+        """States that are constants at the end of the step."""
+        self.read_outside: set[PastState] = set()
+        """States that the caller of their own cell passes to it as an argument."""
         self._graph = graph
         self.leaves: dict[Source, Tensor] = {}
         self._shown: dict[Node, int] = {}
-        """Nodes of what is shown of states outside their cells, numbered as ``_shown_states``."""
-        self._shown_states: list[Held] = []
+        """Node of the tensor that the model sees of a state -> its index in ``_shown_states``."""
+        self._shown_states: list[PastState] = []
         self._random = torch.Generator().manual_seed(0)
         self._spread = spread
 
     def take_step(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
-        """Fill in what is noted."""
+        """Run one step of ``model`` on ``inputs``, and record what its parts read."""
         for cell, states in self.states.items():
             self.act_on(states, lambda *values, cell=cell: self._hold(cell, values))
         output = self.run(model, inputs)
@@ -68,10 +68,10 @@ class Probe(Interception):
         y = operation.apply(z[0] if z else None, self.batch.size, operation.weight, operation.bias)
         return (self._cut(use, y),)
 
-    def on_overwritten(self, held: Held) -> None:
+    def on_overwritten(self, held: PastState) -> None:
         self.overwritten.add(held)
 
-    def on_forgotten(self, held: Held) -> None:
+    def on_forgotten(self, held: PastState) -> None:
         self.forgotten.add(held)
 
     @property
@@ -80,7 +80,7 @@ class Probe(Interception):
         return {path: self._calls.get(path, 0) for path in (*self.weights, *self.cells)}
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
-        names = [Held(cell, state.name) for state in self.states[cell]]
+        names = [PastState(cell, state.name) for state in self.states[cell]]
         return tuple(
             value if call or held in self.overwritten else self.leaves[held].clone()
             for held, value in zip(names, states, strict=True)
@@ -88,20 +88,20 @@ class Probe(Interception):
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         self._note_outside(cell, tensors)
-        count, lefts = len(self.states[cell]), [Left(cell, call, i) for i in range(len(tensors))]
+        count, outs = len(self.states[cell]), [CellOutput(cell, call, i) for i in range(len(tensors))]
         new = {t.grad_fn: i for i, t in enumerate(tensors[:count]) if t.grad_fn is not None}
-        for left, q in zip(lefts, tensors, strict=True):
-            _check_real(self.states[cell][left.number].name if left.number < count else "", cell, q)
-            self.shapes[left] = tuple(q.shape[1:])
-            reads = self.reads[left] = self._graph.reads(q, self.leaves)
+        for out, q in zip(outs, tensors, strict=True):
+            _check_real(self.states[cell][out.number].name if out.number < count else "", cell, q)
+            self.shapes[out] = tuple(q.shape[1:])
+            reads = self.reads[out] = self._graph.reads(q, self.leaves)
             reads.mixed = {s for s in reads.direct if s in reads.weighted or not self._elementwise(q, self.leaves[s])}
-            if left.number >= count and (states := only(q, new)):
-                self.derived[left] = states
-        return tuple(self._cut(left, q) for left, q in zip(lefts, tensors, strict=True))
+            if out.number >= count and (states := only(q, new)):
+                self.derived[out] = states
+        return tuple(self._cut(out, q) for out, q in zip(outs, tensors, strict=True))
 
     def _hold(self, cell: str, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Away from rest, where surrogates and gates have slopes.
-        names = [Held(cell, state.name) for state in self.states[cell]]
+        names = [PastState(cell, state.name) for state in self.states[cell]]
         shown = tuple(
             self._cut(held, value + self._spread * self._noise(value)).clone()
             for held, value in zip(names, values, strict=True)
@@ -127,7 +127,12 @@ class Probe(Interception):
         return self.leaves[source]
 
     def _elementwise(self, q: Tensor, leaf: Tensor) -> bool:
-        """An elementwise Jacobian maps a random cotangent to its product with the diagonal: zeros to zeros."""
+        """Return whether ``q`` depends on ``leaf`` neuron by neuron.
+
+        Such a Jacobian is diagonal: it maps a random cotangent to its product with the diagonal, and zeros to zeros.
+        With ``q = [x0, x0 + x1]`` the diagonal by a cotangent of ones is ``[2, 1]``, but ``[c0, c1]`` maps to
+        ``[c0 + c1, c1]``.
+        """
         (diagonal,) = jacobian_row(self.gate, q, [leaf])
         if diagonal is None:
             return True
@@ -143,7 +148,7 @@ class Probe(Interception):
 
 
 def _check_weight(path: str, module: nn.Module) -> None:
-    """Raises :class:`MemoptError` for a weight of which two readings are two tensors of other values."""
+    """Raise :class:`MemoptError` if two readings of the weight of ``module`` have different values."""
     if isinstance(vars(module).get("weight"), Tensor):
         raise MemoptError(
             f"a hook computes the weight of {path} anew before each call: no trace can refer to it",
@@ -163,7 +168,7 @@ def _check_real(state: str, cell: str, tensor: Tensor) -> None:
         raise MemoptError(
             f"{f'{cell}.{state}'.removeprefix('.') if state else f'what {cell} returns'} is complex: the Jacobian of a "
             "neuron is not one number then",
-            hint="Declare its real and its imaginary part as two states, as memopt_cli.online.LRU does",
+            hint="Declare its real and its imaginary part as two states",
         )
 
 

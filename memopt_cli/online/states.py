@@ -22,7 +22,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.runtime.private_torch import buffers_of
 
 Initializer = Callable[..., Tensor]
-"""Called as ``initializer(shape, dtype=..., device=...)``: ``torch.zeros``, ``torch.rand`` and their like."""
+"""Function called as ``initializer(shape, dtype=..., device=...)``: ``torch.zeros``, ``torch.rand`` and their like."""
 
 _DECLARED = "_declared_states"
 
@@ -33,32 +33,32 @@ class Batching:
 
 
 def check_mode(mode: object) -> None:
-    """Raises :class:`UsageError` for what is no mode."""
+    """Raise :class:`UsageError` unless ``mode`` is ``Batching()`` or ``None``."""
     if mode is not None and not isinstance(mode, Batching):
         raise UsageError(f"mode={mode!r}", hint="Give Batching(), or None for one sample at a time.")
 
 
 def is_number(value: object) -> bool:
-    """Whether it is one; a truth value is none."""
+    """Return whether ``value`` is a real number; a truth value is none."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_size(value: object, least: int) -> bool:
-    """Whether it is a whole number from ``least`` on."""
+    """Return whether ``value`` is a whole number of at least ``least``; a truth value is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 class Environment:
-    """Settings that hold for everything made from now on, unless it is told otherwise."""
+    """Defaults for all cells and algorithms that are made from now on."""
 
     def __init__(self) -> None:
         self.mode: Batching | None = None
-        """Of algorithms.  ``None``: models see one sample at a time."""
+        """Mode of algorithms; ``None``: models see one sample at a time."""
         self.dt = 1.0
-        """Length of a time step, in the unit of the time constants of neurons and synapses: ms."""
+        """Length of a time step, in the unit of the time constants of neurons: ms."""
 
     def set(self, **settings: Any) -> None:
-        """Set ``mode``, ``dt``, or both; what is not named stays.  Raises :class:`UsageError` for anything else."""
+        """Set ``mode``, ``dt`` or both by name, and keep the others.  Raises :class:`UsageError` for other names."""
         for name, value in settings.items():
             if name not in ("mode", "dt"):
                 raise UsageError(f"environ.set({name}=...)", hint="Set mode or dt.")
@@ -73,7 +73,7 @@ environ = Environment()
 
 
 _Declaration = tuple[tuple[int, ...], Initializer | None, str | None]
-"""Shape per sample, what makes the first value (``None``: zeros) and tag; in this form it pickles as plain data."""
+"""Shape per sample, initializer (``None``: zeros) and tag; a tuple, so that it pickles as plain data."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,12 +85,12 @@ class State:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one sample."""
+        """Shape of the state of one sample."""
         return self._declaration[0]
 
     @property
     def tag(self) -> str | None:
-        """Of the ``vmap_new_states`` that made the value, if one did."""
+        """Tag of the ``vmap_new_states`` that made the value; ``None`` if none did."""
         return self._declaration[2]
 
     @property
@@ -104,7 +104,7 @@ class State:
         buffers_of(self.module)[self.name] = value  # assigning the attribute takes a module ten times as long
 
     def initialize(self, batch_size: int | None = None) -> None:
-        """Start anew: ``(*shape)``, or ``(batch_size, *shape)``; dtype and device stay as they are."""
+        """Start anew, ``(*shape)`` or ``(batch_size, *shape)``; dtype and device stay as they are."""
         lead = () if batch_size is None else (batch_size,)
         old, (shape, initializer, _) = self.value, self._declaration
         self.value = (initializer or torch.zeros)((*lead, *shape), dtype=old.dtype, device=old.device)
@@ -113,7 +113,7 @@ class State:
             made.append(self)
 
     def set_tag(self, tag: str | None) -> None:
-        """Say which ``vmap_new_states`` made the value."""
+        """Set the ``tag`` of the ``vmap_new_states`` that made the value."""
         _declarations(self.module)[self.name] = (*self._declaration[:2], tag)
 
     @property
@@ -127,10 +127,25 @@ _made: ContextVar[list[State] | None] = ContextVar("made", default=None)
 def declare_state(
     module: nn.Module, name: str, shape: int | Sequence[int], initializer: Initializer | None = None
 ) -> None:
-    """Declare that ``module.name`` is a state of ``shape`` per sample, and initialize it for one sample, with zeros
-    unless there is an ``initializer``.
+    """Declare that ``module.name`` is a state of ``shape`` per sample, and initialize it for one sample.
 
-    The value is a buffer that is not saved.  ``module`` reads and assigns it as any attribute.
+    The value is a buffer that is not saved.  ``module`` reads and assigns it like any attribute.
+
+    Parameters
+    ----------
+    module:
+        Module that carries the state from one time step to the next.
+    name:
+        Name of the attribute.
+    shape:
+        Size or sizes of the state of one sample.
+    initializer:
+        Function called as ``initializer(shape, dtype=..., device=...)``; ``None`` for zeros.
+
+    Raises
+    ------
+    UsageError
+        If ``shape`` is not one, or ``module`` cannot have a buffer of that name.
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
     if not all(is_size(size, 0) for size in sizes):
@@ -147,7 +162,7 @@ def declare_state(
 
 
 def states_of(model: nn.Module) -> dict[str, State]:
-    """Dotted path -> state, for every state declared in ``model``."""
+    """Return dotted path -> state, for every state declared in ``model``."""
     return {
         f"{path}.{name}" if path else name: State(module, name)
         for path, module in model.named_modules()
@@ -156,7 +171,20 @@ def states_of(model: nn.Module) -> dict[str, State]:
 
 
 def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
-    """Start every declared state of ``model`` anew: for one sample, or for a batch of ``batch_size`` samples."""
+    """Start every declared state of ``model`` anew.
+
+    Parameters
+    ----------
+    model:
+        Module whose own states and those of all modules in it are started.
+    batch_size:
+        Samples in a batch, the first axis of each state; ``None`` for one sample, without that axis.
+
+    Raises
+    ------
+    UsageError
+        If ``batch_size`` is no whole number of at least 1.
+    """
     if batch_size is not None and not is_size(batch_size, 1):
         raise UsageError(
             f"batch_size={batch_size!r}", hint="A batch has at least one sample; leave it out for one sample."
@@ -167,7 +195,7 @@ def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
 
 @contextmanager
 def recording_new_states() -> Iterator[list[State]]:
-    """The states that are initialized within."""
+    """Yield a list that fills with the states that are initialized inside the block."""
     made: list[State] = []
     token = _made.set(made)
     try:

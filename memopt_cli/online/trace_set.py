@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from memopt_cli.online.states import State, states_of
-from memopt_cli.online.traces import Held, Row, Ties, Trace, Use
+from memopt_cli.online.traces import PastState, Row, Ties, Trace, Use
 
 
 class TraceSet:
@@ -19,16 +19,16 @@ class TraceSet:
 
     @property
     def states(self) -> list[State]:
-        """Of all traces."""
+        """States of all traces."""
         return [state for _, _, state in self._named]
 
     @property
-    def reached(self) -> set[Held]:
-        """The model's states that a trace tells of."""
+    def reached(self) -> set[PastState]:
+        """States of the model that a traced weight reaches."""
         return {held for trace in self.by_use.values() for held in trace.shapes}
 
     def load(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Steps begin with these values of the states, ``[B, ...]`` each."""
+        """Begin the first step with ``values`` of the states, ``[B, ...]`` each."""
         loaded: dict[Use, dict[str, Tensor]] = {use: {} for use in self.by_use}
         for (trace, name, _), value in zip(self._named, values, strict=True):
             loaded[trace.use][name] = value
@@ -37,29 +37,29 @@ class TraceSet:
         return ()
 
     def values(self) -> tuple[Tensor, ...]:
-        """Of the states, as the last step has advanced them, ``[B, ...]`` each."""
+        """Return the values of the states after the last step, ``[B, ...]`` each."""
         return tuple(trace.live.values[name] for trace, name, _ in self._named)
 
     def end(self) -> None:
-        """The last step has ended."""
+        """End the last step."""
         for trace in self.by_use.values():
             trace.end()
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """What gradients are divided by, of what is tied from now on."""
+        """Divide by ``scale`` the gradients of all that is tied from now on."""
         for trace in self.by_use.values():
             trace.set_scale(scale)
 
-    def advance(self, rows: Mapping[Held, Row]) -> None:
-        """One step on, by the total rows of the new states."""
+    def advance(self, rows: Mapping[PastState, Row]) -> None:
+        """Advance the traces by one step, by the total ``rows`` of the new states."""
         for trace in self.by_use.values():
             trace.advance(rows)
 
     def ties(self, row: Row) -> Ties:
-        """Of a tensor with this row, to the weights and to what their inputs were computed from."""
+        """Return the ties of a tensor with ``row`` to the weights and to whatever their inputs were computed from."""
         of_traces = ([*trace.onward(row), *trace.ties(row)] for trace in self.by_use.values())
         return [tie for ties in of_traces for tie in ties]
 
-    def past(self, held: Held) -> Ties:
-        """Of a state as the last step left it, to all weights that reach it."""
+    def past(self, held: PastState) -> Ties:
+        """Return the ties of ``held``, a state after the last step, to all weights that reach it."""
         return [(None, trace.past(held)) for trace in self.by_use.values() if held in trace.shapes]

@@ -1,4 +1,4 @@
-"""Running time steps of a model with eligibility traces."""
+"""Time steps of a model that advance eligibility traces."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from memopt_cli.online.states import State, states_of
 from memopt_cli.online.step_parts import StepParts, name_of
 from memopt_cli.online.structure import Structure
 from memopt_cli.online.trace_set import TraceSet
-from memopt_cli.online.traces import Channel, Gate, Held, Left, Row, Ties, Trace, Use
+from memopt_cli.online.traces import CellOutput, Channel, Gate, PastState, Row, Ties, Trace, Use
 from memopt_cli.runtime.private_torch import tree_leaves
 
 
 class TracedStep(Interception):
-    """Advances the traces as the model runs, and ties what leaves a cell to the weights.
+    """A runner of time steps that advances the traces, and ties the outputs of cells to the weights.
 
-    In a single step, a cell's graph serves for its Jacobian and is cut from the loss: the gradient goes from what
-    leaves the cell straight to the weights and to whatever their inputs were computed from.  In a window of several
-    steps nothing is cut; the gradient that reaches the window's first states goes to the weights by their traces.
+    In a single step, a cell's graph serves for its Jacobian only and is cut from the loss: the gradient of an output
+    goes straight to the weights and to whatever their inputs were computed from.  For ``v = 0.9 v + w(x)`` of a
+    neuron, the row of ``v`` is ``dv/dv^(t-1) = 0.9`` and ``dv/dy = 1``; the gradient ``l`` of ``v`` gives ``w`` its
+    ordinary gradient of this step by the second entry, and ``0.9 l`` times the trace by the first.
+
+    In a window of several steps nothing is cut; the gradient that reaches the window's first states goes to the
+    weights by their traces.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class TracedStep(Interception):
         super().__init__(weights, {cell: model.get_submodule(cell) for cell in structure.cells}, batched=batched)
         self._window = window
         self._model_states = list(states_of(model).values())
-        self._read = {left for edges in structure.edges.values() for left in edges.left}
+        self._read = {out for edges in structure.edges.values() for out in edges.out}
         watched = structure.calls.keys() - weights.keys() - self.cells.keys()
         self.watched = {path: model.get_submodule(path) for path in watched}
         self.most_calls = structure.calls
@@ -46,18 +50,18 @@ class TracedStep(Interception):
 
     @property
     def states_held(self) -> list[State]:
-        """Those of the model and of the traces."""
+        """States of the model and of the traces."""
         return [*self._model_states, *self.traces.states]
 
     @property
     def followed_states(self) -> dict[str, State]:
-        """Name -> state of the model that a trace tells of."""
-        named = ((Held(cell, state.name), state) for cell, states in self.states.items() for state in states)
+        """Name -> state of the model that a traced weight reaches."""
+        named = ((PastState(cell, state.name), state) for cell, states in self.states.items() for state in states)
         return {name_of(key): state for key, state in named if key in self.traces.reached}
 
     @contextmanager
     def traces_loaded(self) -> Iterator[None]:
-        """The traces' values are at hand within; afterwards they are advanced, and the model's states are constants."""
+        """Load the traces for the block; after it they have advanced, and the model's states are constants."""
         self.batch.lift(self.traces.load, *(state.value for state in self.traces.states))
         try:
             yield
@@ -71,22 +75,23 @@ class TracedStep(Interception):
             state.value = value
 
     def tie_to_past(self, scale: float | Tensor) -> None:
-        """Make the gradients of states as they are now gradients of the weights, by the traces: of all in a window.
+        """Turn gradients of the present states into gradients of the weights, by the traces.
 
-        ``scale``: what the last step's gradients were divided by.
+        Those are all states in a window, and in a single step the ones that are read outside their cells.  ``scale``:
+        the divisor of the last step's gradients.
         """
         self.traces.set_scale(scale)
         for cell, states in self.states.items():
-            tied = [s for s in states if self._window or Held(cell, s.name) in self.structure.exposed]
-            self.act_on(tied, partial(self._tie_to_past, [Held(cell, state.name) for state in tied]))
+            tied = [s for s in states if self._window or PastState(cell, s.name) in self.structure.exposed]
+            self.act_on(tied, partial(self._tie_to_past, [PastState(cell, state.name) for state in tied]))
 
     def step(self, model: nn.Module, inputs: Sequence[Tensor], scale: float | Tensor) -> Any:
-        """The model's output.  ``scale``: what this step's gradients are divided by."""
+        """Run one step of ``model``, and return its output; ``scale`` divides the gradients of this step."""
         self.traces.set_scale(scale)
         if self.structure.weighted:
             self._parts.graph = Graph(model, set(), {})
         for cell, states in self.states.items():
-            self.act_on(states, partial(self._find, [Held(cell, state.name) for state in states]))
+            self.act_on(states, partial(self._find, [PastState(cell, state.name) for state in states]))
         output = self.run(model, inputs)
         if self.structure.entering and not self._window:
             results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -95,11 +100,11 @@ class TracedStep(Interception):
         self.batch.lift(partial(self._advance, list(others)), *others.values())
         return output
 
-    def on_overwritten(self, held: Held) -> None:
+    def on_overwritten(self, held: PastState) -> None:
         if held not in self.structure.exposed:
             raise changed(f"{held.cell}.{held.name}".removeprefix("."), "is written outside its cell")
 
-    def on_forgotten(self, held: Held) -> None:
+    def on_forgotten(self, held: PastState) -> None:
         self._parts.new[held] = Row()
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
@@ -125,7 +130,7 @@ class TracedStep(Interception):
         return (output,)
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
-        names = [Held(cell, state.name) for state in self.states[cell]]
+        names = [PastState(cell, state.name) for state in self.states[cell]]
         is_guarded = not call and not self._window
         return tuple(
             self._parts.found[held].clone() if is_guarded and held in self.structure.unread else value
@@ -133,44 +138,44 @@ class TracedStep(Interception):
         )
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        lefts = [Left(cell, call, number) for number in range(len(tensors))]
+        outs = [CellOutput(cell, call, number) for number in range(len(tensors))]
         names = [state.name for state in self.states[cell]]
         ties: list[Ties] = [[] for _ in tensors]
         values = list(tensors)
-        for left, q in zip(lefts, tensors, strict=True):
-            is_state = left.number < len(names)
-            if left not in self.structure.edges or (self._window and not is_state and left not in self._read):
-                continue  # its own graph tells all there is
-            self._parts.check_weighted(left, q)
-            row = self._parts.row(left, q, tensors[: len(names)])
-            total = self._parts.rows[left] = row.total(self._parts.rows)
+        for out, q in zip(outs, tensors, strict=True):
+            is_state = out.number < len(names)
+            if out not in self.structure.edges or (self._window and not is_state and out not in self._read):
+                continue  # its own graph carries the whole gradient
+            self._parts.check_weighted(out, q)
+            row = self._parts.row(out, q, tensors[: len(names)])
+            total = self._parts.rows[out] = row.total(self._parts.rows)
             if is_state:
-                self._parts.new[Held(cell, names[left.number])] = total
+                self._parts.new[PastState(cell, names[out.number])] = total
             if not self._window:
-                attached = left in self.structure.attached and not row.through.keys() & set(lefts)
-                ties[left.number] = self._ties(self.structure.beside_its_graph(row) if attached else row)
-                values[left.number] = q if attached else q.detach()
+                attached = out in self.structure.attached and not row.through.keys() & set(outs)
+                ties[out.number] = self._ties(self.structure.beside_its_graph(row) if attached else row)
+                values[out.number] = q if attached else q.detach()
         leaving = self.gate.tie(values, ties)
-        self._parts.left |= zip(lefts, leaving, strict=True)
+        self._parts.out |= zip(outs, leaving, strict=True)
         self._parts.follow(leaving)
         return leaving
 
     def _ties(self, row: Row) -> Ties:
-        left = self._parts.left
+        out = self._parts.out
         through: Ties = [
-            (slope, Channel((left[earlier],), _as_it_is) if earlier in left else earlier.number)
+            (slope, Channel((out[earlier],), _as_it_is) if earlier in out else earlier.number)
             for earlier, slope in row.through.items()
         ]
         return [*through, *self.traces.ties(row)]
 
-    def _advance(self, not_followed: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
+    def _advance(self, not_followed: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
         self._parts.check_not_followed(not_followed, values)
         self.traces.advance(self._parts.new)
         self._parts = StepParts(self.structure, self.gate)
         return ()
 
-    def _find(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
-        """States as the last step left them, for Jacobians; the model gets copies, which it may write in place."""
+    def _find(self, names: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
+        """Keep the states, ``values``, for Jacobians, and return copies, which the model may write in place."""
         shown: list[Tensor] = []
         for held, value in zip(names, values, strict=True):
             is_tied = value.requires_grad and (self._window or held in self.structure.exposed)
@@ -180,12 +185,12 @@ class TracedStep(Interception):
                 _refuse_gradient(self.gate, shown[-1], name_of(held))
         return tuple(shown)
 
-    def _tie_to_past(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
+    def _tie_to_past(self, names: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
         return self.gate.tie([value.detach() for value in values], [self.traces.past(held) for held in names])
 
 
 def _refuse_gradient(gate: Gate, tensor: Tensor, name: str) -> None:
-    """Of a loss: no more than cells are known to read the tensor."""
+    """Raise an error in backward if a loss reads ``tensor``, which only cells read in the step of ``compile_graph``."""
 
     def refuse(gradient: Tensor) -> None:
         if not gate.closed and gradient.any():

@@ -1,4 +1,4 @@
-"""Eligibility traces: what D-RTRL and ES-D-RTRL remember of the past, for one use of one weight.
+"""Eligibility traces: the memory that D-RTRL and ES-D-RTRL keep of the past, for one use of one weight.
 
 Notation, for a weight ``W`` with ``y = W z`` that reaches a group ``h`` of k states per neuron, of one cell or of
 several that are connected neuron by neuron: ``D = dh^t/dh^(t-1)`` and ``F = dh^t/dy``, both diagonal over neurons, and
@@ -29,25 +29,25 @@ class Use(NamedTuple):
 
     path: str
     call: int
-    """0 for the module's first call in a step."""
+    """Number of the call in the step; 0 for the module's first."""
 
 
-class Held(NamedTuple):
-    """A state as the last step left it."""
+class PastState(NamedTuple):
+    """A state with the value that the last step gave it."""
 
     cell: str
     """Dotted path of the module that declares it."""
     name: str
 
 
-class Left(NamedTuple):
-    """A tensor that leaves a cell."""
+class CellOutput(NamedTuple):
+    """A tensor that a call of a cell hands to the rest of the model: a new state, or a part of what it returns."""
 
     cell: str
     call: int
-    """0 for the cell's first call in a step."""
+    """Number of the call in the step; 0 for the cell's first."""
     number: int
-    """Its new states, in the order of declaration, and then what it returns."""
+    """Number of the tensor: first the new states, in the order of declaration, then the tensors that are returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +57,31 @@ class Group:
     cell: str
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    """Of each of them, per sample."""
+    """Shape of each of them, per sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """Diagonal Jacobian of one tensor ``q``; every entry has the shape of ``q``.
 
-    What ``q`` does not depend on is left out.
+    There is no entry for a tensor that ``q`` does not depend on.
     """
 
-    hidden: Mapping[Held, Tensor] = field(default_factory=dict)
+    hidden: Mapping[PastState, Tensor] = field(default_factory=dict)
     """State -> ``dq/dh^(t-1)``."""
     inputs: Mapping[Use, Tensor] = field(default_factory=dict)
     """Use of a weight -> ``dq/dy``."""
-    through: Mapping[Left, Tensor] = field(default_factory=dict)
-    """Tensor that has left a cell in this step -> ``dq/dtensor``.  The other entries are those by paths past these."""
+    through: Mapping[CellOutput, Tensor] = field(default_factory=dict)
+    """Earlier output of a cell in this step -> ``dq/doutput``.  The other entries are for the paths past these."""
 
-    def total(self, rows: Mapping[Left, Row]) -> Row:
-        """By all paths; ``rows`` are the total ones of the tensors that ``q`` depends on."""
+    def total(self, rows: Mapping[CellOutput, Row]) -> Row:
+        """Return the row by all paths, given the total ``rows`` of the outputs of cells that ``q`` depends on."""
         if not self.through:
             return self
         hidden, inputs = dict(self.hidden), dict(self.inputs)
-        for left, slope in self.through.items():
-            _add_times(slope, rows[left].hidden, hidden)
-            _add_times(slope, rows[left].inputs, inputs)
+        for out, slope in self.through.items():
+            _add_times(slope, rows[out].hidden, hidden)
+            _add_times(slope, rows[out].inputs, inputs)
         return Row(hidden, inputs)
 
 
@@ -95,20 +95,20 @@ def _add_times(slope: Tensor, entries: Mapping[Any, Tensor], sums: dict[Any, Ten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Channel:
-    """Where gradients of what leaves a cell meet."""
+    """A place where the gradients of several outputs of cells are summed, and turned into gradients of weights."""
 
     targets: tuple[Tensor | None, ...]
     to_targets: Callable[[Tensor], tuple[Tensor | None, ...]]
-    """What has met -> gradients of the targets."""
+    """Function of the sum that returns the gradients of ``targets``."""
 
 
 Ties = list[tuple[Tensor | None, "Channel | int"]]
-"""Coefficient, ``None`` for 1, and where the gradient goes times that: a channel, or the tensor of this number among
-those that leave the cell, an earlier one."""
+"""Pairs of a coefficient (``None`` for 1) and where the gradient goes times that: a channel, or the number of an
+earlier output of the same call."""
 
 
-class _Leaving(torch.autograd.Function):
-    """Tensors as they are; the gradient of each goes on to itself and, times coefficients, to where it is tied to."""
+class _TiedTensors(torch.autograd.Function):
+    """The identity on several tensors, whose gradients go on to them and, times coefficients, to their ties."""
 
     @staticmethod
     def forward(
@@ -123,14 +123,17 @@ class _Leaving(torch.autograd.Function):
         _refuse_second_derivative()
         if ctx.gate.closed:
             return (None,) * len(ctx.needs_input_grad)
-        met: dict[Channel | int, Tensor] = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+        sums: dict[Channel | int, Tensor] = {
+            i: gradient for i, gradient in enumerate(gradients) if gradient is not None
+        }
+        # Backwards: an output may be tied to an earlier one of the same call, whose gradient is then complete.
         for i in reversed(range(len(ctx.ties))):
-            for coefficient, end in ctx.ties[i] if i in met else ():
-                part = met[i] if coefficient is None else met[i] * coefficient
-                met[end] = met[end] + part if end in met else part
-        onward = [met.get(i) if ctx.needs_input_grad[3 + i] else None for i in range(len(ctx.ties))]
+            for coefficient, end in ctx.ties[i] if i in sums else ():
+                part = sums[i] if coefficient is None else sums[i] * coefficient
+                sums[end] = sums[end] + part if end in sums else part
+        onward = [sums.get(i) if ctx.needs_input_grad[3 + i] else None for i in range(len(ctx.ties))]
         for channel in ctx.channels:
-            onward += channel.to_targets(met[channel]) if channel in met else (None,) * len(channel.targets)
+            onward += channel.to_targets(sums[channel]) if channel in sums else (None,) * len(channel.targets)
         return None, None, None, *onward
 
 
@@ -144,15 +147,15 @@ def _refuse_second_derivative() -> None:
 
 @dataclass(slots=True)
 class Gate:
-    """Stands at states and weights.  Closed while a Jacobian is taken, whose paths end there; losses pass."""
+    """A gate at states and weights: closed while a Jacobian is taken, whose paths end there, and open to losses."""
 
     closed: bool = False
 
     def tie(self, values: Sequence[Tensor], ties: Sequence[Ties]) -> tuple[Tensor, ...]:
-        """``values``, unchanged, with the gradient of each sent to where it is tied to as well."""
+        """Return ``values`` unchanged, but with the gradient of each sent to its ``ties``, too."""
         channels = list(dict.fromkeys(end for of_value in ties for _, end in of_value if isinstance(end, Channel)))
         targets = (target for channel in channels for target in channel.targets)
-        tied: tuple[Tensor, ...] = _Leaving.apply(self, ties, channels, *values, *targets)  # type: ignore[no-untyped-call]
+        tied: tuple[Tensor, ...] = _TiedTensors.apply(self, ties, channels, *values, *targets)  # type: ignore[no-untyped-call]
         return tied
 
 
@@ -161,30 +164,30 @@ class Gate:
 
 @dataclass(slots=True, eq=False)
 class _Filtered:
-    """What ES-D-RTRL multiplies a neuron's gradient by, to make that of a weight."""
+    """The factors that turn a neuron's gradient into that of a weight, in ES-D-RTRL."""
 
     z: Tensor | None
-    """Filtered, ``[B, ...]``."""
+    """Filtered input, ``[B, ...]``; ``None`` without one."""
     scale: float | Tensor = 1.0
-    """What the gradient is divided by."""
+    """Divisor of the gradient."""
 
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A trace while a step runs; every tensor with a leading batch axis."""
+    """The tensors of a trace while a step runs, each with a leading batch axis."""
 
     values: dict[str, Tensor]
-    """Name of the declared state -> its value as the last step left it."""
+    """Name of the declared state -> its value after the last step."""
     filtered: _Filtered
     z: Tensor | None = None
     y: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Carries gradient to whatever ``z`` was computed from."""
+    """Output of the weight, through which gradients reach whatever ``z`` was computed from."""
     channels: dict[object, Channel] = field(default_factory=dict)
-    """Those of this step, by what they take the gradient of."""
+    """Channels of this step, by the state or the use whose gradient they sum."""
 
 
 class Trace(nn.Module):
-    """The eligibility trace of one use of a weight.  Its states are declared ones, so they are batched as any other."""
+    """The eligibility trace of one use of a weight.  Its states are declared, and so batched like any other."""
 
     live: _Live
 
@@ -192,19 +195,19 @@ class Trace(nn.Module):
         super().__init__()
         self.use = use
         self.operation = operation
-        self.shapes = {Held(group.cell, name): group.shape for group in groups for name in group.names}
-        """Of the states that the weight reaches, per sample."""
+        self.shapes = {PastState(group.cell, name): group.shape for group in groups for name in group.names}
+        """State that the weight reaches -> its shape per sample."""
 
     def begin(self, values: dict[str, Tensor]) -> None:
-        """A step begins; ``values``: name of a state of the trace -> its value, ``[B, ...]``."""
+        """Begin a step with ``values``: name of a state of the trace -> its value, ``[B, ...]``."""
         self.live = _Live(values, _Filtered(values.get("input")))
 
     def end(self) -> None:
-        """The last step has ended: nothing of its graph stays."""
+        """Drop everything that belongs to the graph of the last step."""
         del self.live
 
     def use_weight(self, z: Tensor | None, batch: int, *, attached: bool) -> Tensor:
-        """``y``, for an input ``z [batch, ...]``; ``attached``: the weight gets its own gradient from it."""
+        """Return ``y`` for the input ``z``, ``[batch, ...]``; with ``attached`` it is in the graph of the weight."""
         live, operation = self.live, self.operation
         live.z = None if z is None else z.detach()
         weight, bias = operation.weight, operation.bias
@@ -212,45 +215,45 @@ class Trace(nn.Module):
         return live.y
 
     def attached(self, z: Tensor | None, batch: int) -> Tensor:
-        """``y`` once more, from which the weight gets its own gradient: for what reads it and is no cell."""
+        """Return ``y`` in the graph of the weight, for readers that are not cells."""
         return self.operation.apply(z, batch, self.operation.weight, self.operation.bias)
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """What gradients are divided by, of what is tied from now on."""
+        """Divide by ``scale`` the gradients of all that is tied from now on."""
         self.live.filtered.scale = scale
 
     def ties(self, row: Row) -> Ties:
-        """Of a tensor with this row, to the weights: all that :meth:`onward` does not give them."""
+        """Return the ties of a tensor with ``row`` to the weights, but for the gradient that :meth:`onward` carries."""
         raise NotImplementedError
 
     def onward(self, row: Row) -> Ties:
-        """Of a tensor with this row, to what ``y`` was computed from in this step."""
+        """Return the ties of a tensor with ``row`` to whatever ``y`` was computed from in this step."""
         live = self.live
         if self.use not in row.inputs or not live.y.requires_grad:
             return []
         channel = live.channels.setdefault(self.use, Channel((live.y,), lambda gradient: (gradient,)))
         return [(row.inputs[self.use], channel)]
 
-    def past(self, held: Held) -> Channel:
-        """A channel that takes ``dL/dh`` of a state as the last step left it."""
+    def past(self, held: PastState) -> Channel:
+        """Return a channel that takes ``dL/dh`` of ``held``, a state after the last step."""
         raise NotImplementedError
 
-    def advance(self, rows: Mapping[Held, Row]) -> None:
-        """One step on, by the total rows of the new states; a state without one keeps its trace."""
+    def advance(self, rows: Mapping[PastState, Row]) -> None:
+        """Advance by one step, by the total ``rows`` of the new states; a state without one keeps its trace."""
         self.begin(self.live.values | self._advanced({h: row for h, row in rows.items() if h in self.shapes}))
 
-    def _advanced(self, rows: Mapping[Held, Row]) -> dict[str, Tensor]:
+    def _advanced(self, rows: Mapping[PastState, Row]) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def _channel(self, to_weights: Callable[[Tensor], tuple[Tensor | None, ...]]) -> Channel:
         return Channel((self.operation.weight, self.operation.bias), to_weights)
 
-    def _followed(self, row: Row) -> Iterator[tuple[Held, Tensor]]:
+    def _followed(self, row: Row) -> Iterator[tuple[PastState, Tensor]]:
         return ((held, entry) for held, entry in row.hidden.items() if held in self.shapes)
 
 
 class FullTrace(Trace):
-    """D-RTRL: ``e^t = D e^(t-1) + F (x) z``, an entry per weight, neuron and state: ``B * I * H * k`` numbers.
+    """The trace of D-RTRL, ``e^t = D e^(t-1) + F (x) z``: ``B * I * H * k`` numbers, one per weight, neuron and state.
 
     The gradient ``l e^t`` is taken in two parts: ``l F (x) z`` is the weight's ordinary gradient of this step;
     ``l D e^(t-1)``, the past, comes through one channel per state.
@@ -273,7 +276,7 @@ class FullTrace(Trace):
     def ties(self, row: Row) -> Ties:
         return [(entry, self.past(held)) for held, entry in self._followed(row)]
 
-    def past(self, held: Held) -> Channel:
+    def past(self, held: PastState) -> Channel:
         live, operation = self.live, self.operation
         of_weight, of_bias = (live.values.get(_key(held, part)) for part in ("weight", "bias"))
 
@@ -285,7 +288,7 @@ class FullTrace(Trace):
 
         return live.channels.setdefault(held, self._channel(to_weights))
 
-    def _advanced(self, rows: Mapping[Held, Row]) -> dict[str, Tensor]:
+    def _advanced(self, rows: Mapping[PastState, Row]) -> dict[str, Tensor]:
         values, z = self.live.values, self.live.z
         patches = None if z is None else self.operation.rows(z)
         parts = {"weight": patches, "bias": None}
@@ -296,8 +299,8 @@ class FullTrace(Trace):
             if (key := _key(held, part)) in values
         }
 
-    def _advanced_part(self, held: Held, row: Row, part: str, patches: Tensor | None) -> Tensor:
-        """``sum_j D_j e_j + F (x) z``, where ``z`` is 1 for a bias."""
+    def _advanced_part(self, held: PastState, row: Row, part: str, patches: Tensor | None) -> Tensor:
+        """Return ``sum_j D_j e_j + F (x) z`` for ``part``, the weight or the bias, for which ``z`` is 1."""
 
         def spread(jacobian: Tensor) -> Tensor:
             return jacobian.unsqueeze(-1) if part == "weight" else jacobian
@@ -314,7 +317,7 @@ class FullTrace(Trace):
 
 
 class FactoredTrace(Trace):
-    """ES-D-RTRL: the input and the neurons are filtered apart, ``B * (I + k * H)`` numbers.
+    """The trace of ES-D-RTRL: the input and the neurons are filtered apart, ``B * (I + k * H)`` numbers.
 
     ``e_x^t = a e_x^(t-1) + z`` and ``e_f^t = a D e_f^(t-1) + (1 - a) F``; the gradient of a weight is
     ``sum_B e_x^t (x) (l e_f^t / c)``, that of a bias ``sum_B l e_f^t / c``, with ``c`` of
@@ -345,7 +348,7 @@ class FactoredTrace(Trace):
         channel = self._channel(lambda gradient: self._to_weights(gradient, filtered.z, filtered.scale))
         return [(factor, self.live.channels.setdefault(None, channel))]
 
-    def past(self, held: Held) -> Channel:
+    def past(self, held: PastState) -> Channel:
         neuron, z = self.live.values[_key(held, "neuron")], self.live.values.get("input")
         scale = self.live.filtered.scale
         return self._channel(lambda gradient: self._to_weights(gradient * neuron, z, scale))
@@ -357,14 +360,14 @@ class FactoredTrace(Trace):
             operation.bias_gradient(gradient) if _trainable(operation.bias) else None,
         )
 
-    def _advanced(self, rows: Mapping[Held, Row]) -> dict[str, Tensor]:
+    def _advanced(self, rows: Mapping[PastState, Row]) -> dict[str, Tensor]:
         values, filtered = self.live.values, self.live.filtered
         factors = {key: self._factor(row) for held, row in rows.items() if (key := _key(held, "neuron"))}
         advanced = {key: torch.zeros_like(values[key]) if f is None else f for key, f in factors.items()}
         return advanced if filtered.z is None else {**advanced, "input": filtered.z}
 
     def _factor(self, row: Row) -> Tensor | None:
-        """``a sum_j D_j e_f,j + (1 - a) F``: the factor of the row's tensor; ``None`` if it depends on none of them."""
+        """Return ``a sum_j D_j e_f,j + (1 - a) F``, the factor of a tensor with ``row``; ``None`` without any term."""
         terms = [entry * self.live.values[_key(held, "neuron")] for held, entry in self._followed(row)]
         of_use = row.inputs.get(self.use)
         if not terms:
@@ -373,7 +376,7 @@ class FactoredTrace(Trace):
         return total.mul_(self.decay) if of_use is None else total.lerp_(of_use, 1 - self.decay)
 
 
-def _key(held: Held, part: str) -> str:
+def _key(held: PastState, part: str) -> str:
     return f"{held.cell}.{held.name}:{part}".replace(".", "/")  # the name of a buffer has no dots
 
 

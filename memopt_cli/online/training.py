@@ -14,14 +14,33 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.online.states import states_of
 
 Loss = Callable[[Any, Any], Tensor]
-"""Output of a step and the target -> a scalar."""
+"""Function of a step's output and the target that returns a scalar."""
 
 
 def accumulate_online(model: nn.Module, inputs: Iterable[Tensor], target: object, loss: Loss) -> Tensor:
-    """Run an online algorithm, or a ``Vmap`` of one, over a sequence; gradients of the summed loss add to ``.grad``.
+    """Run ``model``, an online algorithm, over a sequence, and add the gradients of the summed loss to ``.grad``.
 
-    ``inputs``: one tensor per time step, from a generator if they are not to be held; ``target`` is that of every
-    step.  Returns the mean loss.  Memory does not grow with the number of steps.  The states must have been reset.
+    Memory does not grow with the number of steps.
+
+    Parameters
+    ----------
+    model:
+        Online algorithm, or a ``Vmap`` of one, whose states were reset.
+    inputs:
+        One tensor per time step; from a generator, they need not be in memory all at once.
+    target:
+        Target of every step.
+    loss:
+        Function of a step's output and ``target`` that returns a scalar.
+
+    Returns
+    -------
+    The mean loss of a step.
+
+    Raises
+    ------
+    MemoptError
+        If there are no steps.
     """
     total, steps = torch.zeros(()), 0
     for x in inputs:
@@ -38,7 +57,30 @@ def _learn_step(model: nn.Module, x: Tensor, target: object, loss: Loss) -> Tens
 
 
 def accumulate_through_time(model: nn.Module, inputs: Iterable[Tensor], target: object, loss: Loss) -> Tensor:
-    """As :func:`accumulate_online`, by back-propagation through time: memory grows with every step."""
+    """Run ``model`` over a sequence, and add the gradients of the summed loss by back-propagation through time.
+
+    Memory grows with every step.
+
+    Parameters
+    ----------
+    model:
+        Model of one time step, whose states were reset.
+    inputs:
+        One tensor per time step.
+    target:
+        Target of every step.
+    loss:
+        Function of a step's output and ``target`` that returns a scalar.
+
+    Returns
+    -------
+    The mean loss of a step.
+
+    Raises
+    ------
+    MemoptError
+        If there are no steps.
+    """
     losses = [loss(model(x), target) for x in inputs]
     total = torch.stack(losses).sum() if losses else torch.zeros(())
     mean = total.detach() / _at_least_one(len(losses))
@@ -56,7 +98,7 @@ class CompiledStep:
     """
 
     def __init__(self, model: nn.Module, loss: Loss, x: Tensor, target: Tensor, *, backend: str = "inductor") -> None:
-        """``model``: an algorithm, or a ``Vmap`` of one, whose states are initialized for ``x``."""
+        """Compile a step of ``model``, an algorithm or a ``Vmap`` of one, whose states are initialized for ``x``."""
         self._model, self._loss = model, loss
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
@@ -66,7 +108,7 @@ class CompiledStep:
         self._compiled = torch.compile(graph, backend=backend)
 
     def __call__(self, x: Tensor, target: Tensor) -> Tensor:
-        """The loss of this step."""
+        """Take a step on ``x``, and return its loss."""
         buffers = dict(self._model.named_buffers())
         loss, gradients, advanced = self._compiled(_detached(self._parameters), buffers, x, target)
         for name, gradient in gradients.items():

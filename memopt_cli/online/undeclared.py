@@ -1,4 +1,4 @@
-"""What a model carries from one time step to the next without declaring it: no trace follows that."""
+"""The refusal of a past that a model carries from step to step undeclared, which no trace would follow."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _STRUCTURE = frozenset(vars(nn.Module()))
 
 
 def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
-    """Take two steps: no more than the declared states may connect the second one's graph with the first one's.
+    """Take two steps, and raise an error if more than the declared states connects their graphs.
 
-    What a module keeps as a constant (detached) connects nothing.  The states are left as the steps left them.
+    A constant (detached) that a module keeps connects nothing.  The states advance by both steps.
     Raises :class:`MemoptError` that names the attribute.
     """
     first = _step(model, inputs)
@@ -38,14 +38,14 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
 
 
 def _step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What one step returns and the declared states that it leaves."""
+    """Take one step, and return its results and the declared states after it."""
     output: Any = model(*inputs)
     returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return [*returned, *(state.value for state in states_of(model).values())]
 
 
 def _undeclared(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Path and value of every tensor in an attribute, a buffer, or a container in one, that is no declared state."""
+    """Yield path and value of every tensor that an attribute or a buffer is or holds, but for declared states."""
     declared = {(id(state.module), state.name) for state in states_of(model).values()}
     for path, module in model.named_modules():
         attributes = {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
@@ -56,7 +56,7 @@ def _undeclared(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _nodes(starts: Sequence[Node | None]) -> Iterator[Node]:
-    """Of the graph behind these, each once, the nearest first."""
+    """Yield the nodes of the graph behind ``starts``, each once, the nearest first."""
     pending, seen = [node for node in starts if node is not None], set[Node]()
     while pending:
         following: list[Node] = []

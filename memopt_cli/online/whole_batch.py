@@ -1,4 +1,4 @@
-"""Tensors of the whole batch, seen from within a model that is written for one sample."""
+"""Access to the tensors of the whole batch from within a model that is written for one sample."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from memopt_cli.online.lanes import Act, with_batch_axis
 
 
 class WholeBatch:
-    """Runs functions on the tensors of the whole batch; the model sees them all, or one lane of a ``vmap``."""
+    """A runner of functions on whole batches, whether the model sees these or one lane of a ``vmap``."""
 
     def __init__(self, *, is_seen: bool) -> None:
-        """``is_seen``: the model sees a batch, not one sample."""
+        """Say by ``is_seen`` whether the model sees the batch, or else one sample."""
         self._is_seen = is_seen
         self._witness = torch.empty(0)
         self.size = 1
-        """Samples in the batch, within :meth:`lift`."""
+        """Number of samples in the batch, inside :meth:`lift`."""
 
     @contextmanager
     def like(self, witness: Tensor) -> Iterator[None]:
-        """Within, tensors are batched as ``witness``, an input of the model, is."""
+        """Take ``witness``, an input of the model, inside the block for how tensors are batched."""
         self._witness = witness
         try:
             yield
@@ -31,7 +31,7 @@ class WholeBatch:
             self._witness = torch.empty(0)
 
     def lift(self, act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run ``act`` on the tensors of the whole batch, ``[B, ...]``, which the witness shows."""
+        """Run ``act`` on ``tensors`` of all samples, ``[B, ...]``, and return its results as the model sees them."""
         if self._is_seen:
             self.size = self._witness.shape[0]
             return act(*tensors)

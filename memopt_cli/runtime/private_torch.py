@@ -43,7 +43,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as with_data
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchNorm",
     "CheckpointCall",
-    "Convolution",
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
@@ -85,7 +83,7 @@ __all__ = [
 ]
 """What is given on as it is.
 
-- ``BatchNorm``, ``InstanceNorm``, ``Convolution``: the bases of PyTorch's layers of that kind; there is no public one.
+- ``BatchNorm``, ``InstanceNorm``: the bases of PyTorch's layers of that kind; there is no public one.
 - ``CheckpointCall``: one call of ``torch.utils.checkpoint``.
 - ``TorchDispatchMode``: sees every operator; ``unseen()``: within, no mode does, nor does a dry run; ``is_watched()``:
   whether one does.
@@ -385,29 +383,10 @@ padding_of: Final[Callable[[Any], list[int]]] = attrgetter("_reversed_padding_re
 """The padding of a convolution as ``F.pad`` takes it."""
 
 
-def output_padding(convolution: Any, x: Tensor, output_size: list[int] | None) -> list[int]:
-    """Of a transposed convolution that is to give ``output_size``.  Raises :class:`ValueError` if it cannot."""
-    kernel, dimensions = convolution.kernel_size, len(convolution.kernel_size)
-    extra: list[int] = convolution._output_padding(
-        x, output_size, convolution.stride, convolution.padding, kernel, dimensions, convolution.dilation
-    )
-    return extra
-
-
 def convolve(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What a convolution does, its padding too, with another weight."""
     y: Tensor = convolution._conv_forward(x, weight, bias)
     return y
-
-
-def check_dimensions(norm: Any, x: Tensor) -> None:
-    """Raises :class:`ValueError` for an input of dimensions that a batch norm does not take."""
-    norm._check_input_dim(x)
-
-
-def dimensions_of_one_sample(norm: Any) -> int:
-    """How many dimensions an input of an instance norm without a batch axis has."""
-    return int(norm._get_no_batch_dim())
 
 
 def self_attention(layer: Any, *arguments: Any) -> Any:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memopt_cli.online import ElementWise, declare_state, init_all_states, states_of, traced
-from memopt_cli.online.neurons import ALIF, LIF, LeakyRateReadout
+from memopt_cli.online.neurons import LIF, LeakyRateReadout
 from memopt_cli.online.operations import trace_kind
-from tests.online.networks import CLASSES, HIDDEN, INPUTS, gradients
+from tests.online.networks import CLASSES, HIDDEN, INPUTS, Adaptive, gradients
 
 Composition = Callable[[], "Network"]
 
@@ -87,7 +87,7 @@ class MixedInput(Network):
     def __init__(self) -> None:
         super().__init__()
         self.w = weight(INPUTS + HIDDEN, HIDDEN)
-        self.syn, self.neu, self.out = Synapse(), ALIF(HIDDEN), LeakyRateReadout(HIDDEN, CLASSES)
+        self.syn, self.neu, self.out = Synapse(), Adaptive(HIDDEN), LeakyRateReadout(HIDDEN, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.neu(self.syn(self.w(torch.cat([x, self.past(self.neu.get_spike())], -1)))))
@@ -416,7 +416,7 @@ class Shared(Network):
 
     def __init__(self) -> None:
         super().__init__()
-        self.syn, self.one, self.two, self.above = Synapse(), LIF(HIDDEN), ALIF(HIDDEN), LIF(HIDDEN)
+        self.syn, self.one, self.two, self.above = Synapse(), LIF(HIDDEN), Adaptive(HIDDEN), LIF(HIDDEN)
         self.between, self.tied = weight(HIDDEN, HIDDEN), weight(HIDDEN, HIDDEN)
         self.tied.weight = self.between.weight
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memopt_cli.online import ElementWise, OnlineAlgorithm, declare_state, init_all_states, states_of, traced
-from memopt_cli.online.neurons import LIF, LeakyRateReadout, kaiming_normal_
+from memopt_cli.online.neurons import LIF, LeakyRateReadout, kaiming_normal_, spike
 
 DECAY = math.exp(-1 / 5)
 """Of a potential in a step of 1 ms, at a time constant of 5 ms."""
@@ -61,6 +61,25 @@ class Layered(nn.Module):
         spikes = self.second(torch.tanh(self.between(spikes)) * 2 + self.within(self.second.get_spike()))
         scores: Tensor = self.out(spikes)
         return scores
+
+
+class Adaptive(LIF):
+    """LIF neurons whose threshold rises with each spike: a cell of two states, potential ``v`` and adaptation ``a``."""
+
+    a: Tensor
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        super().__init__(size)
+        declare_state(self, "a", size)
+
+    def get_spike(self) -> Tensor:
+        return spike(self.v - 0.1 * self.a, self.V_th)
+
+    def forward(self, y: Tensor | None = None) -> Tensor:
+        spikes = self.get_spike()
+        super().forward(y)
+        self.a = 0.99 * (self.a + spikes)
+        return self.get_spike()
 
 
 class LearntLeak(nn.Module):

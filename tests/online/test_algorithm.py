@@ -26,8 +26,7 @@ from memopt_cli.online import (
     vmap_new_states,
 )
 from memopt_cli.online.algorithm import decay_and_rank
-from memopt_cli.online.gated import GatedUnit
-from memopt_cli.online.neurons import ALIF, IF, LIF, ExplicitState, LeakyRateReadout, kaiming_normal_, spike
+from memopt_cli.online.neurons import LIF, ExplicitState, LeakyRateReadout, kaiming_normal_, spike
 from sample_models import spiking_vgg
 from tests.online.networks import (
     BATCH,
@@ -35,6 +34,7 @@ from tests.online.networks import (
     DECAY,
     HIDDEN,
     INPUTS,
+    Adaptive,
     ConvNet,
     Layered,
     LearntLeak,
@@ -82,17 +82,9 @@ def leaky() -> Recurrent:
     return Recurrent(cell, lambda c: c.mem)
 
 
-def gated() -> nn.Module:
-    cell = GatedUnit(INPUTS, HIDDEN)
-    cell.forget.recurrent_from = cell.candidate.recurrent_from = INPUTS
-    return nn.Sequential(cell, nn.Linear(HIDDEN, CLASSES))
-
-
 CELLS: dict[str, Callable[[], nn.Module]] = {
     "lif": lif_net,
-    "if": lambda: Recurrent(IF(HIDDEN), LIF.get_spike),
-    "adaptive lif": lambda: Recurrent(ALIF(HIDDEN), ALIF.get_spike),
-    "gated unit": gated,
+    "two states": lambda: Recurrent(Adaptive(HIDDEN), Adaptive.get_spike),
     "snnTorch's Leaky": leaky,
     "learnt leak": lambda: Recurrent(LearntLeak(), lambda c: c.v),
     "two layers": Layered,
@@ -133,7 +125,7 @@ def test_one_window_is_plain_back_propagation_through_time(make: Callable[..., O
     assert relative(learn(multi, [inputs], labels), through_time(net, inputs, labels)) <= EXACT
 
 
-@pytest.mark.parametrize("cell", [LIF, ALIF])
+@pytest.mark.parametrize("cell", [LIF, Adaptive])
 def test_convolutions_carry_traces(cell: type[nn.Module]) -> None:
     net = ConvNet(cell((4, 3, 3))).double()  # no recurrence through weights: nothing is cut
     inputs, labels = sequence(2, 5, 5)

@@ -11,11 +11,12 @@ from torch import nn
 
 from memopt_cli.errors import UsageError
 from memopt_cli.online import Batching, declare_state, environ, init_all_states, states_of
-from memopt_cli.online.neurons import ALIF, LIF
+from memopt_cli.online.neurons import LIF
+from tests.online.networks import Adaptive
 
 
 def test_states_are_declared_per_sample_and_made_for_a_batch() -> None:
-    net = nn.Sequential(LIF(3), ALIF((2, 4)))
+    net = nn.Sequential(LIF(3), Adaptive((2, 4)))
     assert list(states_of(net)) == ["0.v", "1.v", "1.a"]
     assert [tuple(s.value.shape) for s in states_of(net).values()] == [(3,), (2, 4), (2, 4)]
     init_all_states(net, batch_size=5)

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from memopt_cli.errors import MemoptError
 from memopt_cli.online import D_RTRL, ES_D_RTRL, Batching, init_all_states, traced, untraced
 from memopt_cli.online.finding import find_structure
-from memopt_cli.online.neurons import ALIF, LIF, LeakyRateReadout
+from memopt_cli.online.neurons import LIF, LeakyRateReadout
 from memopt_cli.online.structure import Structure
-from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, Layered, Recurrent, lif_net
+from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, Adaptive, Layered, Recurrent, lif_net
 
 
 def structure(net: nn.Module, x: Tensor | None = None) -> Structure:
@@ -24,7 +24,7 @@ def reached(found: Structure) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
 
 def test_a_weight_reaches_the_states_of_its_cell() -> None:
     assert reached(structure(lif_net())) == {"syn": [("cell", ("v",))]}
-    net = Recurrent(ALIF(HIDDEN), ALIF.get_spike)
+    net = Recurrent(Adaptive(HIDDEN), Adaptive.get_spike)
     assert reached(structure(net)) == {"syn": [("cell", ("v", "a"))]}
 
 

@@ -341,22 +341,11 @@ def test_a_recurrent_layer_uses_the_weights_it_is_told_to() -> None:
 
 def test_padding_of_convolutions() -> None:
     assert list(p.padding_of(nn.Conv2d(1, 1, 3, padding=(1, 2)))) == [2, 2, 1, 1]
-    transposed = nn.ConvTranspose1d(1, 1, 3, stride=2)
-    assert list(p.output_padding(transposed, torch.zeros(1, 1, 4), [10])) == [1]
-    with pytest.raises(ValueError, match="output size"):
-        p.output_padding(transposed, torch.zeros(1, 1, 4), [99])
 
 
 def test_a_convolution_with_another_weight_pads_as_it_does() -> None:
     layer, weight = nn.Conv1d(1, 1, 3, padding=1, padding_mode="circular"), torch.ones(1, 1, 3)
     assert p.convolve(layer, torch.tensor([[[1.0, 2, 3]]]), weight, None).tolist() == [[[6, 6, 6]]]
-
-
-def test_norms_know_their_dimensions() -> None:
-    p.check_dimensions(nn.BatchNorm2d(1), torch.zeros(1, 1, 1, 1))
-    with pytest.raises(ValueError, match="4D"):
-        p.check_dimensions(nn.BatchNorm2d(1), torch.zeros(1, 1))
-    assert [p.dimensions_of_one_sample(n(1)) for n in (nn.InstanceNorm1d, nn.InstanceNorm2d)] == [2, 3]
 
 
 def test_runs_of_the_engine_are_watched() -> None:
@@ -373,7 +362,6 @@ def test_bases_of_layers() -> None:
     assert isinstance(nn.BatchNorm2d(1), p.BatchNorm)
     assert isinstance(nn.SyncBatchNorm(1), p.BatchNorm)
     assert isinstance(nn.InstanceNorm2d(1), p.InstanceNorm)
-    assert isinstance(nn.ConvTranspose3d(1, 1, 1), p.Convolution)
 
 
 def test_a_checkpoint_makes_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a profiling subprocess does to answer the jobs of copies of a model."""
+"""Answers of a profiling subprocess to the jobs about copies of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memopt_cli.training.apply import apply_plan
 
 
 def probe(bench: Bench, job: ReplicasJob) -> BatchProbe:
-    """By the route that is fastest for as many samples as described."""
+    """Measure a step of the copies that ``job`` asks for, by the route that is fastest at the batch described."""
     step = bench.step(job.batch, job.dims)
     apply_plan(bench.model, job.plan)
     with device_of(job.limit_bytes, bench.settings.device):

@@ -1,4 +1,4 @@
-"""What a profiling subprocess does to answer the jobs of online learning."""
+"""Answers of a profiling subprocess to the jobs about online learning."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.step import input_dtype, synchronize
 
 _WINDOW = 8
-"""Time steps of a sequence whose memory is recorded."""
+"""Number of time steps, from the start of a sequence, whose memory is recorded."""
 
 
 def compare(bench: Bench, job: AgreementJob) -> GradientAgreement:
-    """In float64."""
+    """Compare the online gradients of ``job.steps`` time steps with those through time, in float64."""
     return compare_gradients(bench.step(dims={job.symbol: job.steps}), job.rule)
 
 
 def probe(bench: Bench, job: OnlineJob) -> BatchProbe:
-    """Time of the whole sequence, memory of its start and of the step that follows it."""
+    """Measure the time of a whole sequence, and the memory of its start and of the step after its end."""
     step = replace(bench.step(dims={job.symbol: 1}), args=())
     sequence = learn_online(step, job.rule, functools.partial(_inputs_at, bench, job.symbol))
     if step.optimizer is not None and not step.optimizer.state:
@@ -66,7 +66,7 @@ def _allocated_bytes(bench: Bench, sequence: OnlineSequence, steps: range) -> in
 
 
 def _inputs_at(bench: Bench, symbol: str, number: int) -> tuple[Any, ...]:
-    """The inputs of one time step, ``[B, ...]``; made when they are needed, as a loader would."""
+    """Return the inputs of time step ``number``, ``[B, ...]``; made when needed, as a loader would."""
     spec = replace(bench.subject.spec, dims={**bench.subject.spec.dims, symbol: 1})
     seed, dtype = bench.settings.seed + number, input_dtype(bench.settings)
     args, kwargs = make_inputs(spec, seed=seed, device=bench.settings.device, dtype=dtype)

@@ -18,7 +18,10 @@ from memopt_cli.runtime.private_torch import cross_attention, feed_forward, self
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` of each model: query (models, …, heads, L, E); mask (models, …, L, S)."""
+    """Compute ``F.scaled_dot_product_attention`` of each model.
+
+    ``query``: (models, …, heads, L, E); ``attn_mask``: (models, …, L, S).
+    """
     if attn_mask is not None:
         attn_mask = attn_mask.view(len(attn_mask), *[1] * (query.dim() - attn_mask.dim()), *attn_mask.shape[1:])
         attn_mask = attn_mask.expand(*query.shape[:-2], *attn_mask.shape[-2:]).flatten(0, 1)
@@ -37,7 +40,7 @@ def _attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``nn.MultiheadAttention``; ``is_causal`` is a hint about ``attn_mask``, which is used as it is."""
+    """Compute ``nn.MultiheadAttention``; ``is_causal`` only hints at what ``attn_mask`` says, and is not read."""
     if query.dim() == 3:  # no dimension of images
         images = 1 if module.batch_first else 2
         padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(1)
@@ -73,12 +76,12 @@ def _project_in(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
-    """(models, images, length, size) -> (models, images, heads, length, size of a head)."""
+    """Return ``x``, (models, images, length, size), as (models, images, heads, length, size of a head)."""
     return torch.unflatten(x, -1, (heads, -1)).transpose(2, 3)
 
 
 def _merged_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Both masks as one that is added to the scores (models, images, heads, L, S)."""
+    """Return both masks as one to add to the scores, (models, images, heads, L, S); ``None`` if there are none."""
     masks = []
     if attn_mask is not None:
         mask = _added(attn_mask, q)
@@ -100,7 +103,6 @@ def _attention_refusal(module: nn.MultiheadAttention) -> str:
 
 
 KERNELS: Kernels = {nn.MultiheadAttention: ModuleKernel(_attention, _attention_refusal)}
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": scaled_dot_product_attention}
 
 
 # ---------------------------------------------------------------------------------------------- transformer layers
@@ -110,7 +112,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": s
 def encoder_layer(
     layer: Any, src: Any, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool = False
 ) -> Any:
-    """``nn.TransformerEncoderLayer.forward`` as the training path of ``torch.nn`` computes it."""
+    """Compute ``nn.TransformerEncoderLayer.forward`` as ``torch.nn`` does in training."""
     if layer.norm_first:
         src = src + self_attention(layer, layer.norm1(src), src_mask, src_key_padding_mask, is_causal)
         return src + feed_forward(layer, layer.norm2(src))
@@ -121,7 +123,7 @@ def encoder_layer(
 def encoder(
     module: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool | None = None
 ) -> Any:
-    """``nn.TransformerEncoder.forward`` without its inference kernel."""
+    """Compute ``nn.TransformerEncoder.forward`` without its inference kernel."""
     for layer in module.layers:
         src = layer(src, mask, src_key_padding_mask)
     return src if module.norm is None else module.norm(src)
@@ -138,7 +140,7 @@ def decoder_layer(
     tgt_is_causal: bool = False,
     memory_is_causal: bool = False,
 ) -> Any:
-    """``nn.TransformerDecoderLayer.forward``."""
+    """Compute ``nn.TransformerDecoderLayer.forward``."""
     own = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
     other = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
     if layer.norm_first:
@@ -161,7 +163,7 @@ def decoder(
     tgt_is_causal: bool | None = None,
     memory_is_causal: bool = False,
 ) -> Any:
-    """``nn.TransformerDecoder.forward``."""
+    """Compute ``nn.TransformerDecoder.forward``."""
     for layer in module.layers:
         tgt = layer(tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
     return tgt if module.norm is None else module.norm(tgt)
@@ -181,7 +183,7 @@ def transformer(
     tgt_is_causal: bool | None = None,
     memory_is_causal: bool = False,
 ) -> Any:
-    """``nn.Transformer.forward`` without its checks of shapes."""
+    """Compute ``nn.Transformer.forward`` without its checks of shapes."""
     memory = module.encoder(src, src_mask, src_key_padding_mask)
     return module.decoder(tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
 
@@ -193,4 +195,4 @@ TRACEABLE: dict[type[nn.Module], Callable[..., Any]] = {
     nn.TransformerDecoder: decoder,
     nn.Transformer: transformer,
 }
-"""Forwards to trace in place of the modules' own."""
+"""Type of a module -> the function that is traced in place of its own forward."""

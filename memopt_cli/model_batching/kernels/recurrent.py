@@ -13,9 +13,9 @@ from memopt_cli.model_batching.kernels.interface import Kernels, ModuleKernel
 from memopt_cli.model_batching.kernels.linear import linear, product_with
 
 State = tuple[Tensor, ...]
-"""The hidden state of one direction of a layer: h, and c for an LSTM; each (models, images, size)."""
+"""Hidden state of one direction of a layer: h, and c for an LSTM; each (models, images, size)."""
 Advance = Callable[[Tensor, State], State]
-"""One time step: the projected input (models, images, gates) and the state before it -> the state after it."""
+"""Function of the projected input of a time step, (models, images, gates), and the state before it -> that after it."""
 
 
 def _lstm_step(w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None = None) -> Advance:
@@ -64,14 +64,14 @@ def _step_of(module: Any) -> Callable[..., Advance]:
 
 
 def _input_bias(module: Any, b_ih: Tensor | None, b_hh: Tensor | None) -> Tensor | None:
-    """What is added to every time step at once; a GRU gates its hidden bias, which therefore comes later."""
+    """Return the bias that is added to all time steps at once: ``b_ih``, and ``b_hh`` but for a GRU, which gates it."""
     if b_ih is None or b_hh is None or isinstance(module, nn.GRU | nn.GRUCell):
         return b_ih
     return b_ih + b_hh
 
 
 def _recurrent(module: Any, x: Tensor, hx: Any = None) -> Any:
-    """``nn.RNN``, ``nn.GRU`` or ``nn.LSTM``: x (models, time, images, in), or images first, or without images."""
+    """Run ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM`` on ``x``: (models, time, images, in), images first, or no images."""
     if x.dim() == 3:
         state = None if hx is None else _map_state(lambda t: t.unsqueeze(-2), hx)
         output, last = _recurrent(module, x.unsqueeze(1 if module.batch_first else 2), state)
@@ -107,7 +107,7 @@ def _run_layer(module: Any, layer: int, direction: int, x: Tensor, state: State)
 
 
 def _starting_states(module: Any, x: Tensor, hx: Any) -> list[State]:
-    """One state per layer and direction, from ``hx`` (models, layers·directions, images, size) or zero."""
+    """Return a state per layer and direction, zero or from ``hx``: (models, layers·directions, images, size)."""
     count = module.num_layers * (1 + module.bidirectional)
     models, _, images, _ = x.shape
     if hx is None:
@@ -123,7 +123,7 @@ def _map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
 
 
 def _cell(module: Any, x: Tensor, hx: Any = None) -> Any:
-    """``nn.RNNCell``, ``nn.GRUCell`` or ``nn.LSTMCell``: x (models, images, in), or without images."""
+    """Run ``nn.RNNCell``, ``nn.GRUCell`` or ``nn.LSTMCell`` on ``x``: (models, images, in), or without images."""
     if x.dim() == 2:
         state = None if hx is None else _map_state(lambda t: t.unsqueeze(1), hx)
         return _map_state(lambda t: t.squeeze(1), _cell(module, x.unsqueeze(1), state))

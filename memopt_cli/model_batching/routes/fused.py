@@ -1,7 +1,15 @@
-"""Fused kernels over a traced graph: every layer of every model in one call.
+"""The route by fused kernels: every layer of every model in one call.
 
-The stacked model is traced by ``torch.fx`` and each node of its graph replaced: a module by its kernel, a function by
-its rule, whatever has neither by itself under ``vmap``.  A module whose own code cannot be traced stays one node.
+One model's structure is traced by ``torch.fx``, and each node of the graph is replaced by one that computes it for all
+models: by a kernel where there is one, else by itself under ``vmap``.  Of ``net[1](x.flatten(1))``, where ``net[1]`` is
+linear::
+
+    flatten = vmap(flatten)(x)                          # x is (models, images, …)
+    output = linear(flatten, net[1].weight, net[1].bias)   # one batched product; weight is (models, out, in)
+
+A module whose own code cannot be traced stays one node, and a segment becomes a segment of fused kernels.  Tensors that
+do not depend on the inputs or on stacked weights, such as a position table, are computed once and shared: of each value
+the rewriting knows whether it is *batched*, that is, has the dimension of models.
 """
 
 from __future__ import annotations
@@ -16,9 +24,8 @@ from torch import Tensor, fx, nn
 
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.attention import TRACEABLE
-from memopt_cli.model_batching.kernels.functions import Call, is_shape_query, operation_of, query
-from memopt_cli.model_batching.kernels.interface import Convolutions, Kernels
-from memopt_cli.model_batching.kernels.modules import kernels_of, run_custom, run_mapped
+from memopt_cli.model_batching.kernels.functions import Call, operation_of, shape_query
+from memopt_cli.model_batching.kernels.modules import KERNELS, mapped, run_custom
 from memopt_cli.model_batching.mapping import refuse_segments
 from memopt_cli.model_batching.routes.interface import Refused
 from memopt_cli.model_batching.stacked import slots_of
@@ -37,28 +44,27 @@ from memopt_cli.verification.equality import bit_equal, generator_state, generat
 
 
 class FusedRoute:
-    """Runs the fused graph of a stacked model."""
+    """A route that runs the fused graph of a stacked model."""
 
-    def __init__(self, tree: nn.Module, models: int, convolutions: Convolutions) -> None:
+    def __init__(self, tree: nn.Module, models: int) -> None:
         _refuse_hooks(tree)
-        self._module = FusedModule(tree, models, convolutions)
+        self._module = FusedModule(tree, models)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
+        """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
         return self._module(*args, **kwargs)
 
     def reset(self) -> None:
-        """Nothing to forget: a model that keeps state in attributes is refused."""
+        """Do nothing: a model that keeps state in attributes is refused."""
 
 
 class FusedModule(nn.Module):
     """A stacked module that runs its fused graph; the graph is traced once for each structure of arguments."""
 
-    def __init__(self, source: nn.Module, models: int, convolutions: Convolutions) -> None:
+    def __init__(self, source: nn.Module, models: int) -> None:
         super().__init__()
         self.source = source
         self._models = models
-        self._convolutions = convolutions
         self._graphs: dict[Any, Callable[[list[Tensor]], Any]] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,14 +72,14 @@ class FusedModule(nn.Module):
         key = _key(skeleton)
         if key not in self._graphs:
             graph, entry = _trace(self.source, skeleton, len(tensors))
-            fused = _Fusion(self.source, entry, self._models, self._convolutions).of(graph)
+            fused = _Fusion(self.source, entry, self._models).of(graph)
             self._graphs[key] = fx.GraphModule(nn.Module(), fused).forward
         return self._graphs[key](tensors)
 
     def __spatial_split__(self) -> list[FusedModule]:
-        """The stages of a segment that is split, each fused on its own."""
+        """Return the stages of a segment that is split, each fused on its own."""
         stages: list[nn.Module] = self.source.__spatial_split__()  # type: ignore[operator]
-        return [FusedModule(stage, self._models, self._convolutions) for stage in stages]
+        return [FusedModule(stage, self._models) for stage in stages]
 
 
 def _key(skeleton: Any) -> Any:
@@ -95,7 +101,7 @@ def _refuse_hooks(tree: nn.Module) -> None:
 
 
 class _Entry(nn.Module):
-    """Calls the model on the tensors of its arguments, in a list."""
+    """A module that calls the model on a list of the tensors in its arguments: the root of the trace."""
 
     def __init__(self, model: nn.Module, skeleton: Any, count: int) -> None:
         super().__init__()
@@ -109,7 +115,7 @@ class _Entry(nn.Module):
 
 
 class _Tracer(fx.Tracer):
-    """Keeps as one node what has a kernel, what is a segment, and what cannot be traced."""
+    """A tracer that keeps as one node each module that has a kernel, is a segment, or cannot be traced."""
 
     proxy_buffer_attributes = True
 
@@ -118,7 +124,7 @@ class _Tracer(fx.Tracer):
         return {module: path for path, module in named_parts(self.root)}
 
     def path_of_module(self, mod: nn.Module) -> str:
-        """Runs of layers have paths too."""
+        """Return the path of ``mod``, which may be a run of layers."""
         if mod not in self._paths:
             raise NameError("module is not installed as a submodule")
         return self._paths[mod]
@@ -141,6 +147,7 @@ class _Tracer(fx.Tracer):
         except Exception:
             if path == "model":
                 raise
+            # Take back the nodes that tracing made before it failed, and keep the module as one.
             self.module_stack = stack
             while (last := _last_node(self.graph)) is not before and last is not None:
                 self.graph.erase_node(last)
@@ -152,7 +159,10 @@ def _last_node(graph: fx.Graph) -> fx.Node | None:
 
 
 def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.Module]:
-    """The graph of ``source``, traced on a copy that shares its tensors: tracing runs the model's own code."""
+    """Return the graph of ``source`` and the module it was traced on.
+
+    That is a copy that shares its tensors, for tracing runs the model's own code.
+    """
     shared: dict[int, Any] = {id(slot.tensor): slot.tensor for slot in slots_of(source)}
     entry = _Entry(copy.deepcopy(source, shared), skeleton, count)
     before = _attributes(entry.model)
@@ -171,7 +181,7 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """What each module holds in attributes: numbers by value, anything else by identity."""
+    """Return path -> attributes of each module in ``model``: numbers by value, anything else by identity."""
     return {
         path: {
             key: value if isinstance(value, bool | int | float | str) else id(value)
@@ -185,21 +195,22 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 
 
 class _Fusion:
-    """Rewrites one graph, node by node; knows of each value whether it has the dimension of models."""
+    """The rewriting of one graph, node by node.
 
-    def __init__(self, source: nn.Module, entry: nn.Module, models: int, convolutions: Convolutions) -> None:
+    Each method ``_<op>`` returns, for a node of that kind, whether its value is batched, and its new node.
+    """
+
+    def __init__(self, source: nn.Module, entry: nn.Module, models: int) -> None:
         self._source = source
         self._entry = entry
         self._models = models
-        self._convolutions = convolutions
-        self._kernels: Kernels = kernels_of(convolutions)
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         self._batched: dict[fx.Node, bool] = {}
         self._stacked = {id(slot.tensor) for slot in slots_of(source)}
 
     def of(self, graph: fx.Graph) -> fx.Graph:
-        """The graph that runs all models."""
+        """Return ``graph`` rewritten so that it runs all models."""
         for node in graph.nodes:
             self._batched[node], self._new[node] = getattr(self, f"_{node.op}")(node)
         return self._graph
@@ -210,8 +221,8 @@ class _Fusion:
     def _output(self, node: fx.Node) -> tuple[bool, fx.Node]:
         (value,) = self._flags(node.args)
         spread = functools.partial(_spread, self._models)
-        marked = self._emit(node, spread, (self._moved(node.args[0]), value), {})
-        return True, self._graph.output(marked)
+        batched = self._emit(node, spread, (self._moved(node.args[0]), value), {})
+        return True, self._graph.output(batched)
 
     def _get_attr(self, node: fx.Node) -> tuple[bool, fx.Node]:
         path = str(node.target)
@@ -220,7 +231,7 @@ class _Fusion:
         try:
             read = functools.partial(getattr, self._source.get_submodule(inner), name)
             tensor = read()
-        except AttributeError:  # made while tracing, hence a constant
+        except AttributeError:  # made by the model's code while it was traced, hence a constant
             tensor = functools.reduce(getattr, path.split("."), self._entry)
             read = functools.partial(_identity, tensor)
         return id(tensor) in self._stacked, self._emit(node, read, (), {})
@@ -248,29 +259,29 @@ class _Fusion:
             if name in _RANDOM:
                 raise Refused(f"{name} draws numbers whose shape depends on no input, the same for every model")
             return False, self._emit(node, function, args, kwargs)
-        if name == "getattr" and is_shape_query(attribute := Call(str(node.args[1]), function, call.args, call.kwargs)):
-            return False, self._emit(node, query(attribute), args[:1], {})
-        if is_shape_query(call):
-            return False, self._emit(node, query(call), args, kwargs)
-        return True, self._emit(node, operation_of(call, self._convolutions), args, kwargs)
+        if name == "getattr" and (query := shape_query(str(node.args[1]))):
+            return False, self._emit(node, query, args[:1], {})
+        if query := shape_query(name):
+            return False, self._emit(node, query, args, kwargs)
+        return True, self._emit(node, operation_of(call), args, kwargs)
 
     def _module_operation(self, module: nn.Module, path: str) -> Callable[..., Any]:
         config = settings_of(module)
         if isinstance(config, ConfigsByLength):
             raise Refused(f"what module '{path or '(root)'}' does depends on the length of the model's input")
         if config is not None and not config.through_loss:
-            return _fused_segment(module, self._models, self._convolutions)
+            return _fused_segment(module, self._models)
         if isinstance(module, AbstractBatchModule):
             return functools.partial(run_custom, module)
-        # The loss of all models comes after the route: a head meets it whole.
-        kernel = self._kernels.get(nn.Linear if config is not None else type(module))
+        # A head that runs through its loss runs plainly: the loss is that of all models, and comes after the route.
+        kernel = KERNELS.get(nn.Linear if config is not None else type(module))
         if kernel is None or kernel.unless(module):
             refuse_segments(module, path)
-            return functools.partial(run_mapped, module)
+            return mapped(module)
         return functools.partial(kernel.run, module)
 
     def _flags(self, value: Any) -> Any:
-        """Whether each value in ``value`` is batched; ``None`` for constants."""
+        """Return ``value`` with each node replaced by whether it is batched, and each constant by ``None``."""
         if isinstance(value, fx.Node):
             return self._batched[value]
         if isinstance(value, dict):
@@ -285,7 +296,7 @@ class _Fusion:
         return fx.node.map_arg(value, lambda node: self._new[node])
 
     def _emit(self, node: fx.Node, run: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
-        operation = functools.partial(run)  # of its own, since generated code finds it by its name
+        operation = functools.partial(run)  # one of its own for each node: generated code finds it by its name
         operation.__name__ = operation.__qualname__ = f"_{node.name}"  # type: ignore[attr-defined]
         return self._graph.create_node("call_function", operation, tuple(args), dict(kwargs), node.name)
 
@@ -293,13 +304,13 @@ class _Fusion:
 _RANDOM = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"))
 
 
-def _fused_segment(module: nn.Module, models: int, convolutions: Convolutions) -> nn.Module:
-    """A segment of the stacked model as a segment of fused kernels; its chunks are cut one dimension further in."""
+def _fused_segment(module: nn.Module, models: int) -> nn.Module:
+    """Return ``module``, a segment, as a segment of fused kernels, whose chunks are cut one dimension further in."""
     config = settings_of(module)
     assert isinstance(config, SegmentConfig)
     plain = copy.copy(module)
     remove_segment(plain)
-    fused = FusedModule(plain, models, convolutions)
+    fused = FusedModule(plain, models)
     axis = config.axis + 1 if config.axis >= 0 else config.axis
     install_segment(fused, replace(config, axis=axis))
     return fused
@@ -311,7 +322,7 @@ def _on_batched(run: Callable[..., Any], models: int, flags: Any, *args: Any, **
 
 
 def _spread(models: int, value: Any, flags: Any) -> Any:
-    """``value`` with every tensor that all models share given to each of them."""
+    """Return ``value`` with every tensor that is not batched, by ``flags``, given to each of ``models`` models."""
     if isinstance(value, Tensor):
         return value if flags else value.expand(models, *value.shape)
     if isinstance(flags, dict):

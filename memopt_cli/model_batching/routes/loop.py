@@ -21,10 +21,10 @@ class _Lending:
     slot: Slot
     shared: bool
     written: bool
-    """Whether forward may write it in place."""
+    """Whether forward may write the tensor in place."""
 
     def views(self, models: int) -> Sequence[Tensor]:
-        """One view per model."""
+        """Return a view of the tensor for each of ``models`` models."""
         tensor = self.slot.tensor
         if self.shared:
             return [tensor] * models
@@ -33,7 +33,7 @@ class _Lending:
 
 
 class LoopRoute:
-    """Each model in turn, on views of the stacked tensors.
+    """A loop over the models, on views of the stacked tensors.
 
     There is one module tree per model, so that what modules keep in attributes stays apart.  The views are left in
     place until the next call: a segment recomputes from them in backward.
@@ -52,7 +52,7 @@ class LoopRoute:
         self._starts = [ModuleState(model) for model in self._models]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
+        """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
         lent = self._lend()
         tensors, skeleton = split_tensors((args, kwargs))
         pieces = zip(*(t.unbind(0) for t in tensors), strict=True) if tensors else [()] * len(self._models)
@@ -64,7 +64,7 @@ class LoopRoute:
         return stack_outputs(outputs)
 
     def reset(self) -> None:
-        """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
+        """Put the modules back to the attributes that they had when the route was made."""
         for start in self._starts:
             start.restore()
 
@@ -82,7 +82,7 @@ class LoopRoute:
         return lent
 
     def _take_back(self, lent: list[tuple[Slot, Sequence[Tensor]]]) -> None:
-        """A buffer that was written in place is up to date; one that was assigned anew is stacked."""
+        """Stack the buffers that a model assigned anew; one that it wrote in place, in its view, is up to date."""
         for slot, pieces in lent:
             now = [slots[slot.name].tensor for slots in self._slots]
             if slot.is_buffer and any(new is not old for new, old in zip(now, pieces, strict=True)):
@@ -90,7 +90,7 @@ class LoopRoute:
 
 
 def stack_outputs(outputs: list[Any]) -> Any:
-    """One output with tensors (models, …) from one per model.
+    """Return ``outputs``, one per model, as one output with tensors (models, …).
 
     Raises :class:`UsageError` if the models return tensors of different shapes or structures.
     """

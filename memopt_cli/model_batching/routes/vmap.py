@@ -1,4 +1,4 @@
-"""``torch.func``: one functional call of the model, mapped over the stacked tensors."""
+"""The route by ``torch.func``: one functional call of the model, mapped over the stacked tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class VmapRoute:
         self._ran = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
+        """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
         tensors, skeleton = split_tensors((args, kwargs))
 
         def one(state: dict[str, Tensor], given: list[Tensor]) -> Any:
@@ -39,4 +39,4 @@ class VmapRoute:
         return output
 
     def reset(self) -> None:
-        """Nothing to forget: a model that keeps state in attributes is refused."""
+        """Do nothing: a model that keeps state in attributes is refused."""

@@ -154,8 +154,8 @@ class TestInProcess:
 
     @pytest.mark.slow
     def test_a_copy_takes_what_one_model_takes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = selection.candidates  # of which the fastest is taken: another one at times, of another peak
-        monkeypatch.setattr(selection, "candidates", lambda tree, _: found(tree, "fused")[:1])
+        # The fastest is used, which is another one at times, of another peak.
+        monkeypatch.setattr(selection, "candidates", lambda _: ["fused"])
         location = saved(tmp_path / "net.pt", net())
         one, four, eight = (peak_of(location, 16, n) for n in (1, 4, 8))
         assert eight - four == pytest.approx(4 * one, rel=0.1)
