@@ -19,12 +19,9 @@ RUNTIME = """
 LIBRARY = """
     model_batching.module.BatchModule
     online.algorithm.D_RTRL online.algorithm.ES_D_RTRL online.algorithm.HybridTrace
-    online.gated.GRU online.gated.LRU online.gated.LSTM online.gated.MGU online.gated.MiniGRU online.gated.MinimalRNN
-    online.gated.VanillaRNN online.gated._Cell online.gated._ComplexDecay
     online.lanes.Vmap online.operations.ElementWise online.over_time.OverTime
-    online.neurons.ALIF online.neurons.ExplicitState online.neurons.IF online.neurons.LIF
+    online.neurons.ExplicitState online.neurons.LIF
     online.neurons.LeakyRateReadout
-    online.synapses.Alpha online.synapses.DeltaProj online.synapses.Expon online.synapses.STD online.synapses.STP
     online.traces.FactoredTrace online.traces.FullTrace
 """.split()
 
