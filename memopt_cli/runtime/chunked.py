@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime import chunk_rows
-from memopt_cli.runtime.batch_statistics import BatchStatistics, Met, NotGathered, Start, statistics_refusal
+from memopt_cli.runtime.batch_statistics import BatchStatistics, NotGathered, ReachedNorm, Start, statistics_refusal
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
-from memopt_cli.runtime.compressor import (
-    is_dense,
-)
+from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.frozen import freeze
 from memopt_cli.runtime.lengths import config_of
@@ -46,7 +44,7 @@ from memopt_cli.runtime.unsafe import cannot_repeat, run_whole, runs_plainly, ru
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A segment's forward in chunks.  Raises :class:`ValueError` if its arguments cannot be cut so."""
+    """Run ``forward``, that of ``module``, in chunks.  Raises :class:`ValueError` if its arguments cannot be cut so."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     config = config_of(module)
@@ -83,7 +81,7 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
 
 
 def _runs_every_chunk(module: nn.Module, config: SegmentConfig) -> bool:
-    """Whether none of its chunks may be left out in a dry run: they hand something on."""
+    """Tell whether a dry run must run all chunks of ``module``, since they hand something on."""
     return bool(config.batch_statistics or config.recompute_states or torch.compiler.is_compiling()) or _resumes(module)
 
 
@@ -96,7 +94,7 @@ def _run_one_chunk(
 
 
 def _runs_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether chunks would save nothing, or were seen to do something else."""
+    """Tell whether chunks of ``module`` would save nothing, or were seen to compute something else."""
     if torch.compiler.is_compiling():
         return False
     if runs_plainly(module) or runs_whole(module) or is_transformed() or is_checkpointed() or uninitialized(module):
@@ -113,9 +111,9 @@ def _run_passes(
     states: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """One pass over the chunks for the statistics of every norm, and one for the output.
+    """Run a pass over the chunks for the statistics of each norm, and one for the output.
 
-    Raises :class:`_NotInChunks` where that is not what the whole gives.
+    Raises :class:`_NotInChunks` if the whole would compute something else.
     """
     if refused := statistics_refusal(module, len(pieces)):  # since it became a segment
         raise _NotInChunks(f"gathers batch statistics over its chunks, and {refused}", _nothing_ran, is_certain=True)
@@ -134,12 +132,15 @@ def _gathered(
     states: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[list[tuple[Any, ...]], Any]:
-    """As :func:`_one_by_one`, when every norm has its statistics.  Raises :class:`NotGathered`."""
+    """Return what :func:`_one_by_one` does in the pass in which every norm knows its statistics.
+
+    Raises :class:`NotGathered`.
+    """
     tells = True
     while True:
         forwards = gathering.forwards(len(pieces))
         columns, output = _one_by_one(module, forward, forwards, pieces, states, kwargs, tells=tells)
-        if not isinstance(output, Met):
+        if not isinstance(output, ReachedNorm):
             break
         gathering.merge(columns[0])
         tells = False
@@ -159,11 +160,11 @@ def _one_by_one(
     *,
     tells: bool = True,
 ) -> tuple[list[tuple[Any, ...]], Any]:
-    """Every output that is cut, as its chunks, and the last chunk's whole output.
+    """Run the chunks; return the outputs that are to be joined, each as its chunks, and the last chunk's whole output.
 
-    ``own``: the module's forward; ``forwards``: what runs in its place on each chunk; ``lumps``: pieces that are
-    several chunks of a dry run, in whose place nothing runs; ``tells``: whether rows mix is tried.  Raises
-    :class:`_NotInChunks` where chunks would give something else than the whole, or leave other state behind.
+    ``own``: the module's forward; ``forwards``: the functions that run in its place on each chunk; ``lumps``: pieces
+    that stand for several chunks of a dry run, and run nothing; ``tells``: try whether rows mix.  Raises
+    :class:`_NotInChunks` if chunks would compute something else than the whole, or leave other state behind.
     """
     config = config_of(module)
     codec = codec_of(module, config)
@@ -214,18 +215,16 @@ def _resumes(module: nn.Module) -> bool:
 
 
 class _NotInChunks(Exception):
-    """A module computes something else in chunks, or moves state in each of them that the whole would move once: a
-    sentence without its subject.
-    """
+    """A module computes something else in chunks, or leaves other state behind; a sentence without its subject."""
 
     def __init__(self, reason: str, undo: Callable[[], None], *, is_certain: bool) -> None:
-        """``is_certain``: the whole would not do the same."""
+        """Say why.  ``undo``: puts everything back; ``is_certain``: the whole would surely not fail alike."""
         super().__init__(reason)
         self.undo, self.is_certain = undo, is_certain
 
 
 class _FirstChunk:
-    """The first of a segment's chunks, which shows what state they move and whether they are independent."""
+    """The first chunk of a segment, which shows what state chunks move and whether they are independent."""
 
     def __init__(
         self,
@@ -245,20 +244,20 @@ class _FirstChunk:
         self._lent: Sequence[Tensor] = ()
 
     def started(self, start: StartingState, lent: Sequence[Tensor]) -> None:
-        """It starts at ``start``, which has lent these tensors."""
+        """Note that the chunk starts at ``start``, which has ``lent`` these tensors."""
         self._start, self._lent = start, lent
 
     def check(self, output: Any, *, tries: bool) -> None:
-        """See what it did, which has ended with ``output``.
+        """Check what the chunk, which has returned ``output``, did; ``tries``: try whether its rows mix, too.
 
-        ``tries``: whether its rows mix, too.  Raises :class:`_NotInChunks`.
+        Raises :class:`_NotInChunks`.
         """
         moved = self._moves.found()
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._lent)
         reason = _without_axis(config_of(self._module), output) or self._not_taken(output)
-        reason = reason or next((argument.told() for argument in self._arguments if argument.has_moved()), "")
+        reason = reason or next((argument.complaint() for argument in self._arguments if argument.has_moved()), "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
         if not reason and tries and chunk_rows.is_due(self._module):
@@ -281,8 +280,9 @@ class _FirstChunk:
         return ""
 
     def failed(self, error: Exception) -> None:
-        """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
-        kept for all rows, say, or a mask of all, does not fit a part of them.
+        """Raise :class:`_NotInChunks` for an ``error`` of the chunk, unless the whole would surely fail alike.
+
+        State that is kept for all rows, say, or a mask of all of them, does not fit a part of them.
         """
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
         says_itself = isinstance(error, NotGathered)
@@ -294,7 +294,7 @@ class _FirstChunk:
         raise _NotInChunks(f"{what}fails on a chunk ({line})", undo, is_certain=isinstance(error, Unrepeatable))
 
     def _uncut(self) -> Iterator[str]:
-        """The keywords whose tensors have a length as if they were to be cut."""
+        """Yield the keywords whose tensors are as long as those that are cut."""
         axis = config_of(self._module).axis
         for name, value in self._kwargs.items():
             if isinstance(value, Tensor) and -value.dim() <= axis < value.dim() and value.shape[axis] == self._length:
@@ -334,7 +334,7 @@ class _FirstChunk:
         return outputs
 
     def _sequences(self) -> list[Tensor]:
-        """What the first chunk is of, and the second too if that is of length one."""
+        """Return copies of the first chunk's inputs, joined with the second's if a chunk has one row only."""
         axis = config_of(self._module).axis
         with torch.no_grad(), unseen():  # else a trace counts their bytes
             if self._first[0].shape[axis] > 1:
@@ -344,7 +344,7 @@ class _FirstChunk:
 
 def _without_axis(config: SegmentConfig, output: Any) -> str:
     """Return why chunks cannot be joined that give ``output``, a sentence without its subject; empty if they can."""
-    if isinstance(output, Met):
+    if isinstance(output, ReachedNorm):
         return ""
     parts = output if isinstance(output, tuple) else (output,)
     for part in parts[: config.seq_outputs]:
@@ -358,7 +358,7 @@ def _without_axis(config: SegmentConfig, output: Any) -> str:
 
 
 class _Argument:
-    """Something that every chunk gets as it is, and should not find changed by the one before."""
+    """An argument that every chunk is given whole, and that no chunk may change for the next."""
 
     def __init__(self, name: str, value: Any) -> None:
         self._name, self._value = name, value
@@ -371,8 +371,8 @@ class _Argument:
         """Tell whether it holds other objects than it did."""
         return self._data != self._frozen()
 
-    def told(self) -> str:
-        """What the first chunk did to it, a sentence without its subject."""
+    def complaint(self) -> str:
+        """Return what the first chunk did to it, a sentence without its subject."""
         kind = type(self._value).__name__
         is_cache = "cache" in kind.lower()
         hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""
@@ -380,7 +380,7 @@ class _Argument:
 
 
 def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arguments that every chunk gets, no tensors, and what to call each; ``cut``: how many come before."""
+    """Yield the arguments that every chunk gets, but tensors, and how to name each; ``cut``: how many come before."""
     named = [(f"its argument {position}", value) for position, value in enumerate(states, cut + 1)]
     named += [(f"its argument {name}", value) for name, value in kwargs.items()]
     # Tensors are states, which chunks hand on by what they return.
@@ -388,7 +388,7 @@ def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
 
 
 def _shows_moves(piece: Sequence[Tensor]) -> bool:
-    """Whether a chunk has data to compare by, which it has not in a dry run, and is not run for the second time."""
+    """Tell whether ``piece`` has data to compare, which it has not in a dry run, and runs for the first time."""
     if torch.compiler.is_compiling() or is_recomputing():
         return False
     return all(type(t) is Tensor and not t.is_meta for t in piece)
@@ -405,7 +405,7 @@ def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) 
 
 
 def _concatenated(column: tuple[Any, ...], axis: int) -> Tensor:
-    """In memory as each chunk is: what follows, dropout for one, may go through it in that order."""
+    """Return the chunks in ``column`` joined, in their order in memory, in which a later layer may draw noise."""
     first = column[0]
     order = in_memory(first)
     if order == [*range(first.dim())] or not is_dense(first):
@@ -425,7 +425,7 @@ def _halves(sequence: Tensor, axis: int) -> tuple[Tensor, ...]:
 
 
 def _length(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
-    """Of what is cut, along the axis.  Raises :class:`ValueError` if it cannot be."""
+    """Return the length of ``sequences`` along the axis of ``config``.  Raises :class:`ValueError` if it differs."""
     cuttable = [s for s in sequences if isinstance(s, Tensor) and -s.dim() <= config.axis < s.dim()]
     lengths = {s.shape[config.axis] for s in cuttable}
     if len(cuttable) < config.seq_inputs or len(lengths) != 1:

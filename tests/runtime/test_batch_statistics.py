@@ -29,7 +29,7 @@ from memopt_cli.apply import apply_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
-from memopt_cli.runtime.batch_statistics import Met, Statistics, _measured, merged
+from memopt_cli.runtime.batch_statistics import ReachedNorm, Statistics, _measured, merged
 from memopt_cli.step import Step
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
@@ -814,7 +814,7 @@ def test_what_passes_have_found_is_gone_when_the_whole_runs() -> None:
     block = _block(nn.BatchNorm1d(4), nn.Dropout(0.5))
     found = []
     install_segment(block, EXACT)
-    block[2].register_forward_hook(lambda *_: found.append(sum(isinstance(o, Met) for o in gc.get_objects())))
+    block[2].register_forward_hook(lambda *_: found.append(sum(isinstance(o, ReachedNorm) for o in gc.get_objects())))
     with pytest.warns(UserWarning, match="draws random numbers"):
         block(torch.randn(7, 4))
     chunks, whole = found[:-1], found[-1]
