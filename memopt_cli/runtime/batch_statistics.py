@@ -281,7 +281,7 @@ class _Norms(TorchFunctionMode):
             if running_mean is not None:
                 self._uncount(running_mean)
             self.broken_off = "catches the exception that breaks off a pass over its chunks"
-            raise _Unknown(self._met(input, running_mean, running_var))
+            raise _Unknown(self._reached(input, running_mean, running_var))
         norm = self._unused.pop(0)
         statistics, met = norm.statistics, norm.chunks[self._index]
         if met.source not in (None, self._source(input, met.link)):
@@ -292,7 +292,7 @@ class _Norms(TorchFunctionMode):
         _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
         return _normalized(input, statistics, weight, bias, eps)
 
-    def _met(self, input: Tensor, *running: Tensor | None) -> ReachedNorm:
+    def _reached(self, input: Tensor, *running: Tensor | None) -> ReachedNorm:
         measured, made = _measured(input)
         link = made if input.nbytes <= self._given_bytes else None
         source = self._source(input, link)

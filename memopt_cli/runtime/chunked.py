@@ -1,4 +1,7 @@
-"""A segment in chunks along an axis: cut, run one after another, and joined."""
+"""A segment in chunks along an axis: cut, run one after another, and joined.
+
+No compiler traces this: :func:`~memopt_cli.runtime.compiled.run_compiled` runs chunks between two graphs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +27,7 @@ from memopt_cli.runtime.lumps import LumpedCall, in_memory, lumped
 from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
 from memopt_cli.runtime.packing import note_joined
-from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
+from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
@@ -43,6 +47,20 @@ from memopt_cli.runtime.tree import Arguments, tensors_of
 from memopt_cli.runtime.unsafe import cannot_repeat, run_whole, runs_plainly, runs_whole
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a module in chunks."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    """The module's own forward."""
+    pieces: Sequence[tuple[Any, ...]]
+    """The arguments that are cut, for each chunk."""
+    states: tuple[Any, ...]
+    """The positional arguments after them: those of the first chunk, which may return others for the next."""
+    kwargs: dict[str, Any]
+
+
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``forward``, that of ``module``, in chunks.  Raises :class:`ValueError` if its arguments cannot be cut so."""
     if not torch.is_grad_enabled():
@@ -53,18 +71,19 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     chunks = min(config.chunks, length)
     if chunks < 2 or _runs_whole(module, args, kwargs):
         return _run_one_chunk(module, forward, args, kwargs)
-    if not torch.compiler.is_compiling():
-        record_cut(module, config.chunks, length)
+    record_cut(module, config.chunks, length)
     if reason := norm_refusal(module, config, chunks):  # it became a segment in eval mode
         raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     lengths = chunk_lengths(length, chunks)
-    lumps = None if _runs_every_chunk(module, config) else lumped(module, lengths, config.axis, sequences)
+    hands_on = config.batch_statistics or config.recompute_states or _resumes(module)  # so that every chunk must run
+    lumps = None if hands_on else lumped(module, lengths, config.axis, sequences)
     lengths = lengths if lumps is None else lumps.lengths(lengths)
     pieces = list(zip(*(_pieces(s, lengths, config.axis) for s in sequences), strict=True))
+    call = _Call(module, forward, pieces, states, kwargs)
     try:
         if config.batch_statistics:
-            return _run_passes(module, forward, pieces, states, kwargs)
-        return _joined(config, *_one_by_one(module, forward, [forward] * len(pieces), pieces, states, kwargs, lumps))
+            return _run_passes(call)
+        return _joined(config, *_one_by_one(call, [forward] * len(pieces), lumps))
     except _NotInChunks as found:
         reason, undo, is_certain = str(found), found.undo, found.is_certain
     undo()
@@ -80,11 +99,6 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     return output
 
 
-def _runs_every_chunk(module: nn.Module, config: SegmentConfig) -> bool:
-    """Tell whether a dry run must run all chunks of ``module``, since they hand something on."""
-    return bool(config.batch_statistics or config.recompute_states or torch.compiler.is_compiling()) or _resumes(module)
-
-
 def _run_one_chunk(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -95,80 +109,55 @@ def _run_one_chunk(
 
 def _runs_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether chunks of ``module`` would save nothing, or were seen to compute something else."""
-    if torch.compiler.is_compiling():
-        return False
     if runs_plainly(module) or runs_whole(module) or is_transformed() or is_checkpointed() or uninitialized(module):
         return True
     return not needs_gradient(module, tensors_of((args, kwargs)))
 
 
-# ``torch.compile`` cannot trace a forward that is broken off.  ``torch.compiler.disable`` would import all of it here.
-@not_compiled
-def _run_passes(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    pieces: Sequence[tuple[Any, ...]],
-    states: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _run_passes(call: _Call) -> Any:
     """Run a pass over the chunks for the statistics of each norm, and one for the output.
 
     Raises :class:`_NotInChunks` if the whole would compute something else.
     """
-    if refused := statistics_refusal(module, len(pieces)):  # since it became a segment
-        raise _NotInChunks(f"gathers batch statistics over its chunks, and {refused}", _nothing_ran, is_certain=True)
-    gathering = BatchStatistics(module, forward, tensors_of((pieces, states, kwargs)))
+    if refused := statistics_refusal(call.module, len(call.pieces)):  # since it became a segment
+        raise _NotInChunks(f"gathers batch statistics over its chunks, and {refused}", lambda: None, is_certain=True)
+    gathering = BatchStatistics(call.module, call.forward, tensors_of((call.pieces, call.states, call.kwargs)))
     try:
-        return _joined(config_of(module), *_gathered(module, forward, gathering, pieces, states, kwargs))
+        return _joined(config_of(call.module), *_gathered(call, gathering))
     except NotGathered as found:
         raise _NotInChunks(str(found), gathering.undo, is_certain=True) from None
 
 
-def _gathered(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    gathering: BatchStatistics,
-    pieces: Sequence[tuple[Any, ...]],
-    states: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[list[tuple[Any, ...]], Any]:
+def _gathered(call: _Call, gathering: BatchStatistics) -> tuple[list[tuple[Any, ...]], Any]:
     """Return what :func:`_one_by_one` does in the pass in which every norm knows its statistics.
 
     Raises :class:`NotGathered`.
     """
     tells = True
     while True:
-        forwards = gathering.forwards(len(pieces))
-        columns, output = _one_by_one(module, forward, forwards, pieces, states, kwargs, tells=tells)
+        columns, output = _one_by_one(call, gathering.forwards(len(call.pieces)), tells=tells)
         if not isinstance(output, ReachedNorm):
             break
         gathering.merge(columns[0])
         tells = False
-    if isinstance(output, tuple) and len(output) > config_of(module).seq_outputs:
+    if isinstance(output, tuple) and len(output) > config_of(call.module).seq_outputs:
         raise NotGathered("hands its state over as an output, before which chunks break off for their statistics")
     return columns, output
 
 
 def _one_by_one(
-    module: nn.Module,
-    own: Callable[..., Any],
-    forwards: Iterable[Callable[..., Any]],
-    pieces: Sequence[tuple[Any, ...]],
-    states: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    lumps: LumpedCall | None = None,
-    *,
-    tells: bool = True,
+    call: _Call, forwards: Iterable[Callable[..., Any]], lumps: LumpedCall | None = None, *, tells: bool = True
 ) -> tuple[list[tuple[Any, ...]], Any]:
     """Run the chunks; return the outputs that are to be joined, each as its chunks, and the last chunk's whole output.
 
-    ``own``: the module's forward; ``forwards``: the functions that run in its place on each chunk; ``lumps``: pieces
-    that stand for several chunks of a dry run, and run nothing; ``tells``: try whether rows mix.  Raises
+    ``forwards``: the functions that run in place of the module's own forward on each chunk; ``lumps``: pieces that
+    stand for several chunks of a dry run, and run nothing; ``tells``: try whether rows mix.  Raises
     :class:`_NotInChunks` if chunks would compute something else than the whole, or leave other state behind.
     """
+    module, pieces, states = call.module, call.pieces, call.states
     config = config_of(module)
     codec = codec_of(module, config)
-    remade = config.recompute_states and not is_nested() and not torch.compiler.is_compiling()
+    remade = config.recompute_states and not is_nested()
     starts = ChunkStarts(module) if remade else None
     resumes = _resumes(module)
     collected: list[tuple[Any, ...]] = []
@@ -183,12 +172,12 @@ def _one_by_one(
             forward = functools.partial(within_chunk, chunk, forward)
         inputs = PackedInputs(codec, raw=states)
         inputs.of_chunk = True
-        first = _FirstChunk(module, own, pieces, states, kwargs) if index == 0 else None
+        first = _FirstChunk(call) if index == 0 else None
         shows = first is not None and _shows_moves(piece)
         if first is not None:
             inputs.started = first.started
         try:
-            output = call_checkpointed(module, forward, (*piece, *states), kwargs, inputs, config.keep, starts)
+            output = call_checkpointed(module, forward, (*piece, *states), call.kwargs, inputs, config.keep, starts)
         except Exception as error:  # the module's own code, on a part of what it was written for
             if first is not None and (shows or isinstance(error, Unrepeatable)):
                 first.failed(error)
@@ -204,10 +193,6 @@ def _one_by_one(
     if starts is not None:
         starts.settle()
     return list(zip(*collected, strict=True)), output
-
-
-def _nothing_ran() -> None:
-    """Nothing is to be undone."""
 
 
 def _resumes(module: nn.Module) -> bool:
@@ -226,20 +211,14 @@ class _NotInChunks(Exception):
 class _FirstChunk:
     """The first chunk of a segment, which shows what state chunks move and whether they are independent."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        pieces: Sequence[tuple[Any, ...]],
-        states: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._module, self._forward, self._states, self._kwargs = module, forward, states, kwargs
-        self._first, self._second = pieces[:2]
-        self._length = sum(piece[0].shape[config_of(module).axis] for piece in pieces)
-        self._moves = Moves(module)
-        self._others = Arguments.of((*self._first, *states), kwargs).others
-        self._arguments = [_Argument(name, value) for name, value in _named(len(pieces[0]), states, kwargs)]
+    def __init__(self, call: _Call) -> None:
+        self._module, self._forward, self._states, self._kwargs = call.module, call.forward, call.states, call.kwargs
+        self._first, self._second = call.pieces[:2]
+        self._length = sum(piece[0].shape[config_of(call.module).axis] for piece in call.pieces)
+        self._moves = Moves(call.module)
+        self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
+        named = _named(len(self._first), call.states, call.kwargs)
+        self._arguments = [_Argument(name, value) for name, value in named]
         self._start: StartingState | None = None
         self._lent: Sequence[Tensor] = ()
 
@@ -389,15 +368,12 @@ def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
 
 def _shows_moves(piece: Sequence[Tensor]) -> bool:
     """Tell whether ``piece`` has data to compare, which it has not in a dry run, and runs for the first time."""
-    if torch.compiler.is_compiling() or is_recomputing():
-        return False
-    return all(type(t) is Tensor and not t.is_meta for t in piece)
+    return not is_recomputing() and all(type(t) is Tensor and not t.is_meta for t in piece)
 
 
 def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) -> Any:
     joined = tuple(_concatenated(column, config.axis) for column in columns)
-    if not torch.compiler.is_compiling():
-        note_joined(joined)
+    note_joined(joined)
     if not isinstance(output, tuple):
         return joined[0]
     whole = (*joined, *output[config.seq_outputs :])

@@ -26,7 +26,14 @@ from memopt_cli.runtime.compiled import Run, run_compiled, run_plainly_or, uncom
 from memopt_cli.runtime.compressor import COMPRESSORS, declared_compressor
 from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.learned import Learned, learned_of
-from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, config_of, length_told, misfit_by_length, segment_of
+from memopt_cli.runtime.lengths import (
+    ConfigsByLength,
+    LengthOf,
+    config_of,
+    misfit_by_length,
+    segment_of,
+    with_length_of,
+)
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.module_state import LEARNED_KEY, SEGMENT_KEY, name_of
 from memopt_cli.runtime.norms import batch_norms
@@ -268,7 +275,7 @@ def _run_by_length(
     if torch.compiler.is_compiling():
         path = getattr(module, SEGMENT_KEY).path  # PyTorch 2.8 does not trace ``vars``
         return run_plainly_or(_run_between_graphs, path, module, forward, args, kwargs)
-    with length_told(module, args, kwargs):
+    with with_length_of(module, args, kwargs):
         run = _acting(module)
         return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
 
@@ -278,7 +285,7 @@ def _run_between_graphs(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run ``module`` by length with its ``forward`` compiled, but not the choice of how it runs."""
-    with _length_told_uncompiled(module, args, kwargs):
+    with _with_length_uncompiled(module, args, kwargs):
         run = _acting_uncompiled(module)
         return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
 
@@ -296,7 +303,7 @@ def _acting(module: nn.Module) -> Run | None:
     return functools.partial(uncompiled, _RUNS[mixin]) if recomputes else _RUNS[mixin]
 
 
-_length_told_uncompiled, _acting_uncompiled = not_compiled(length_told), not_compiled(_acting)
+_with_length_uncompiled, _acting_uncompiled = not_compiled(with_length_of), not_compiled(_acting)
 
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -42,7 +42,8 @@ def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
     copies: dict[int, Copy] = {}
     for group in _by_memory([t for t in distinct.values() if _lies_in_memory(t)]):
         for piece in [group] if len(group) == 1 else _pieces(group):
-            if len(piece) > 1 or _overlaps_itself(piece[0]):
+            overlaps_itself = not piece[0].is_contiguous() and _span(piece[0]) < piece[0].numel()
+            if len(piece) > 1 or overlaps_itself:
                 copies |= _copied_together(piece)
     for key, tensor in distinct.items():
         if key not in copies:
@@ -98,10 +99,6 @@ def _bytes(tensor: Tensor) -> range:
     """Return the range of bytes of its storage in which ``tensor`` lies."""
     start, size = int(tensor.storage_offset()), tensor.element_size()
     return range(start * size, (start + _span(tensor)) * size)
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    return not tensor.is_contiguous() and _span(tensor) < tensor.numel()
 
 
 def _by_memory(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:

@@ -113,7 +113,8 @@ class Deferring(TorchFunctionMode):
         """Defer ``func`` if it is the linear function."""
         if func in _LINEAR and not kwargs:
             x, weight, *bias = args
-            if _can_defer(x, weight):
+            is_batch = isinstance(x, Tensor) and x.dim() > 1 and x.numel() > 0 and len(weight) > 1
+            if is_batch and (x.requires_grad or weight.requires_grad):
                 return _defer(x, weight, bias[0] if bias else None, self._chunks)
         return func(*args, **(kwargs or {}))
 
@@ -131,11 +132,6 @@ def may_defer() -> bool:
     """Tell whether eager PyTorch records gradients now."""
     eager = not torch.compiler.is_compiling() and not is_transforming()
     return eager and torch.is_grad_enabled()
-
-
-def _can_defer(x: Any, weight: Tensor) -> bool:
-    is_batch = isinstance(x, Tensor) and x.dim() > 1 and x.numel() > 0 and len(weight) > 1
-    return is_batch and (x.requires_grad or weight.requires_grad)
 
 
 def _deferred(head: _Head, index: Tensor, dtype: torch.dtype) -> Tensor:

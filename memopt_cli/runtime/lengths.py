@@ -121,7 +121,7 @@ def config_of(module: nn.Module) -> SegmentConfig:
     return config
 
 
-def length_told(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
+def with_length_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
     """Return a block in which the length is that of these arguments of ``module``, if it is a root; else as around."""
     ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
     return _NOTHING if ranges.length is None else at_length(_length_in(module, ranges, ranges.length, args, kwargs))

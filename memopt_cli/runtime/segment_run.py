@@ -41,7 +41,7 @@ from memopt_cli.runtime.samples import agrees, glance, is_alike, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.runtime.unsafe import as_of, cannot_repeat, marks, run_plainly, this_moment
+from memopt_cli.runtime.unsafe import as_of, cannot_repeat, run_plainly, this_moment, unrepeatable_runs
 from memopt_cli.runtime.waiting import wait_for
 
 Repeat = Callable[[Sequence[Tensor], Sequence[Any]], object]
@@ -122,7 +122,7 @@ class SegmentRun:
         ``given``: the tensors among its arguments; ``hooks``: those on saving around the segment.  Raises
         :class:`Unrepeatable` where it must run without hooks of the segment's own.
         """
-        versions, before = [version_of(t) for t in given], marks()
+        versions, before = [version_of(t) for t in given], unrepeatable_runs()
         output = self._run(forward)
         if self._kept.changes:
             raise Unrepeatable(self._kept.changes)
@@ -134,7 +134,7 @@ class SegmentRun:
         self._learned.overwrites_input |= overwrites
         for saved in self.saved_inputs:  # the segment around makes them again, and this one overwrites them again
             saved.version = version_of(saved.tensor)
-        if marks() != before:  # it cannot run again, or one within cannot
+        if unrepeatable_runs() != before:  # it cannot run again, or one within cannot
             self._keep(hooks)
         elif overwrites and not (self.saved_inputs or self._has_copies):
             self._keep(None)
@@ -170,7 +170,7 @@ class SegmentRun:
         return self._hold(tensor)
 
     def hold_input(self, tensor: Tensor) -> _Saved:
-        """Save an input of a segment within, in its turn."""
+        """Save ``tensor``, an input of a segment inside this one, and return what stands for it."""
         saved = (self._hold if self._watch is None else self._hold_watched)(tensor)
         saved.is_input = True
         return saved

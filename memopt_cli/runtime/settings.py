@@ -74,7 +74,7 @@ class Settings:
                     if cast != there:
                         stack.enter_context(torch.autocast(kind, enabled=cast[0], dtype=cast[1]))
                 if self._is_watched and not present._is_watched:
-                    stack.enter_context(_watching())
+                    stack.enter_context(_Watching())  # type: ignore[no-untyped-call]
                 if self._modes != present._modes:
                     stack.enter_context(with_function_modes(self._modes))
                 yield
@@ -101,7 +101,3 @@ class _Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-def _watching() -> TorchDispatchMode:
-    return _Watching()  # type: ignore[no-untyped-call]

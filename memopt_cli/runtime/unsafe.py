@@ -73,8 +73,8 @@ def cannot_repeat() -> None:
     _made += 1
 
 
-def marks() -> int:
-    """Return how many runs could not be repeated so far."""
+def unrepeatable_runs() -> int:
+    """Return how many runs so far could not be repeated."""
     return _made
 
 

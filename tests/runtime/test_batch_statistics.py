@@ -210,7 +210,7 @@ class Functional(nn.Module):
 
 
 class Joined(nn.Module):
-    """What is before its norms is used elsewhere too."""
+    """A module in which the input of its norms is used elsewhere, too."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -979,7 +979,7 @@ def test_norms_in_a_segment_within() -> None:
 
 
 def test_one_value_per_channel() -> None:
-    """As batch norm itself refuses it, but of the whole: a chunk may have one value."""
+    """Batch norm itself refuses one value per channel, but of the whole: a chunk may have one."""
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     install_segment(block, SegmentConfig(chunks=6, batch_statistics=True))
     block(torch.randn(6, 4)).sum().backward()

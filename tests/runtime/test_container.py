@@ -490,7 +490,7 @@ def test_chunks_of_several_inputs_and_outputs() -> None:
 
 
 def assert_close(plain: nn.Module, optimized: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Outputs and all gradients agree to rounding in float64; a chunk more or less would be far off."""
+    """Check that outputs and all gradients agree to rounding in float64; a chunk more or less would be far off."""
     found = []
     for net in (plain, optimized):
         output = net(*args, **kwargs)
@@ -541,7 +541,7 @@ def test_chunks_are_checkpointed_one_by_one(judge: Any) -> None:
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_more_chunks_than_the_sequence_is_long(length: int, recwarn: pytest.WarningsRecorder) -> None:
-    """As the last batch of an epoch is: that is nothing to warn of."""
+    """The last batch of an epoch may be so short: that is nothing to warn of."""
     plain, optimized = _pair(mlp().double(), chunks=9)
     assert_close(plain, optimized, torch.randn(length, 4, dtype=torch.float64, requires_grad=True))
     assert not recwarn.list

@@ -559,7 +559,7 @@ def test_pitfall_36_hidden_state_with_a_graph() -> None:
 
 
 def _fully_sharded(module: nn.Module) -> type:
-    """Puts a mixin in front of the module's class, as PyTorch's ``fully_shard`` does."""
+    """Put a mixin in front of the class of ``module``, as PyTorch's ``fully_shard`` does."""
 
     class Sharded:
         def unshard(self) -> str:
@@ -702,7 +702,7 @@ def test_pitfall_44_a_module_that_cannot_be_pickled_can_be_a_segment() -> None:
 
 
 def test_parameters_changed_between_forward_and_backward() -> None:
-    """As without a segment, where PyTorch notices: gradients of another model would be wrong."""
+    """Without a segment PyTorch notices it as well: gradients of another model would be wrong."""
     block = mlp()
     install_segment(block, PLAIN)
     loss = block(torch.randn(3, 4)).sum()

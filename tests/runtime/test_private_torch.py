@@ -33,7 +33,7 @@ def a_view() -> Tensor:
 
 
 def names_without_test() -> set[str]:
-    """What the file gives that no test here names."""
+    """Return the names of the file that no test here uses."""
     given = set(p.__all__)
     for node in ast.parse(Path(p.__file__).read_text(encoding="utf-8")).body:
         match node:
