@@ -129,7 +129,7 @@ class NotGathered(Exception):
 class BatchStatistics:
     """The statistics of the norms in a module, gathered pass by pass."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], given: Sequence[Tensor] = ()) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], given: Sequence[Tensor]) -> None:
         """Prepare passes of ``forward``, that of ``module``, whose arguments hold the tensors ``given``.
 
         Raises :class:`ValueError` if a norm lies in a segment inside it.

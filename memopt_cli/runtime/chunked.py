@@ -166,7 +166,7 @@ def _one_by_one(
         if lumps is not None and lumps.counts[index] > 1:
             collected.append(lumps.lump(index, piece))
             continue
-        piece = piece if lumps is None else lumps.watched(index, piece)
+        piece = piece if lumps is None else lumps.noting_gradients(index, piece)
         if resumes:
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
             forward = functools.partial(within_chunk, chunk, forward)
@@ -186,7 +186,7 @@ def _one_by_one(
         if first is not None and shows:
             first.check(output, tries=tells and not config.inexact)
         if lumps is not None:
-            lumps.ran(index, output, config.seq_outputs)
+            lumps.note_run(index, output, config.seq_outputs)
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states

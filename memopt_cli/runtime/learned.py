@@ -4,7 +4,9 @@ The first call is watched: everything that forward could change is compared befo
 what is cheap to compare and what was seen to change.  A call is watched again when modules, their mode or their hooks
 have changed, and now and then (:class:`~memopt_cli.runtime.samples.Turns`).
 
-For a block with a batch norm and a counter ``self.calls``::
+An *owner* keeps values under names: the attributes of a module, a dictionary, the variables of a function.  A *slot* is
+one name in an owner.  It *moves* if forward exchanges its value, or changes it in place, and *stays* otherwise.  For a
+block with a batch norm and a counter ``self.calls``::
 
     owner                      stays                          moves            is written in place
     attributes of the block    training, kernel_size, …       calls

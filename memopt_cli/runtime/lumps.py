@@ -103,7 +103,7 @@ def _in_lumps(count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Like:
+class _Form:
     """The form of a tensor that a chunk makes."""
 
     shape: tuple[int, ...]
@@ -133,14 +133,14 @@ def in_memory(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], tensor.shape[d] == 1, d))
 
 
-def _like(tensor: Any, axis: int) -> _Like | None:
+def _form_of(tensor: Any, axis: int) -> _Form | None:
     """Return the form of ``tensor``; ``None`` if it cannot be made in one piece with those of other chunks."""
     if not isinstance(tensor, Tensor) or not -tensor.dim() <= axis < tensor.dim() or not is_dense(tensor):
         return None
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         return None
     order = tuple(in_memory(tensor))
-    return _Like(tuple(tensor.shape), order, tensor.dtype, tensor.device, tensor.requires_grad)
+    return _Form(tuple(tensor.shape), order, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 class LumpedCall:
@@ -157,8 +157,8 @@ class LumpedCall:
         self._live = live_bytes()
         self._left: list[int] = []
         """The bytes that each chunk has left in forward."""
-        self._outputs: list[_Like] = []
-        self._gradients: dict[int, list[_Like | None]] = {}
+        self._outputs: list[_Form] = []
+        self._gradients: dict[int, list[_Form | None]] = {}
         """Place of a lump -> the gradients of inputs of the chunk after it."""
         self._held: dict[int, int] = {}
         """Place of a lump -> the bytes that each of its chunks leaves beside its outputs until its backward."""
@@ -170,14 +170,14 @@ class LumpedCall:
         starts = itertools.accumulate(self.counts, initial=0)
         return [sum(lengths[start : start + count]) for start, count in zip(starts, self.counts, strict=False)]
 
-    def watched(self, index: int, piece: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def noting_gradients(self, index: int, piece: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``piece``, that of the chunk at ``index``; after a lump, its gradients are noted."""
         if not index or self.counts[index - 1] == 1:
             return piece
         found = self._gradients[index - 1] = [None] * len(piece)
         return tuple(self._noting(tensor, found, place) for place, tensor in enumerate(piece))
 
-    def ran(self, index: int, output: Any, outputs: int) -> None:
+    def note_run(self, index: int, output: Any, outputs: int) -> None:
         """Note what the chunk at ``index`` has left; ``outputs``: how many of its return values are cut."""
         live, before = self._live_bytes(), self._live
         parts = output if isinstance(output, tuple) else (output,)
@@ -185,7 +185,7 @@ class LumpedCall:
             self._lumps.refuse(self._module)
         self._live = live
         self._left.append(live - before)
-        self._outputs = [self._liked(part) for part in parts]
+        self._outputs = [self._form_or_refuse(part) for part in parts]
         if index and self.counts[index - 1] > 1:
             self._watch_backward(index - 1, parts)
 
@@ -193,35 +193,35 @@ class LumpedCall:
         """Return the outputs of the lump at ``index``, which holds until its backward what its chunks would hold."""
         held_bytes = self._held[index] = self._held_bytes()
         count = self.counts[index]
-        moves = any(like.is_differentiable for like in self._outputs)
+        moves = any(form.is_differentiable for form in self._outputs)
         anchor = torch.empty(0, device=pieces[0].device, requires_grad=moves)
         made: tuple[Any, ...] = _Lump.apply(self, index, count * held_bytes, anchor, *pieces)  # type: ignore[no-untyped-call]
         self._live = self._live_bytes()
         return made
 
-    def made(self, index: int) -> list[Tensor]:
+    def new_outputs(self, index: int) -> list[Tensor]:
         """Return new outputs of the lump at ``index``."""
-        return [like.times(self.counts[index], self.axis) for like in self._outputs]
+        return [form.times(self.counts[index], self.axis) for form in self._outputs]
 
-    def given(self, index: int) -> list[Tensor | None]:
+    def new_gradients(self, index: int) -> list[Tensor | None]:
         """Return new gradients of the inputs of the lump at ``index``."""
-        count, likes = self.counts[index], self._gradients[index]
-        return [None if like is None else like.times(count, self.axis) for like in likes]
+        count, forms = self.counts[index], self._gradients[index]
+        return [None if form is None else form.times(count, self.axis) for form in forms]
 
-    def comes_backward(self, index: int) -> None:
+    def check_backward(self, index: int) -> None:
         """Check, as backward comes to a lump, that the chunk after it has left gradients of inputs, and no more."""
-        left = sum(like.nbytes for like in self._gradients[index] if like is not None) - self._held[index]
+        left = sum(form.nbytes for form in self._gradients[index] if form is not None) - self._held[index]
         if self._live_bytes() - self._began.get(index, 0) != left:
             self._lumps.refuse(self._module)
 
     def differentiable(self) -> list[bool]:
         """Return whether each output is differentiable."""
-        return [like.is_differentiable for like in self._outputs]
+        return [form.is_differentiable for form in self._outputs]
 
     def _held_bytes(self) -> int:
         """Return the bytes that each chunk leaves beside its outputs until its backward."""
         *_, last, left = self._left
-        held_bytes = left - sum(like.nbytes for like in self._outputs)
+        held_bytes = left - sum(form.nbytes for form in self._outputs)
         # A segment around would make again what chunks hold; a lump holds it at both times, so it is refused.
         is_within = is_nested() or is_recomputing()
         if last != left or held_bytes < 0 or (held_bytes and is_within):
@@ -236,15 +236,15 @@ class LumpedCall:
             if output.requires_grad:
                 _watch(output, begin)
 
-    def _liked(self, tensor: Any) -> _Like:
-        return _like(tensor, self.axis) or self._lumps.refuse(self._module)
+    def _form_or_refuse(self, tensor: Any) -> _Form:
+        return _form_of(tensor, self.axis) or self._lumps.refuse(self._module)
 
-    def _noting(self, tensor: Tensor, found: list[_Like | None], place: int) -> Tensor:
+    def _noting(self, tensor: Tensor, found: list[_Form | None], place: int) -> Tensor:
         if not tensor.requires_grad:
             return tensor
 
         def note(gradient: Tensor) -> None:
-            found[place] = self._liked(gradient)
+            found[place] = self._form_or_refuse(gradient)
 
         watched = tensor.view_as(tensor)
         _watch(watched, note)
@@ -262,7 +262,7 @@ class _Lump(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: LumpedCall, index: int, held_bytes: int, anchor: Tensor, *pieces: Tensor) -> Any:
         ctx.call, ctx.index = call, index
-        outputs = call.made(index)
+        outputs = call.new_outputs(index)
         ctx.held = torch.empty(held_bytes, dtype=torch.uint8, device=anchor.device) if held_bytes else None
         fixed = [t for t, moves in zip(outputs, call.differentiable(), strict=True) if not moves]
         ctx.mark_non_differentiable(*fixed)
@@ -270,6 +270,6 @@ class _Lump(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.call.comes_backward(ctx.index)
+        ctx.call.check_backward(ctx.index)
         ctx.held = None
-        return None, None, None, None, *ctx.call.given(ctx.index)
+        return None, None, None, None, *ctx.call.new_gradients(ctx.index)

@@ -20,9 +20,7 @@ class Parameters:
     ``torch.func.functional_call`` puts others in their place for the time of one call.
     """
 
-    def __init__(
-        self, tables: Sequence[dict[str, Any]], earlier: Parameters | None = None, *, is_watched: bool
-    ) -> None:
+    def __init__(self, tables: Sequence[dict[str, Any]], earlier: Parameters | None, *, is_watched: bool) -> None:
         """Note the present parameters.
 
         ``tables``: the parameters of each module by their names, which others may exchange.  ``earlier``: those of an

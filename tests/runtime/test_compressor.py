@@ -31,7 +31,7 @@ def octets(x: Tensor) -> list[int]:
 
 
 def round_trip(name: str, x: Tensor) -> Packed:
-    """Check that ``codec`` gives back ``x`` to the bit, as every codec must for every tensor."""
+    """Check that the codec ``name`` gives back ``x`` to the bit, as every codec must for every tensor."""
     before = octets(x)
     packed = COMPRESSORS[name].compress(x)
     back = COMPRESSORS[name].decompress(packed)

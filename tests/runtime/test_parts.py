@@ -122,7 +122,7 @@ def _bytes_after_forward(net: nn.Module, plan: Plan, *args: Tensor) -> int:
 
 @pytest.fixture
 def there() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Store ``x`` for as long as a test takes."""
+    """Yield a function that stores a tensor for as long as a test takes."""
     held: list[Packed] = []
 
     def stored(x: Tensor) -> Tensor:
