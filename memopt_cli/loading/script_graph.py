@@ -16,7 +16,7 @@ from memopt_cli.runtime.lifted.program import (
     is_name,
     nodes_of,
 )
-from memopt_cli.runtime.private_torch import method_names, method_of, script_class
+from memopt_cli.runtime.private_torch import method_names, method_of, program_of
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ def lift_class(script: torch.jit.ScriptModule, unit: Any, mutable: frozenset[str
                 methods.append(lifting.method(name, method.schema, own=True))
             except Unliftable as reason:
                 failures[name] = str(reason)
-    _, _, named = script_class(script).rpartition(".")
+    _, _, named = program_of(script).qualified_name.rpartition(".")
     program = (VERSION, named if is_name(named) else "Lifted", tuple(methods), functions.reached(methods))
     return ScriptClass(program, tuple(constants), failures)
 

@@ -26,15 +26,13 @@ from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.private_torch import (
-    attribute_of,
     buffers_of,
     children_of,
     has_method,
     hooks_of,
-    key_of_script,
     load_script,
     parameters_of,
-    script_class,
+    program_of,
 )
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.script_code import UnsafeScript
@@ -125,7 +123,7 @@ class _Lifting:
 
     def convert(self, script: Any, path: str) -> nn.Module:
         """The script as a plain module; the same one for a script that stands in two places."""
-        known = self._modules.get(key_of_script(script))
+        known = self._modules.get(program_of(script))
         if known is not None:
             return known
         reason = self._reason(script)
@@ -134,7 +132,7 @@ class _Lifting:
             module: nn.Module = ScriptLeaf(script)
         else:
             module = self._lift(script, path)
-        self._modules[key_of_script(script)] = module
+        self._modules[program_of(script)] = module
         return module
 
     def _lift(self, script: Any, path: str) -> LiftedModule:
@@ -144,15 +142,15 @@ class _Lifting:
         for name, tensor in parameters_of(script).items():
             parameters_of(module)[name] = as_parameter(tensor)
         buffers_of(module).update(buffers_of(script).items())
-        for name in sorted(self._used.get(script_class(script), set()) - {"training"}):
+        for name in sorted(self._used.get(program_of(script).qualified_name, set()) - {"training"}):
             if not any(name in held for held in (parameters_of(script), buffers_of(script), children_of(script))):
-                setattr(module, name, attribute_of(script, name))
+                setattr(module, name, program_of(script).getattr(name))
         for name, child in children_of(script).items():
             children_of(module)[name] = self.convert(child, f"{path}.{name}".lstrip("."))
         return module
 
     def _class(self, script: Any) -> ScriptClass:
-        name = script_class(script)
+        name = program_of(script).qualified_name
         if name not in self._classes:
             self._classes[name] = lift_class(script, self._unit, self._mutable)
         return self._classes[name]
@@ -166,14 +164,14 @@ class _Lifting:
 
     def _reason(self, script: Any) -> str:
         """Why a script cannot be lifted; empty if it can."""
-        name = script_class(script)
+        name = program_of(script).qualified_name
         if name not in self._reasons:
             self._reasons[name] = next(self._obstacles(script), "")
         return self._reasons[name]
 
     def _obstacles(self, script: Any) -> Iterator[str]:
         lifted = self._class(script)
-        called = self._called.get(script_class(script), ())
+        called = self._called.get(program_of(script).qualified_name, ())
         for method, failure in lifted.failures.items():
             if method == "forward" or method in called:
                 yield failure
@@ -196,7 +194,7 @@ def _is_tensor(script: Any, name: str) -> bool:
 
 def _note(noted: dict[str, set[str]], owner: Any, name: str) -> None:
     if owner is not None:
-        noted.setdefault(script_class(owner), set()).add(name)
+        noted.setdefault(program_of(owner).qualified_name, set()).add(name)
 
 
 def as_parameter(tensor: Tensor | None) -> nn.Parameter | None:

@@ -1,4 +1,4 @@
-"""What an optimized model needs while it trains: torch and nothing else of memopt.
+"""The runtime of an optimized model: all that it needs while it trains, beside torch.
 
 Saved models refer to :func:`memopt_cli.runtime.container.restore_segment` and ``restore_by_length`` and to
 :func:`memopt_cli.runtime.lifted.module.restore_lifted` by their import paths; these and the arguments they take are a

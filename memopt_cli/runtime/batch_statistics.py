@@ -55,50 +55,51 @@ from memopt_cli.runtime.tree import tensors_of
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of the values of each channel."""
+    """Mean and variance of the values in each channel."""
 
     mean: Tensor
     """Shape (C,), at least float32."""
     variance: Tensor
-    """Shape (C,); the mean square of the deviations, not Bessel-corrected."""
+    """Shape (C,); the mean square of the deviations, without Bessel's correction."""
     count: int
-    """Values in each channel."""
+    """How many values each channel has."""
 
 
 @dataclass(slots=True)
-class Met:
-    """A batch norm that one chunk has come to."""
+class ReachedNorm:
+    """The batch norm at which the pass over one chunk broke off."""
 
     statistics: Statistics
-    """Of what the chunk gives it."""
+    """The statistics of the norm's input in this chunk."""
     link: Tensor | None
-    """Like what the chunk gives it, but without memory of its own: a gradient that reaches it goes there.
+    """A tensor without memory that stands for the norm's input: a gradient that reaches it goes on to that input.
 
-    ``None``: the next pass goes back by itself, for the gradients of all chunks would take more here than at its start.
+    ``None`` if the gradients of all chunks would take more memory here than at the start of the module: then the next
+    pass goes back by itself.
     """
     source: int | None
-    """Which of the costly operators before it, in their order, made that; ``None``: another did."""
+    """The place of the operator that made the norm's input among the costly ones; ``None`` if none of these did."""
     values: Tensor | None
-    """What the chunk gives it, until the next pass has taken it; ``None`` too if the next pass is not to take it."""
+    """The norm's input, until the next pass has taken it; ``None`` if it is not to take it."""
     running: tuple[Tensor, ...]
-    """The running statistics that it is to update."""
+    """The running statistics that the norm is to update."""
 
     def take(self) -> Tensor | None:
-        """The values, which nothing but the caller holds then."""
+        """Return the values, and hold them no longer."""
         values, self.values = self.values, None
         return values
 
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """What a pass has found of one of them."""
+    """A batch norm whose statistics are known, and where each chunk came to it."""
 
     statistics: Statistics
-    chunks: Sequence[Met]
+    chunks: Sequence[ReachedNorm]
 
 
 def statistics_refusal(module: nn.Module, chunks: int) -> str:
-    """Why ``module`` cannot run in chunks with the statistics of all of them; empty if it can."""
+    """Return why ``module`` cannot run in chunks with the statistics of all of them; empty if it can."""
     if chunks < 2:
         return "batch statistics are gathered over chunks, and it runs in one"
     for name, inner in module.named_modules():
@@ -112,49 +113,49 @@ def statistics_refusal(module: nn.Module, chunks: int) -> str:
 
 
 def hooked_within(module: nn.Module) -> str:
-    """The first module in it whose gradients a hook gets; empty if there is none.
+    """Return the path of the first module inside ``module`` whose gradients a hook gets; empty if there is none.
 
-    What is before a norm gets a gradient in parts: one through the normalized values, one through the statistics, which
-    leaves the norm by its input alone, past its hooks.  Those of ``module`` itself get the gradients of the whole.
+    Such a hook would get gradients in parts: before a norm, one through the normalized values and one through the
+    statistics, which bypasses the norm's hooks.  Hooks of ``module`` itself get the gradients of the whole.
     """
     within = ((name, inner) for name, inner in module.named_modules() if inner is not module)
     return next((name for name, inner in within if has_gradient_hooks(inner)), "")
 
 
 class NotGathered(Exception):
-    """Passes over the chunks do not give what the whole does: a sentence without its subject."""
+    """Passes over the chunks would not compute what the whole does; the message is a sentence without its subject."""
 
 
 class BatchStatistics:
     """The statistics of the norms in a module, gathered pass by pass."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], given: Sequence[Tensor] = ()) -> None:
-        """``forward``: the module's own; ``given``: the tensors among its arguments.
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], given: Sequence[Tensor]) -> None:
+        """Prepare passes of ``forward``, that of ``module``, whose arguments hold the tensors ``given``.
 
-        Raises :class:`ValueError` if a norm lies in a segment within.
+        Raises :class:`ValueError` if a norm lies in a segment inside it.
         """
         _check_inner_segments(module)
         self._module = module
         self._forward = forward
         self._found: tuple[_Norm, ...] = ()
-        self._hands_on = not config_of(module).keep  # of an output that it keeps it counts the runs
+        self._hands_on = not config_of(module).keep  # a segment that keeps outputs counts the calls of operators
         self._start = Start(module, given)
 
     def forwards(self, chunks: int) -> Iterator[Callable[..., Any]]:
-        """What runs in place of forward on each chunk of the next pass; each is to run before the next is asked for.
+        """Yield a function for each of ``chunks`` of the next pass, to be called before the next one is asked for.
 
-        It returns the first norm that no statistics are known of, as :class:`Met`; after the last, the output.  Raises
-        :class:`NotGathered`.
+        It runs in place of forward, and returns a :class:`ReachedNorm` at the first norm without known statistics, and
+        the output once all are known.  It raises :class:`NotGathered`.
         """
         breaks_off: set[bool] = set()
         for index in range(chunks):
             self._start.enter_norms()
             yield self._chunk(breaks_off, index)
 
-    def merge(self, met: Sequence[Met]) -> None:
-        """Every chunk has come to the same norm; the module is put where it started from.
+    def merge(self, met: Sequence[ReachedNorm]) -> None:
+        """Merge the statistics of the norm that every chunk has ``met``, and put the module where it started from.
 
-        Raises :class:`NotGathered`, or :class:`RuntimeError` if that cannot be done.
+        Raises :class:`NotGathered`, or :class:`RuntimeError` if it cannot be put back.
         """
         if self._start.draws():
             raise NotGathered("draws random numbers before a batch norm, others in chunks than as a whole")
@@ -164,14 +165,14 @@ class BatchStatistics:
 
     @property
     def undo(self) -> Callable[[], None]:
-        """Puts the module and the random generators where they started from, and holds nothing that passes have found.
+        """A function that puts the module and the random generators where they started from.
 
-        Raises :class:`RuntimeError` if that cannot be done.
+        It holds nothing that passes have found, and raises :class:`RuntimeError` if they cannot be put back.
         """
         return self._start.enter
 
     def _chunk(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
-        """``breaks_off``: of the chunks of one pass, whether they break off."""
+        """Return the function for the chunk at ``index``; it adds to ``breaks_off`` whether its run breaks off."""
         module, forward = self._module, self._forward  # not self: the graph must not hold where it started
         found, hands_on = self._found, self._hands_on
 
@@ -186,7 +187,7 @@ class BatchStatistics:
             else:
                 if norms.broken_off:
                     raise NotGathered(norms.broken_off)
-            breaks_off.add(isinstance(output, Met))
+            breaks_off.add(isinstance(output, ReachedNorm))
             if len(breaks_off) > 1:
                 raise NotGathered("calls more batch norms on some chunks than on others")
             return output
@@ -195,7 +196,11 @@ class BatchStatistics:
 
 
 def merged(parts: Sequence[Statistics]) -> Statistics:
-    """The statistics of several sets of values taken together."""
+    """Return the statistics of all values whose ``parts`` have these statistics (Chan et al. 1979).
+
+    The whole has the mean of the means and the mean of the variances, by counts; to the latter comes the variance of
+    the means.  Values 1, 3 and 5, 7: means 2 and 6, variances 1 and 1; together mean 4 and variance 1 + 4.
+    """
     count = sum(part.count for part in parts)
     mean = torch.stack([part.mean * (part.count / count) for part in parts]).sum(0)
     shares = [(part.variance + (part.mean - mean).square()) * (part.count / count) for part in parts]
@@ -203,20 +208,20 @@ def merged(parts: Sequence[Statistics]) -> Statistics:
 
 
 class _Unknown(Exception):  # no BaseException: at these, modules do not call their hooks
-    """Forward has come to a norm whose statistics are not known."""
+    """Breaks off a forward at a norm whose statistics are not known."""
 
-    def __init__(self, met: Met) -> None:
+    def __init__(self, met: ReachedNorm) -> None:
         super().__init__()
         self.met = met
 
 
 class _Norms(TorchFunctionMode):
-    """Batch norms that would use the statistics of a chunk get those of the whole; what is before them is linked."""
+    """A mode in which batch norms use the statistics of the whole in place of a chunk's."""
 
     def __init__(self, module: nn.Module, found: Sequence[_Norm], index: int, hands_on: bool, given_bytes: int) -> None:
-        """``found``: by the passes before; ``index``: of the chunk; ``hands_on``: to the next pass, values too.
+        """Take the norms ``found`` by earlier passes, in a run of ``module`` on the chunk at ``index``.
 
-        ``given_bytes``: of the chunk's inputs that need gradients.
+        ``hands_on``: let the next pass have a norm's input; ``given_bytes``: of the inputs that need gradients.
         """
         super().__init__()
         self._module = module
@@ -227,11 +232,11 @@ class _Norms(TorchFunctionMode):
         self._linked = {norm.chunks[index].source: norm.chunks[index] for norm in found}
         self._hooks = hooks_on_saving()
         self._costly = 0
-        """Operators that have run."""
+        """How many costly operators have run."""
         self._last: _Output | None = None
-        """What the last of them gave, if the next pass may have it."""
+        """The output of the last of them, if the next pass may have it; otherwise ``None``."""
         self.broken_off = ""
-        """Why forward is not to go on; it may have caught what it was told by."""
+        """Why forward must not go on, though it may have caught the exception that ended it; empty if it may."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
@@ -252,7 +257,7 @@ class _Norms(TorchFunctionMode):
         return self._normalize(**{key: given[key] for key in given.keys() & _USED})
 
     def _run(self, call: Callable[[], Tensor]) -> Tensor:
-        """A costly operator, unless the pass before has handed on what it gives."""
+        """Run a costly operator, or take its output from the pass before."""
         met = self._linked.get(self._costly)
         link = None if met is None else met.link
         output = call() if met is None or link is None else _linked(_values(met, call), link, is_seen=True)
@@ -276,7 +281,7 @@ class _Norms(TorchFunctionMode):
             if running_mean is not None:
                 self._uncount(running_mean)
             self.broken_off = "catches the exception that breaks off a pass over its chunks"
-            raise _Unknown(self._met(input, running_mean, running_var))
+            raise _Unknown(self._reached(input, running_mean, running_var))
         norm = self._unused.pop(0)
         statistics, met = norm.statistics, norm.chunks[self._index]
         if met.source not in (None, self._source(input, met.link)):
@@ -287,20 +292,20 @@ class _Norms(TorchFunctionMode):
         _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
         return _normalized(input, statistics, weight, bias, eps)
 
-    def _met(self, input: Tensor, *running: Tensor | None) -> Met:
+    def _reached(self, input: Tensor, *running: Tensor | None) -> ReachedNorm:
         measured, made = _measured(input)
         link = made if input.nbytes <= self._given_bytes else None
         source = self._source(input, link)
         values = input.detach() if self._hands_on and source is not None else None
-        return Met(measured, link, source, values, tuple(t for t in running if t is not None))
+        return ReachedNorm(measured, link, source, values, tuple(t for t in running if t is not None))
 
     def _source(self, input: Tensor, link: Tensor | None) -> int | None:
-        """The costly operator that made the input of a norm, as it is, if the next pass may have it from this one."""
+        """Return the place of the costly operator that made ``input``, if the next pass may have that from this one."""
         is_made = link is not None and self._last is not None and self._last.is_given(input, link)
         return self._costly - 1 if is_made else None
 
     def _uncount(self, running_mean: Tensor) -> None:
-        """The norm has counted a call that comes once more: if a chunk raises, nobody puts it back."""
+        # The norm has counted a call that will come once more; if a chunk raises, nobody else puts that back.
         for norm in batch_norms(self._module):
             counter = buffers_of(norm).get("num_batches_tracked")
             if counter is not None and buffers_of(norm).get("running_mean") is running_mean:
@@ -313,20 +318,20 @@ class _Norms(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What a costly operator gave, as it was then."""
+    """The output of a costly operator, as it was then."""
 
     tensor: ref[Tensor]
     version: int
     requires_grad: bool
 
     def is_given(self, input: Tensor, link: Tensor) -> bool:
-        """Whether this is the input of a norm, and all of its gradient goes to that link."""
+        """Tell whether this is ``input``, that of a norm, and its whole gradient goes to ``link``."""
         is_same = self.tensor() is input and self.version == version_of(input)
         return is_same and self.requires_grad == link.requires_grad
 
 
-def _values(met: Met, call: Callable[[], Tensor]) -> Tensor:
-    """What the pass before has handed on, in forward; in a recomputation the operator runs, and nothing is saved."""
+def _values(met: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
+    """Return the values that the pass before has handed on; in a recomputation run the operator, and save nothing."""
     values = met.take()
     if values is not None:
         return values
@@ -335,7 +340,7 @@ def _values(met: Met, call: Callable[[], Tensor]) -> Tensor:
 
 
 _DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-"""They would find that the graph of a chunk ends at the norms."""
+"""Functions that compute gradients, which would find that the graph of a chunk ends at the norms."""
 _HOOKS_ON_GRADIENTS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 _COSTLY = frozenset(
     function
@@ -343,21 +348,21 @@ _COSTLY = frozenset(
     for aten in (getattr(torch.ops.aten, operator),)
     for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
 )
-"""Operators to run once less; each gives a tensor that shares no memory with others."""
+"""Operators worth running once less; the output of each shares no memory with other tensors."""
 _UNSEEN_WRITES = frozenset(
     (
         *(Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
         *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage),
     )
 )
-"""By what these give or do, a tensor may be written that stays at its version."""
+"""Functions that give access to a tensor's memory, which may then be written without a new version."""
 _USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 
 
 class _Links(torch.autograd.Function):
-    """Three tensors without values, of the shapes of ``x [B, C, ...]``, its mean and its variance [C].
+    """Three links without values, to ``x [B, C, ...]``, to its mean [C] and to its variance [C].
 
-    What reaches them in backward is a gradient of ``x``: of itself, through its mean, through its variance.
+    Gradients that reach them in backward add up to the gradient of ``x``.
     """
 
     @staticmethod
@@ -370,7 +375,7 @@ class _Links(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_x: Tensor | None, of_mean: Tensor | None, of_variance: Tensor | None) -> Tensor | None:
         (x,) = ctx.saved_tensors
-        if of_mean is None or of_variance is None:  # of a norm that nothing follows
+        if of_mean is None or of_variance is None:  # nothing follows the norm
             return of_x
         precise, count = x.to(of_mean.dtype), x.numel() // x.shape[1]
         scale = of_variance * (2 / count)
@@ -380,7 +385,7 @@ class _Links(torch.autograd.Function):
 
 
 class _Linked(torch.autograd.Function):
-    """Values whose gradient goes elsewhere."""
+    """The values of one tensor with the gradient of another."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, link: Tensor, is_seen: bool) -> Tensor:
@@ -392,13 +397,16 @@ class _Linked(torch.autograd.Function):
 
 
 def _linked(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
-    """``values``, whose gradient is that of ``link``; ``is_seen``: by code that may write to them, as to no view."""
+    """Return ``values`` with their gradient going to ``link``.
+
+    ``is_seen``: the module's own code may write to them, which it may not to a view.
+    """
     linked: Tensor = _Linked.apply(values, link, is_seen)  # type: ignore[no-untyped-call]
     return linked
 
 
 def _measured(x: Tensor) -> tuple[Statistics, Tensor]:
-    """Of ``x [B, C, ...]``, and a link to it."""
+    """Return the statistics of ``x [B, C, ...]``, and a link to it."""
     link, mean_link, variance_link = _Links.apply(x)  # type: ignore[no-untyped-call]  # a recomputation ends here
     values = x.detach().to(_precise(x))
     mean = values.mean(_other_dims(x))
@@ -410,7 +418,7 @@ def _measured(x: Tensor) -> tuple[Statistics, Tensor]:
 class _Scaled(torch.autograd.Function):
     """``x [B, C, ...]`` times ``scale`` [C] plus ``shift`` [C], in the dtype of ``x``.
 
-    Of tensors as large as ``x`` its backward holds one at a time beside the gradients; that of ``addcmul`` holds two.
+    Its backward holds one tensor as large as ``x`` beside the gradients; that of ``addcmul`` holds two.
     """
 
     @staticmethod
@@ -431,17 +439,17 @@ def _precise(x: Tensor) -> torch.dtype:
 
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    """[C] for ``x [B, C, ...]``."""
+    """Return ``values [C]`` in a shape that broadcasts against ``x [B, C, ...]``."""
     return values.view((1, -1) + (1,) * (x.dim() - 2))
 
 
 def _other_dims(x: Tensor) -> list[int]:
-    """All but the channels."""
+    """Return the dimensions of ``x`` other than that of the channels."""
     return [d for d in range(x.dim()) if d != 1]
 
 
 def _normalized(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias`` as one product and one sum, in the dtype of ``x``."""
+    """Return ``(x - mean) / sqrt(variance + eps) * weight + bias`` by one product and a sum in the dtype of ``x``."""
     if statistics.count == 1:
         raise ValueError(f"batch statistics of one value per channel, in an input of shape {tuple(x.shape)}")
     scale = (statistics.variance + eps).rsqrt()
@@ -455,7 +463,7 @@ def _normalized(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: 
 
 
 def _layout_of(x: Tensor) -> torch.memory_format:
-    """What batch norm gives for ``x``: what follows may look at it as a vector, or draw noise in that order."""
+    """Return the memory format that batch norm gives for ``x``: later layers may draw noise in that order."""
     layout = _CHANNELS_LAST.get(x.dim())
     is_last = layout is not None and (x.is_contiguous(memory_format=layout) or suggest_memory_format(x) is layout)
     return layout if layout is not None and is_last else torch.contiguous_format
@@ -471,7 +479,7 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
 
 
 class Start:
-    """Where a module and the random generators stand, to begin anew from there."""
+    """The state of a module and the random generators, to begin anew from there."""
 
     def __init__(self, module: nn.Module, given: Sequence[Tensor] = ()) -> None:
         self._module = module
@@ -484,17 +492,17 @@ class Start:
         self._generators = Generators()
 
     def draws(self) -> bool:
-        """Whether random numbers were drawn since."""
+        """Tell whether random numbers were drawn since."""
         return self._generators.moved()
 
     def add_norm(self, running: Sequence[Tensor]) -> None:
-        """One is called with these running statistics, which it has not updated yet."""
+        """Note the ``running`` statistics of a norm, which it has not updated yet."""
         for tensor in running:
             self._copies.setdefault(id(tensor), (tensor, version_counter(tensor), tensor.detach().clone()))
             self._norms.add(id(tensor))
 
     def enter_norms(self) -> None:
-        """Put those alone where they stood.  Raises :class:`NotGathered`."""
+        """Put the batch norms alone where they stood.  Raises :class:`NotGathered` if they are others now."""
         if batch_norms(self._module) != self._batch_norms:
             raise NotGathered("makes or takes away a batch norm in its forward")
         self._state_of_norms.restore()
@@ -503,7 +511,10 @@ class Start:
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place."""
+        """Put everything where it stood.
+
+        Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place.
+        """
         if any(version_of(tensor) != version for tensor, version in self._given):
             raise self._cannot("writes over its input")
         self._state.restore()

@@ -1,10 +1,16 @@
-"""States that chunks start from, made again in backward instead of being held since forward.
+"""States from which chunks start, made again in backward instead of being held since forward.
 
 A module that carries state over its chunks, a neuron's membrane say, leaves one such state behind for each.  Backward
-wants them last first.  Asked for one, this runs the chunks before it again from the nearest state that is known, and
-remembers on the way those at halves of what is left: of n chunks about log2(n) states are held at a time, and each
-chunk runs about log2(n) / 2 times more (recursive bisection, as in Griewank, "Achieving logarithmic growth of temporal
-and spatial complexity in reverse automatic differentiation", 1992).
+wants them last first.  For each, the chunks before it run again from the nearest known state, and on the way the states
+halfway to it are remembered: of n chunks about log2(n) states are held at a time, and each chunk runs about
+log2(n) / 2 times more (recursive bisection, as in Griewank, "Achieving logarithmic growth of temporal and spatial
+complexity in reverse automatic differentiation", 1992).  With 8 chunks::
+
+    state 7          chunks 0 … 6 run from state 0; states 3, 5 and 6 are remembered on the way
+    states 6 and 5   are known
+    state 4          chunk 3 runs from state 3
+    state 3          is known
+    state 2          chunks 0 and 1 run from state 0; state 1 is remembered on the way
 """
 
 from __future__ import annotations
@@ -26,12 +32,12 @@ from memopt_cli.runtime.state import StartingState
 class _Chunk:
     start: StartingState
     needs_gradient: tuple[bool, ...]
-    """Of the tensors of its starting state that are not held."""
+    """Whether each tensor of its starting state that is not held needs a gradient."""
     run: Callable[[Sequence[Any]], object]
 
 
 class ChunkStarts:
-    """Where the chunks of one pass over a module start."""
+    """The states from which the chunks of one pass over a module start."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -42,9 +48,9 @@ class ChunkStarts:
         self._generators = Generators()
 
     def add(self, start: StartingState, run: Callable[[Sequence[Any]], object]) -> Callable[[], list[Tensor]]:
-        """The next chunk starts at ``start``, and ``run`` runs its forward again.
+        """Add the next chunk, which starts at ``start`` and whose forward ``run`` runs again.
 
-        Returns what gives the tensors that :meth:`StartingState.replay` wants.
+        Returns a function that gives the tensors that :meth:`StartingState.replay` wants.
         """
         tensors = matrices_of(self._module)
         if not self._chunks:
@@ -57,7 +63,7 @@ class ChunkStarts:
         return functools.partial(self._tensors, len(self._chunks) - 1)
 
     def settle(self) -> None:
-        """Every chunk has run.  Raises :class:`RuntimeError` if they cannot be run again to the same states."""
+        """Check, once every chunk has run, that they can run again; raise :class:`RuntimeError` if one drew numbers."""
         if self._generators.moved():
             raise RuntimeError(
                 f"{name_of(self._module)} draws random numbers, so its states cannot be made again; "
@@ -65,7 +71,7 @@ class ChunkStarts:
             )
 
     def _tensors(self, place: int) -> list[Tensor]:
-        """Those that the chunk at ``place`` starts from; chunks are asked for in falling order."""
+        """Return the tensors from which the chunk at ``place`` starts; later chunks must be asked for first."""
         nearest = max(known for known in self._known if known <= place)
         tensors, wanted = self._known[nearest], {place, *_halves(nearest, place)}
         for chunk in range(nearest, place):
@@ -76,11 +82,11 @@ class ChunkStarts:
         return tensors
 
     def _after(self, place: int, tensors: list[Tensor]) -> list[Tensor]:
-        """Those that the chunk behind the one at ``place`` starts from, which itself starts from ``tensors``."""
+        """Return the tensors that the chunk at ``place`` leaves to the next one, when it starts from ``tensors``."""
         following = self._chunks[place + 1].needs_gradient
         if not following:  # it started where the module stood anyway
             return []
-        # With a graph, for which a module may ask, but with nothing in it.
+        # With a graph, which a module may want, but without saved tensors.
         nothing_saved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
         given = tensors if self._chunks[place].needs_gradient else ()
         with nothing_saved, self._chunks[place].start.replay(given) as others:

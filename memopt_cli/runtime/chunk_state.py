@@ -1,8 +1,8 @@
-"""State that moves once a call: the whole would move it once, and each chunk moves it once more.
+"""State that moves once a call: the whole moves it once, and in chunks each of them moves it.
 
 A power iteration (spectral norm), an average over calls, a counter of them.  State that moves once a time step, a
-neuron's membrane say, does the same in chunks.  The two are told apart by trying: a piece of the input runs whole and
-in two halves, from the state in which the first chunk started, and must leave the same behind.
+neuron's membrane say, ends up alike in chunks.  A trial tells the two apart: a piece of the input runs whole and in two
+halves, from the state in which the first chunk started, and both must leave the same state behind.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.private_torch import InstanceNorm
 
 _SHARE: Final = 1e-3
-"""Of its move by which a tensor may differ between two ways: rounding adds less, a call more or less adds more."""
+"""Share of its move by which a tensor may differ between the two: rounding adds less, one call more adds more."""
 _ROUNDINGS: Final = 8
 """Steps of rounding, of the largest value, by which two equal ways to compute a tensor may differ."""
 _seen: MutableMapping[nn.Module, dict[str, int]] = WeakKeyDictionary()
-"""A segment -> names of what moved in its first chunk -> in how many forwards."""
+"""Segment -> name of state that moved in its first chunk -> in how many forwards it did."""
 
 
 class Moves:
-    """What a segment's chunks may move: where it stands now, without holding it."""
+    """The state of a segment at one moment, without references to its tensors, to find what a chunk moves."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._places = {name: _place(value) for name, value in _state(module).items()}
 
     def found(self) -> set[str]:
-        """Names of what has moved since, for the first time, the second, the fourth, the eighth and so on.
+        """Return the names of state that has moved since, for the first, second, fourth, eighth time and so on.
 
-        One trial does not settle it: a power iteration may have come to rest, a batch consist of equal samples.
+        One trial is not enough: a power iteration may have come to rest, or a batch consist of equal samples.
         """
         seen, moved = _seen.setdefault(self._module, {}), self.now()
         for name in moved:
@@ -48,7 +48,7 @@ class Moves:
         return {name for name in moved if seen[name].bit_count() == 1}
 
     def now(self) -> set[str]:
-        """Names of all that has moved since."""
+        """Return the names of all state that has moved since."""
         nothing = _place(None)
         return {n for n, value in _state(self._module).items() if not self._places.get(n, nothing).is_of(value)}
 
@@ -60,13 +60,13 @@ def difference(
     whole: Callable[[], object],
     halves: Callable[[], object],
 ) -> str:
-    """Why ``module`` cannot run in chunks, a sentence without its subject; empty if all that ``moved`` does so alike.
+    """Return why ``module`` cannot run in chunks, a sentence without its subject; empty if what ``moved`` allows it.
 
-    ``starting``: within, the module stands where it started from; ``whole``, ``halves``: run it on the same piece.
+    ``starting``: a block in which the module is in its starting state; ``whole``, ``halves``: run it on the same piece.
     """
     names = sorted(moved)
     try:
-        before, *after = (_left_by(module, starting, run) for run in (_nothing, whole, halves))
+        before, *after = (_left_by(module, starting, run) for run in (lambda: None, whole, halves))
     except Exception as error:  # the module's own code, on a length that it may not take
         return f"moves its {names[0]}, and cannot be tried on part of a chunk ({type(error).__name__}: {error})"
     states = (before, *after)
@@ -74,26 +74,19 @@ def difference(
     return f"moves its {unlike} once a call, and would once for each chunk" if unlike else ""
 
 
-def _nothing() -> None:
-    pass
-
-
 def _left_by(
     module: nn.Module, starting: Callable[[], AbstractContextManager[object]], run: Callable[[], object]
 ) -> dict[str, Any]:
     with torch.no_grad(), starting():
-        for norm in batch_norms(module):  # their statistics are gathered elsewhere, or known to be other ones
+        for norm in batch_norms(module):  # their statistics are gathered elsewhere, or differ on purpose
             norm.eval()
         run()
-        return {name: _copied(value) for name, value in _state(module).items()}
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+        state = _state(module).items()
+        return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state}
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Without that of norms, which have a way of their own in chunks."""
+    """Return the state of ``module`` by name, but for norms, which are treated apart in chunks."""
     norms = {*batch_norms(module), *(m for m in module.modules() if isinstance(m, InstanceNorm))}
     return state_by_name(module, norms)
 
@@ -103,7 +96,7 @@ class _Place:
     tensor: weakref.ref[Tensor] | None
     version: int
     number: Any
-    """If it is no tensor."""
+    """The value itself, if it is no tensor; otherwise ``None``."""
 
     def is_of(self, value: Any) -> bool:
         if isinstance(value, Tensor):
@@ -116,7 +109,7 @@ def _place(value: Any) -> _Place:
 
 
 def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
-    """Whether both ways moved it to the same, but for rounding."""
+    """Tell whether ``whole`` and ``halves``, to which two runs moved ``before``, are equal but for rounding."""
     before, whole, halves = (_as_tensor(value) for value in (before, whole, halves))
     if not isinstance(whole, Tensor) or not isinstance(halves, Tensor):
         return type(whole) is type(halves) and bool(whole == halves)
@@ -126,14 +119,15 @@ def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
         return is_unchanged(whole, halves)
     is_like_before = isinstance(before, Tensor) and (before.shape, before.dtype) == (whole.shape, whole.dtype)
     # An observer's extremes begin at infinity.
-    move = _largest(whole - before if is_like_before and before.isfinite().all() else whole)
-    rounding = _ROUNDINGS * torch.finfo(whole.dtype).eps * _largest(whole)
-    return _largest(whole - halves) <= _SHARE * move + rounding
+    move = largest(whole - before if is_like_before and before.isfinite().all() else whole)
+    rounding = _ROUNDINGS * torch.finfo(whole.dtype).eps * largest(whole)
+    return largest(whole - halves) <= _SHARE * move + rounding
 
 
 def _as_tensor(value: Any) -> Any:
     return torch.tensor(value, dtype=torch.float64) if type(value) is float else value
 
 
-def _largest(x: Tensor) -> float:
+def largest(x: Tensor) -> float:
+    """Return the largest absolute value in ``x``, NaN aside; 0 if it is empty."""
     return x.abs().nan_to_num(0.0).max().item() if x.numel() else 0.0

@@ -1,4 +1,7 @@
-"""A segment in chunks along an axis: cut, run one after another, and joined."""
+"""A segment in chunks along an axis: cut, run one after another, and joined.
+
+No compiler traces this: :func:`~memopt_cli.runtime.compiled.run_compiled` runs chunks between two graphs.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,17 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime import chunk_rows
-from memopt_cli.runtime.batch_statistics import BatchStatistics, Met, NotGathered, Start, statistics_refusal
+from memopt_cli.runtime.batch_statistics import BatchStatistics, NotGathered, ReachedNorm, Start, statistics_refusal
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
-from memopt_cli.runtime.compressor import (
-    is_dense,
-)
+from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.frozen import freeze
 from memopt_cli.runtime.lengths import config_of
@@ -25,7 +27,7 @@ from memopt_cli.runtime.lumps import LumpedCall, in_memory, lumped
 from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
 from memopt_cli.runtime.packing import note_joined
-from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
+from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
@@ -45,8 +47,22 @@ from memopt_cli.runtime.tree import Arguments, tensors_of
 from memopt_cli.runtime.unsafe import cannot_repeat, run_whole, runs_plainly, runs_whole
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a module in chunks."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    """The module's own forward."""
+    pieces: Sequence[tuple[Any, ...]]
+    """The arguments that are cut, for each chunk."""
+    states: tuple[Any, ...]
+    """The positional arguments after them: those of the first chunk, which may return others for the next."""
+    kwargs: dict[str, Any]
+
+
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A segment's forward in chunks.  Raises :class:`ValueError` if its arguments cannot be cut so."""
+    """Run ``forward``, that of ``module``, in chunks.  Raises :class:`ValueError` if its arguments cannot be cut so."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     config = config_of(module)
@@ -55,18 +71,19 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     chunks = min(config.chunks, length)
     if chunks < 2 or _runs_whole(module, args, kwargs):
         return _run_one_chunk(module, forward, args, kwargs)
-    if not torch.compiler.is_compiling():
-        record_cut(module, config.chunks, length)
+    record_cut(module, config.chunks, length)
     if reason := norm_refusal(module, config, chunks):  # it became a segment in eval mode
         raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     lengths = chunk_lengths(length, chunks)
-    lumps = None if _runs_every_chunk(module, config) else lumped(module, lengths, config.axis, sequences)
+    hands_on = config.batch_statistics or config.recompute_states or _resumes(module)  # so that every chunk must run
+    lumps = None if hands_on else lumped(module, lengths, config.axis, sequences)
     lengths = lengths if lumps is None else lumps.lengths(lengths)
     pieces = list(zip(*(_pieces(s, lengths, config.axis) for s in sequences), strict=True))
+    call = _Call(module, forward, pieces, states, kwargs)
     try:
         if config.batch_statistics:
-            return _run_passes(module, forward, pieces, states, kwargs)
-        return _joined(config, *_one_by_one(module, forward, [forward] * len(pieces), pieces, states, kwargs, lumps))
+            return _run_passes(call)
+        return _joined(config, *_one_by_one(call, [forward] * len(pieces), lumps))
     except _NotInChunks as found:
         reason, undo, is_certain = str(found), found.undo, found.is_certain
     undo()
@@ -82,11 +99,6 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     return output
 
 
-def _runs_every_chunk(module: nn.Module, config: SegmentConfig) -> bool:
-    """Whether none of its chunks may be left out in a dry run: they hand something on."""
-    return bool(config.batch_statistics or config.recompute_states or torch.compiler.is_compiling()) or _resumes(module)
-
-
 def _run_one_chunk(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -96,78 +108,56 @@ def _run_one_chunk(
 
 
 def _runs_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether chunks would save nothing, or were seen to do something else."""
-    if torch.compiler.is_compiling():
-        return False
+    """Tell whether chunks of ``module`` would save nothing, or were seen to compute something else."""
     if runs_plainly(module) or runs_whole(module) or is_transformed() or is_checkpointed() or uninitialized(module):
         return True
     return not needs_gradient(module, tensors_of((args, kwargs)))
 
 
-# ``torch.compile`` cannot trace a forward that is broken off.  ``torch.compiler.disable`` would import all of it here.
-@not_compiled
-def _run_passes(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    pieces: Sequence[tuple[Any, ...]],
-    states: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """One pass over the chunks for the statistics of every norm, and one for the output.
+def _run_passes(call: _Call) -> Any:
+    """Run a pass over the chunks for the statistics of each norm, and one for the output.
 
-    Raises :class:`_NotInChunks` where that is not what the whole gives.
+    Raises :class:`_NotInChunks` if the whole would compute something else.
     """
-    if refused := statistics_refusal(module, len(pieces)):  # since it became a segment
-        raise _NotInChunks(f"gathers batch statistics over its chunks, and {refused}", _nothing_ran, is_certain=True)
-    gathering = BatchStatistics(module, forward, tensors_of((pieces, states, kwargs)))
+    if refused := statistics_refusal(call.module, len(call.pieces)):  # since it became a segment
+        raise _NotInChunks(f"gathers batch statistics over its chunks, and {refused}", lambda: None, is_certain=True)
+    gathering = BatchStatistics(call.module, call.forward, tensors_of((call.pieces, call.states, call.kwargs)))
     try:
-        return _joined(config_of(module), *_gathered(module, forward, gathering, pieces, states, kwargs))
+        return _joined(config_of(call.module), *_gathered(call, gathering))
     except NotGathered as found:
         raise _NotInChunks(str(found), gathering.undo, is_certain=True) from None
 
 
-def _gathered(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    gathering: BatchStatistics,
-    pieces: Sequence[tuple[Any, ...]],
-    states: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[list[tuple[Any, ...]], Any]:
-    """As :func:`_one_by_one`, when every norm has its statistics.  Raises :class:`NotGathered`."""
+def _gathered(call: _Call, gathering: BatchStatistics) -> tuple[list[tuple[Any, ...]], Any]:
+    """Return what :func:`_one_by_one` does in the pass in which every norm knows its statistics.
+
+    Raises :class:`NotGathered`.
+    """
     tells = True
     while True:
-        forwards = gathering.forwards(len(pieces))
-        columns, output = _one_by_one(module, forward, forwards, pieces, states, kwargs, tells=tells)
-        if not isinstance(output, Met):
+        columns, output = _one_by_one(call, gathering.forwards(len(call.pieces)), tells=tells)
+        if not isinstance(output, ReachedNorm):
             break
         gathering.merge(columns[0])
         tells = False
-    if isinstance(output, tuple) and len(output) > config_of(module).seq_outputs:
+    if isinstance(output, tuple) and len(output) > config_of(call.module).seq_outputs:
         raise NotGathered("hands its state over as an output, before which chunks break off for their statistics")
     return columns, output
 
 
 def _one_by_one(
-    module: nn.Module,
-    own: Callable[..., Any],
-    forwards: Iterable[Callable[..., Any]],
-    pieces: Sequence[tuple[Any, ...]],
-    states: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    lumps: LumpedCall | None = None,
-    *,
-    tells: bool = True,
+    call: _Call, forwards: Iterable[Callable[..., Any]], lumps: LumpedCall | None = None, *, tells: bool = True
 ) -> tuple[list[tuple[Any, ...]], Any]:
-    """Every output that is cut, as its chunks, and the last chunk's whole output.
+    """Run the chunks; return the outputs that are to be joined, each as its chunks, and the last chunk's whole output.
 
-    ``own``: the module's forward; ``forwards``: what runs in its place on each chunk; ``lumps``: pieces that are
-    several chunks of a dry run, in whose place nothing runs; ``tells``: whether rows mix is tried.  Raises
-    :class:`_NotInChunks` where chunks would give something else than the whole, or leave other state behind.
+    ``forwards``: the functions that run in place of the module's own forward on each chunk; ``lumps``: pieces that
+    stand for several chunks of a dry run, and run nothing; ``tells``: try whether rows mix.  Raises
+    :class:`_NotInChunks` if chunks would compute something else than the whole, or leave other state behind.
     """
+    module, pieces, states = call.module, call.pieces, call.states
     config = config_of(module)
     codec = codec_of(module, config)
-    remade = config.recompute_states and not is_nested() and not torch.compiler.is_compiling()
+    remade = config.recompute_states and not is_nested()
     starts = ChunkStarts(module) if remade else None
     resumes = _resumes(module)
     collected: list[tuple[Any, ...]] = []
@@ -176,18 +166,18 @@ def _one_by_one(
         if lumps is not None and lumps.counts[index] > 1:
             collected.append(lumps.lump(index, piece))
             continue
-        piece = piece if lumps is None else lumps.watched(index, piece)
+        piece = piece if lumps is None else lumps.noting_gradients(index, piece)
         if resumes:
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
             forward = functools.partial(within_chunk, chunk, forward)
         inputs = PackedInputs(codec, raw=states)
         inputs.of_chunk = True
-        first = _FirstChunk(module, own, pieces, states, kwargs) if index == 0 else None
+        first = _FirstChunk(call) if index == 0 else None
         shows = first is not None and _shows_moves(piece)
         if first is not None:
             inputs.started = first.started
         try:
-            output = call_checkpointed(module, forward, (*piece, *states), kwargs, inputs, config.keep, starts)
+            output = call_checkpointed(module, forward, (*piece, *states), call.kwargs, inputs, config.keep, starts)
         except Exception as error:  # the module's own code, on a part of what it was written for
             if first is not None and (shows or isinstance(error, Unrepeatable)):
                 first.failed(error)
@@ -196,7 +186,7 @@ def _one_by_one(
         if first is not None and shows:
             first.check(output, tries=tells and not config.inexact)
         if lumps is not None:
-            lumps.ran(index, output, config.seq_outputs)
+            lumps.note_run(index, output, config.seq_outputs)
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
@@ -205,60 +195,48 @@ def _one_by_one(
     return list(zip(*collected, strict=True)), output
 
 
-def _nothing_ran() -> None:
-    """Nothing is to be undone."""
-
-
 def _resumes(module: nn.Module) -> bool:
     return any(getattr(m, "resumes_in_chunks", False) for m in module.modules())
 
 
 class _NotInChunks(Exception):
-    """A module computes something else in chunks, or moves state in each of them that the whole would move once: a
-    sentence without its subject.
-    """
+    """A module computes something else in chunks, or leaves other state behind; a sentence without its subject."""
 
     def __init__(self, reason: str, undo: Callable[[], None], *, is_certain: bool) -> None:
-        """``is_certain``: the whole would not do the same."""
+        """Say why.  ``undo``: puts everything back; ``is_certain``: the whole would surely not fail alike."""
         super().__init__(reason)
         self.undo, self.is_certain = undo, is_certain
 
 
 class _FirstChunk:
-    """The first of a segment's chunks, which shows what state they move and whether they are independent."""
+    """The first chunk of a segment, which shows what state chunks move and whether they are independent."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        pieces: Sequence[tuple[Any, ...]],
-        states: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._module, self._forward, self._states, self._kwargs = module, forward, states, kwargs
-        self._first, self._second = pieces[:2]
-        self._length = sum(piece[0].shape[config_of(module).axis] for piece in pieces)
-        self._moves = Moves(module)
-        self._others = Arguments.of((*self._first, *states), kwargs).others
-        self._arguments = [_Argument(name, value) for name, value in _named(len(pieces[0]), states, kwargs)]
+    def __init__(self, call: _Call) -> None:
+        self._module, self._forward, self._states, self._kwargs = call.module, call.forward, call.states, call.kwargs
+        self._first, self._second = call.pieces[:2]
+        self._length = sum(piece[0].shape[config_of(call.module).axis] for piece in call.pieces)
+        self._moves = Moves(call.module)
+        self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
+        named = _named(len(self._first), call.states, call.kwargs)
+        self._arguments = [_Argument(name, value) for name, value in named]
         self._start: StartingState | None = None
         self._lent: Sequence[Tensor] = ()
 
     def started(self, start: StartingState, lent: Sequence[Tensor]) -> None:
-        """It starts at ``start``, which has lent these tensors."""
+        """Note that the chunk starts at ``start``, which has ``lent`` these tensors."""
         self._start, self._lent = start, lent
 
     def check(self, output: Any, *, tries: bool) -> None:
-        """See what it did, which has ended with ``output``.
+        """Check what the chunk, which has returned ``output``, did; ``tries``: try whether its rows mix, too.
 
-        ``tries``: whether its rows mix, too.  Raises :class:`_NotInChunks`.
+        Raises :class:`_NotInChunks`.
         """
         moved = self._moves.found()
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._lent)
         reason = _without_axis(config_of(self._module), output) or self._not_taken(output)
-        reason = reason or next((argument.told() for argument in self._arguments if argument.has_moved()), "")
+        reason = reason or next((argument.complaint() for argument in self._arguments if argument.has_moved()), "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
         if not reason and tries and chunk_rows.is_due(self._module):
@@ -281,8 +259,9 @@ class _FirstChunk:
         return ""
 
     def failed(self, error: Exception) -> None:
-        """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
-        kept for all rows, say, or a mask of all, does not fit a part of them.
+        """Raise :class:`_NotInChunks` for an ``error`` of the chunk, unless the whole would surely fail alike.
+
+        State that is kept for all rows, say, or a mask of all of them, does not fit a part of them.
         """
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
         says_itself = isinstance(error, NotGathered)
@@ -294,7 +273,7 @@ class _FirstChunk:
         raise _NotInChunks(f"{what}fails on a chunk ({line})", undo, is_certain=isinstance(error, Unrepeatable))
 
     def _uncut(self) -> Iterator[str]:
-        """The keywords whose tensors have a length as if they were to be cut."""
+        """Yield the keywords whose tensors are as long as those that are cut."""
         axis = config_of(self._module).axis
         for name, value in self._kwargs.items():
             if isinstance(value, Tensor) and -value.dim() <= axis < value.dim() and value.shape[axis] == self._length:
@@ -334,7 +313,7 @@ class _FirstChunk:
         return outputs
 
     def _sequences(self) -> list[Tensor]:
-        """What the first chunk is of, and the second too if that is of length one."""
+        """Return copies of the first chunk's inputs, joined with the second's if a chunk has one row only."""
         axis = config_of(self._module).axis
         with torch.no_grad(), unseen():  # else a trace counts their bytes
             if self._first[0].shape[axis] > 1:
@@ -344,7 +323,7 @@ class _FirstChunk:
 
 def _without_axis(config: SegmentConfig, output: Any) -> str:
     """Return why chunks cannot be joined that give ``output``, a sentence without its subject; empty if they can."""
-    if isinstance(output, Met):
+    if isinstance(output, ReachedNorm):
         return ""
     parts = output if isinstance(output, tuple) else (output,)
     for part in parts[: config.seq_outputs]:
@@ -358,7 +337,7 @@ def _without_axis(config: SegmentConfig, output: Any) -> str:
 
 
 class _Argument:
-    """Something that every chunk gets as it is, and should not find changed by the one before."""
+    """An argument that every chunk is given whole, and that no chunk may change for the next."""
 
     def __init__(self, name: str, value: Any) -> None:
         self._name, self._value = name, value
@@ -371,8 +350,8 @@ class _Argument:
         """Tell whether it holds other objects than it did."""
         return self._data != self._frozen()
 
-    def told(self) -> str:
-        """What the first chunk did to it, a sentence without its subject."""
+    def complaint(self) -> str:
+        """Return what the first chunk did to it, a sentence without its subject."""
         kind = type(self._value).__name__
         is_cache = "cache" in kind.lower()
         hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""
@@ -380,7 +359,7 @@ class _Argument:
 
 
 def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arguments that every chunk gets, no tensors, and what to call each; ``cut``: how many come before."""
+    """Yield the arguments that every chunk gets, but tensors, and how to name each; ``cut``: how many come before."""
     named = [(f"its argument {position}", value) for position, value in enumerate(states, cut + 1)]
     named += [(f"its argument {name}", value) for name, value in kwargs.items()]
     # Tensors are states, which chunks hand on by what they return.
@@ -388,16 +367,13 @@ def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
 
 
 def _shows_moves(piece: Sequence[Tensor]) -> bool:
-    """Whether a chunk has data to compare by, which it has not in a dry run, and is not run for the second time."""
-    if torch.compiler.is_compiling() or is_recomputing():
-        return False
-    return all(type(t) is Tensor and not t.is_meta for t in piece)
+    """Tell whether ``piece`` has data to compare, which it has not in a dry run, and runs for the first time."""
+    return not is_recomputing() and all(type(t) is Tensor and not t.is_meta for t in piece)
 
 
 def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) -> Any:
     joined = tuple(_concatenated(column, config.axis) for column in columns)
-    if not torch.compiler.is_compiling():
-        note_joined(joined)
+    note_joined(joined)
     if not isinstance(output, tuple):
         return joined[0]
     whole = (*joined, *output[config.seq_outputs :])
@@ -405,7 +381,7 @@ def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) 
 
 
 def _concatenated(column: tuple[Any, ...], axis: int) -> Tensor:
-    """In memory as each chunk is: what follows, dropout for one, may go through it in that order."""
+    """Return the chunks in ``column`` joined, in their order in memory, in which a later layer may draw noise."""
     first = column[0]
     order = in_memory(first)
     if order == [*range(first.dim())] or not is_dense(first):
@@ -425,7 +401,7 @@ def _halves(sequence: Tensor, axis: int) -> tuple[Tensor, ...]:
 
 
 def _length(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
-    """Of what is cut, along the axis.  Raises :class:`ValueError` if it cannot be."""
+    """Return the length of ``sequences`` along the axis of ``config``.  Raises :class:`ValueError` if it differs."""
     cuttable = [s for s in sequences if isinstance(s, Tensor) and -s.dim() <= config.axis < s.dim()]
     lengths = {s.shape[config.axis] for s in cuttable}
     if len(cuttable) < config.seq_inputs or len(lengths) != 1:

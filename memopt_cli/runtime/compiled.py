@@ -1,9 +1,9 @@
-"""Segments under ``torch.compile``: which of them a compiler may trace, and what is done with the others.
+"""Segments under ``torch.compile``: which of them a compiler may trace, and how the others run.
 
-A compiler that derives backward ahead of time takes a checkpoint apart; any other runs the part within twice, with
-other random numbers and on the same buffers.  So do PyTorch's own, on the buffers, where ``WRITES_TWICE``.  And what
-must not run in chunks, state that moves once a call or rows that depend on one another, is found by running them, not
-by tracing them.  What may not be traced runs as it does without a compiler, between two graphs.
+A compiler that derives backward ahead of time takes a checkpoint apart; any other runs the inner part twice, with other
+random numbers and on the same buffers.  Where ``WRITES_TWICE``, PyTorch's own do that to the buffers as well.  And that
+a module must not run in chunks, because of state that moves once a call or rows that depend on one another, is found
+by running it, not by tracing it.  A segment that may not be traced runs as without a compiler, between two graphs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Run = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]],
 def run_compiled(
     run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What a segment, whose forward is ``run`` otherwise, does where a compiler traces it."""
+    """Run the segment ``module`` where a compiler traces it; elsewhere its forward is ``run``."""
     if _is_exported():
         return forward(*args, **kwargs)
     config = config_of(module)
@@ -45,7 +45,7 @@ def run_compiled(
 def run_plainly_or(
     run: Run, path: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What a module at that path does where a compiler traces it, if it ``run`` between two graphs."""
+    """Call ``run`` between two graphs where a compiler traces ``module``; ``forward`` where there may be one graph."""
     if _is_exported():
         return forward(*args, **kwargs)
     if wants_one_graph():
@@ -55,7 +55,7 @@ def run_plainly_or(
 
 
 def _is_exported() -> bool:
-    """Whether Python itself runs the forward that is traced, as it does for ``torch.export`` unless that is strict."""
+    """Tell whether Python itself runs the forward that is traced, as for ``torch.export`` unless that is strict."""
     return not torch.compiler.is_dynamo_compiling()
 
 
@@ -63,7 +63,7 @@ def _is_exported() -> bool:
 def uncompiled(
     run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The same without a compiler, which would trace what ``run`` calls on its own where it gave up on the whole."""
+    """Call ``run`` without a compiler, which would trace the functions inside ``run`` if it gave up on the whole."""
     with taking_turns(module):
         return run(module, forward, args, kwargs)
 

@@ -1,8 +1,8 @@
 """Lossless codecs of stored tensors.
 
-A codec claims something of a tensor ("every element is 0 or 1"), checks the claim on the bits at run time, and stores
-the tensor raw where it does not hold: what comes back is equal to the bit, in dtype, shape and strides, whatever goes
-in.  On fake tensors, which have no bits, the claim is taken for granted: a dry run follows the plan.
+A codec makes a claim about a tensor ("every element is 0 or 1"), checks it on the bits at run time, and stores the
+tensor raw where the claim does not hold.  So whatever goes in comes back equal to the bit, in dtype, shape and strides.
+A fake tensor has no bits, and every claim is taken to hold: a dry run follows the plan.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
-_BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Bytes of an element -> integers that hold its bits; larger elements are compared as several of eight bytes."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 _PACK_MAGIC = 0x0102040810204080 if sys.byteorder == "little" else 0x8040201008040201
@@ -42,36 +43,36 @@ _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Packed:
-    """A stored tensor: ``data`` as the codec left it, and what is needed to give it back as it was."""
+    """A stored tensor: ``data`` from the codec, and what it takes to give the tensor back as it was."""
 
     data: tuple[Tensor, ...]
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     version: int | None
-    """Raw storage only: the version of the tensor when it was stored; it must not have changed when it is read."""
+    """The version of a tensor stored raw, which must not change before it is read; ``None`` if it is encoded."""
     skeleton: Any = None
-    """What a codec of the user's own returned, with slots in place of the tensors."""
+    """The return value of a user's own codec, with slots in place of the tensors; ``None`` for memopt's codecs."""
     parts: tuple[Packed, ...] = ()
-    """Of a concatenation: what each part is stored as; ``data`` are those that are stored for it."""
+    """The stored parts of a concatenation; ``data`` holds those copied for it.  Empty for other tensors."""
     dim: int = 0
-    """Along which they are concatenated."""
+    """The dimension along which the parts are concatenated."""
     whole: Packed | None = None
-    """Raw storage of a view: that of all that it is a view of."""
+    """The storage of the base of a view stored raw; ``None`` for any other tensor."""
 
     @property
     def raw(self) -> bool:
-        """The tensor itself is held, not an encoding of it."""
+        """Whether the tensor itself is held, not an encoding of it."""
         return self.version is not None
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(t.numel() * t.element_size() for t in self.data)
+        return sum(t.numel() * t.element_size() for t in self.data)  # sparse tensors have no ``nbytes``
 
 
 class SpikeCompressor:
-    """Base of the codecs: :meth:`compress` any tensor, :meth:`decompress` what it returned."""
+    """Base of the codecs: :meth:`compress` takes any tensor, :meth:`decompress` gives it back."""
 
     name = ""
 
@@ -84,11 +85,11 @@ class SpikeCompressor:
         return Packed(data, x.shape, x.stride(), x.dtype, None)
 
     def packed_bytes(self, x: Tensor) -> int:
-        """Bytes that :meth:`compress` would hold."""
+        """Return the bytes that :meth:`compress` would hold for ``x``."""
         return self.compress(x).nbytes
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The tensor that was stored, equal to the bit.
+        """Return the tensor that was stored as ``packed``, equal to the bit.
 
         Raises :class:`RuntimeError` if a raw tensor was modified in place in between.
         """
@@ -98,11 +99,11 @@ class SpikeCompressor:
         return flat.as_strided(packed.shape, packed.stride)
 
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        """``flat``: 1-D, contiguous.  ``None`` if it is not what the codec claims."""
+        """Return ``flat``, 1-D and contiguous, encoded; ``None`` if the claim of the codec does not hold."""
         raise NotImplementedError
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        """The inverse: 1-D, contiguous, ``numel`` elements of ``dtype``."""
+        """Return what :meth:`_encode` was given: ``numel`` elements of ``dtype``, 1-D and contiguous."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -110,12 +111,12 @@ class SpikeCompressor:
 
 
 class NullSpikeCompressor(SpikeCompressor):
-    """Keeps the tensor itself."""
+    """Tensors as they are."""
 
     name = "null"
 
     def compress(self, x: Tensor) -> Packed:
-        """Hold ``x``."""
+        """Hold ``x`` itself."""
         return _store_raw(x.detach())
 
 
@@ -177,11 +178,10 @@ class SparseSpikeCompressor(SpikeCompressor):
         data: tuple[Tensor, ...] = (where.to(index_dtype),)
         if not _equals_bits(torch.ones_like(where), values.view(flat.dtype)):
             data = (*data, values)
-        held = sum(t.numel() * t.element_size() for t in data)
-        return data if held < flat.numel() * flat.element_size() else None
+        return data if sum(t.nbytes for t in data) < flat.nbytes else None
 
     def packed_bytes(self, x: Tensor) -> int:
-        """Counted, which is faster than to look up the positions."""
+        """Count the bytes that :meth:`compress` would hold for ``x``, which is faster than finding the positions."""
         if not _is_plain(x):
             return x.nbytes
         flat = _bits(_in_storage_order(x.detach()))
@@ -215,9 +215,9 @@ class TwoValuedCompressor(SpikeCompressor):
 
 
 class IndexCompressor(SpikeCompressor):
-    """Integers as their distance from the least in the same place of every plane, in the smallest dtype that holds it.
+    """Integers by their distance from the least one in the same place of every plane, in the smallest dtype for it.
 
-    Indices that max-pooling returns point into a plane: within a window's width of each other from sample to sample.
+    Max-pooling returns indices into a plane, which differ by a window's width at most from sample to sample.
     """
 
     name = "index"
@@ -250,13 +250,14 @@ class IndexCompressor(SpikeCompressor):
 
 
 _WIDEST_NUMBERED = 2**20
-"""Of a span as wide as this it is looked for how many values it takes."""
+"""The widest span whose distinct values are counted, to number them."""
 
 
 def _numbered(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
-    """``span`` as numbers of the values that it takes, one byte each, and these; ``None`` if there are more than 256.
+    """Return the distinct values of ``span`` numbered, one byte an element, and these values; ``None`` beyond 256.
 
-    The places in a window of a wide image are few, and far apart.
+    The places in a window of a wide image are few, and far apart: in a 3x3 window of an image 1000 wide they are 0, 1,
+    2, 1000, 1001, 1002, 2000, 2001 and 2002.
     """
     flat = span.flatten().to(torch.int64)
     taken = torch.zeros(widest + 1, dtype=torch.bool, device=span.device).index_fill_(0, flat, True)
@@ -268,34 +269,31 @@ def _numbered(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
 
 
 class Codec(Protocol):
-    """What a module may bring along as its ``x_compressor``."""
+    """A codec that a module may bring along as its ``x_compressor``."""
 
     def compress(self, x: Tensor) -> Any:
-        """Anything that holds what :meth:`decompress` needs; no state stays on the codec."""
+        """Return anything that holds what :meth:`decompress` needs of ``x``; no state stays on the codec."""
 
     def decompress(self, packed: Any) -> Tensor:
-        """The tensor again: device, dtype and shape as well.
+        """Return the tensor again, with its device, dtype and shape.
 
-        One that has a second parameter, without a default or called ``shape``, as SpikingJelly's codecs have, is given
-        the shape too.
+        A method with a second parameter that has no default or is called ``shape``, as SpikingJelly's codecs have, is
+        given the shape as well.
         """
 
 
 class OwnCompressor(SpikeCompressor):
-    """A codec of the user's own, held to what memopt promises: what it would not give back to the bit is stored raw."""
+    """A codec of the user's own: a tensor that it would not give back to the bit is stored raw."""
 
     name = "own"
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._takes_shape: bool | None = None
-        """Whether its ``decompress`` wants the shape; ``None`` until it is called, as nothing is while compiling."""
+        """Whether its ``decompress`` wants the shape; ``None`` until it is first called, never at compile time."""
 
     def compress(self, x: Tensor) -> Packed:
-        """As the base class does; what is stored is restored at once and compared, which takes that time.
-
-        Warns of what the codec would not give back.
-        """
+        """Store ``x`` by the codec, restore it at once and compare; warn of what the codec would not give back."""
         packed, reason = self._tried(x)
         if reason:
             warnings.warn(
@@ -304,15 +302,15 @@ class OwnCompressor(SpikeCompressor):
         return packed
 
     def packed_bytes(self, x: Tensor) -> int:
-        """As the base class does."""
+        """Return the bytes that :meth:`compress` would hold for ``x``."""
         return self._tried(x)[0].nbytes
 
     def misfit(self, x: Tensor) -> str:
-        """What of ``x`` the codec does not give back; empty if it gives back all of it."""
+        """Return how the codec fails to give back ``x``; empty if it does not fail."""
         return self._tried(x)[1]
 
     def _tried(self, x: Tensor) -> tuple[Packed, str]:
-        """``x`` as it is stored, and why it is stored raw; empty where it is not, and where nothing can be known."""
+        """Return ``x`` as it is stored, and why it is stored raw; empty if it is not, or if nothing can be known."""
         x = x.detach()
         if not is_dense(x):
             return _store_raw(x), ""
@@ -330,7 +328,7 @@ class OwnCompressor(SpikeCompressor):
         return Packed(tuple(data), x.shape, x.stride(), x.dtype, None, skeleton), ""
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The tensor that was stored, equal to the bit, in its strides too."""
+        """Return the tensor that was stored as ``packed``, equal to the bit, with its strides."""
         if packed.raw:
             return _load_raw(packed)
         restored = self._restored(join_tensors(packed.data, packed.skeleton), packed.shape)
@@ -347,7 +345,7 @@ class OwnCompressor(SpikeCompressor):
 
 
 def _difference(restored: Any, x: Tensor) -> str:
-    """What a codec gave back of ``x`` that is not ``x``; empty if nothing."""
+    """Return how ``restored``, which a codec gave back, differs from ``x``; empty if it does not."""
     if not isinstance(restored, Tensor):
         return f"its decompress gives back {type(restored).__name__}, which is not a tensor"
     for what in ("dtype", "shape"):
@@ -365,14 +363,14 @@ def _takes_shape(codec: Codec) -> bool:
 
 
 def _signature_refusal(codec: Codec) -> str:
-    """What is wrong with the parameters of a codec; empty if nothing is, or none are known."""
-    for function, ways in ((codec.compress, ("x",)), (codec.decompress, ("packed", "packed, shape"))):
+    """Return why the methods of ``codec`` cannot be called; empty if they can, or if their parameters are unknown."""
+    for function, calls in ((codec.compress, ("x",)), (codec.decompress, ("packed", "packed, shape"))):
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # it is not written in Python
             continue
-        if not any(_takes(signature, way.count(",") + 1) for way in ways):
-            wanted = " or ".join(f"{function.__name__}({way})" for way in ways)
+        if not any(_takes(signature, call.count(",") + 1) for call in calls):
+            wanted = " or ".join(f"{function.__name__}({call})" for call in calls)
             return f"is {type(codec).__name__} with {function.__name__}{signature}; it is to be called {wanted}"
     return ""
 
@@ -386,15 +384,20 @@ def _takes(signature: inspect.Signature, arguments: int) -> bool:
 
 
 class PartsCompressor(SpikeCompressor):
-    """Concatenations, as what they are made of, where that is stored as the input of another segment already.
+    """Concatenations, by reference to those of their parts that are stored for another segment already.
 
-    U-Nets join what went down with what comes up: what went down is stored for what took it then.
+    A U-Net concatenates a feature map of its way down with one of its way up; the first is stored as the input of the
+    layer that took it on the way down::
+
+        down = block(x)              stored whole, as the input of pool
+        low = pool(down)
+        torch.cat([down, up(low)])   stored as a reference to down, and a copy of up(low)
     """
 
     name = "parts"
 
     def compress(self, x: Tensor) -> Packed:
-        """What of ``x`` is stored already, and copies of the rest; ``x`` itself if none of it is."""
+        """Return references to the stored parts of ``x`` and copies of the others; ``x`` itself if none is stored."""
         found = parts_of_concatenation(x) if _is_known_class(x) and _is_plain(x) else None
         own = None if found is None else _known(edge_of(x), x.detach())
         if found is None or (own is not None and own.raw):
@@ -411,7 +414,10 @@ class PartsCompressor(SpikeCompressor):
         return Packed(copies, x.shape, x.stride(), x.dtype, None, parts=tuple(_flat(stored, dim)), dim=dim)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """As the base class does; of its parts, too, none may have been modified in place."""
+        """Return the tensor that was stored as ``packed``.
+
+        Raises :class:`RuntimeError` if it, or one of its parts, was modified in place in between.
+        """
         if packed.raw:
             return _load_raw(packed)
         parts = [_load_part(part) if part.raw else self.decompress(part) for part in packed.parts]
@@ -431,25 +437,24 @@ def _load_part(packed: Packed) -> Tensor:
 
 
 def _flat(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
-    """Of a part that is concatenated along the same dimension, its parts: layers of a DenseNet add one each."""
+    """Yield ``parts``, one that is concatenated along ``dim`` as its own: each layer of a DenseNet adds a part."""
     for part in parts:
         yield from part.parts if part.parts and part.dim == dim else (part,)
 
 
 def note_stored(x: Tensor, packed: Packed) -> None:
-    """``x`` is stored as ``packed``: a concatenation that it is a part of can be stored by it."""
+    """Note that ``x`` is stored as ``packed``, so that a concatenation of which it is a part can refer to it."""
     edge = edge_of(x) if _is_known_class(x) else None
     if edge is not None and (packed.raw or packed.parts):
         _stored()[edge] = packed
 
 
 def _is_known_class(x: Tensor) -> bool:
-    """Subclasses may concatenate, and compare, in ways of their own."""
-    return type(x) is Tensor or is_fake(x)
+    return type(x) is Tensor or is_fake(x)  # others may concatenate, and compare, in ways of their own
 
 
 def _stored() -> MutableMapping[Edge, Packed]:
-    """By what has made it, on this thread, which numbers its nodes."""
+    """Return what is stored of tensors that this thread made, by their edges: each thread numbers its own nodes."""
     if not hasattr(_thread, "stored"):
         _thread.stored = WeakValueDictionary()
     stored: MutableMapping[Edge, Packed] = _thread.stored
@@ -457,13 +462,13 @@ def _stored() -> MutableMapping[Edge, Packed]:
 
 
 def _pieces(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
-    """Views of these lengths; of one the length need not be known, of more there are none."""
+    """Return ``x`` cut into pieces of ``lengths``, of which one may be unknown; none if more are."""
     rest = x.shape[dim] - sum(length or 0 for length in lengths)
     return list(x.split([rest if n is None else n for n in lengths], dim)) if lengths.count(None) < 2 else []
 
 
 def _known(edge: Edge | None, piece: Tensor) -> Packed | None:
-    """What the tensor that an edge names is stored as, if that has the very bits of the piece."""
+    """Return the storage of the tensor to which ``edge`` leads, if that has the very bits of ``piece``."""
     stored = None if edge is None else _stored().get(edge)
     return stored if stored is not None and _has_bits(stored, piece) else None
 
@@ -503,10 +508,10 @@ OWN_COMPRESSOR = OwnCompressor.name
 
 
 def declared_compressor(module: nn.Module) -> str | None:
-    """Name of the codec that a module asks for by ``x_compressor``, a codec or the name of one's class; ``None``: none.
+    """Return the name of the codec that ``module`` asks for by its attribute ``x_compressor``; ``None`` if it does not.
 
-    A codec of the same class name as one of memopt's means memopt's.  Raises :class:`ValueError` with the reason if it
-    is neither, or has methods that cannot be called as :class:`Codec` says.
+    The attribute is a codec or the name of a codec's class; a class name of memopt's means memopt's codec.  Raises
+    :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec` says.
     """
     asked = getattr(module, "x_compressor", None)
     if asked is None:
@@ -525,17 +530,11 @@ def declared_compressor(module: nn.Module) -> str | None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two dense tensors of one dtype and shape hold the same bits: -0.0 is not 0.0, and a NaN is itself."""
-    return is_fake(a) or torch.equal(_bits_of(a), _bits_of(b))
-
-
-_AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By their size; compared octet by octet, large elements take three times as long."""
-
-
-def _bits_of(x: Tensor) -> Tensor:
-    integer = _AS_BITS.get(x.element_size(), torch.int64)
-    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(integer)
+    """Tell whether ``a`` and ``b``, of one dtype and shape, hold the same bits: -0.0 is not 0.0, a NaN is itself."""
+    if is_fake(a):
+        return True
+    first, second = (_bits(x.detach().resolve_conj().resolve_neg().contiguous().view(-1)) for x in (a, b))
+    return torch.equal(first, second)
 
 
 _thread = threading.local()
@@ -543,7 +542,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def recorded_shares(share: Callable[[], float]) -> Iterator[None]:
-    """Within, a sparse tensor without data takes the share of its bytes that ``share()`` says, below 1."""
+    """Have fake tensors that are stored sparsely in the block take the ``share()`` of their bytes, below 1."""
     _thread.share = share
     try:
         yield
@@ -552,20 +551,20 @@ def recorded_shares(share: Callable[[], float]) -> Iterator[None]:
 
 
 def _as_recorded(flat: Tensor) -> tuple[Tensor, ...] | None:
-    """Positions of as many elements as a step with data had; how many is not known without."""
+    """Return as many positions in the fake ``flat`` as a recorded step had; ``None`` if none was recorded."""
     share: Callable[[], float] | None = getattr(_thread, "share", None)
     held = int(flat.numel() * flat.element_size() * share()) if share else flat.nbytes
     return (flat.new_empty(held // 4, dtype=torch.int32),) if held < flat.nbytes else None
 
 
 def store(codec: SpikeCompressor, x: Tensor) -> Packed:
-    """``codec.compress(x)``, :func:`beside_the_model`."""
+    """Return ``codec.compress(x)``, run :class:`beside_the_model`."""
     with beside_the_model():
         return codec.compress(x)
 
 
 class beside_the_model:  # it reads as a statement
-    """Has :func:`is_beside_the_model` hold in the block."""
+    """A block in which :func:`is_beside_the_model` holds."""
 
     __slots__ = ("_outer",)
 
@@ -577,37 +576,32 @@ class beside_the_model:  # it reads as a statement
 
 
 def is_beside_the_model() -> bool:
-    """Whether a tensor is being packed, or the state of a segment copied: what is made is no tensor of the model's."""
+    """Tell whether memopt is packing a tensor or copying state, so that new tensors are not the model's own."""
     return getattr(_thread, "beside", False)
 
 
 def _bits(flat: Tensor) -> Tensor:
-    return flat.view(_BITS_OF[flat.element_size()])
+    return flat.view(_BITS_OF.get(flat.element_size(), torch.int64))
 
 
 def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
-    """``claimed``, cast to the dtype of ``flat``, has the very bits of ``flat`` (so -0.0 and NaN do not slip by)."""
+    """Tell whether ``claimed``, cast to the dtype of ``flat``, has its very bits (so -0.0 and NaN do not slip by)."""
     expected = _bits(claimed.to(flat.dtype))  # made in a dry run too: it takes memory
     return is_fake(flat) or torch.equal(expected, _bits(flat))
 
 
-def _all_zero(x: Tensor) -> bool:
-    least, most = x.aminmax()  # made in a dry run too
-    return is_fake(x) or not (least or most)
-
-
 def _piece(flat: Tensor) -> int:
-    """How many elements, a multiple of 8, are looked at at a time.
+    """Return how many elements of ``flat`` are packed at a time, a multiple of 8.
 
-    On the CPU what is made of them stays in its caches, and they are enough to share among threads.  A GPU is asked
-    rarely, but what is made of them takes memory at the peak: up to 10 bytes an element, 40 MiB.
+    On the CPU that many stay in the caches, and are enough to share among threads.  On a GPU larger pieces take fewer
+    calls, but their intermediate results count at the peak: up to 10 bytes an element, 40 MiB.
     """
     most = 2**19 if flat.device.type == "cpu" else 2**22
     return min(most, -(-flat.numel() // 8) * 8)
 
 
 def _first_nonzero(flat: Tensor) -> Tensor:
-    """Shape (1,): the first element whose bits are not all zero; zero if there is none."""
+    """Return the first element of ``flat`` whose bits are not all zero, of shape (1,); zero if there is none."""
     size = _piece(flat)
     for start in range(0, 0 if is_fake(flat) else flat.numel(), size):
         piece = flat[start : start + size]
@@ -619,9 +613,10 @@ def _first_nonzero(flat: Tensor) -> Tensor:
 
 
 def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
-    """A bit for every element, least significant first: whether it is ``value``, of shape (1,).
+    """Return a bit for every element of ``flat``, least significant first: whether it is ``value``, of shape (1,).
 
-    ``None`` if one is neither that nor zero, to the bit: -0.0 and another NaN are neither.
+    ``None`` if one is neither that nor zero, to the bit: -0.0 and another NaN are neither.  Eight flags, eight bytes of
+    0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
     """
     size, bits = _piece(flat), _bits(flat)
     minus = -1 if is_fake(flat) else int(_bits(value).neg())
@@ -634,7 +629,8 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
         found, other = flags[: piece.numel()], others[: piece.numel()]
         found.copy_(piece)  # whether it is not zero: conversions are faster by far than comparisons
         torch.add(piece, other.copy_(found), alpha=minus, out=other)
-        if not _all_zero(other):
+        least, most = other.aminmax()
+        if not is_fake(flat) and (least or most):
             return None
         if is_fake(flat):  # a dry run takes the claim for granted, and the memory of one piece
             break
@@ -647,7 +643,7 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
 
 
 def _unpack_flags(packed: Tensor, numel: int, octets: Tensor) -> Tensor:
-    """1-D, ``numel`` elements: eight for every byte, as the table ``octets``, of shape (256, 8), has them."""
+    """Return ``numel`` elements, eight for every byte of ``packed``, by the table ``octets`` of shape (256, 8)."""
     flat = octets.new_empty(numel)
     whole, rest = divmod(numel, 8)
     rows, table = _bits(flat[: whole * 8]).view(whole, 8), _bits(octets)
@@ -663,15 +659,15 @@ def _unpack_flags(packed: Tensor, numel: int, octets: Tensor) -> Tensor:
 
 
 def _octets(device: torch.device) -> Tensor:
-    """Table: byte -> eight 0/1 bytes, least significant bit first; uint8, shape (256, 8)."""
+    """Return the table byte -> eight bytes of 0 or 1, least significant bit first; uint8, shape (256, 8)."""
     byte = torch.arange(256, device=device).unsqueeze(1)
     return ((byte >> torch.arange(8, device=device)) & 1).to(torch.uint8)
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether no two elements share memory and there are no gaps, in whatever order the dimensions lie.
+    """Tell whether ``x`` fills its memory without gaps or overlaps, in whatever order its dimensions lie.
 
-    One of another layout than the strided one, a sparse one say, is not, nor is one that is made of others.
+    A tensor of another layout than the strided one is never dense, nor is one that consists of others.
     """
     if x.layout is not torch.strided or is_made_of_others(type(x)):
         return False
@@ -709,7 +705,7 @@ def _load_raw(packed: Packed) -> Tensor:
 
 
 def _unmodified(packed: Packed, what: str, happened: str, then: str) -> Tensor:
-    """What is stored raw.  Raises :class:`RuntimeError`, of these words, if it was modified in place since."""
+    """Return the tensor stored raw as ``packed``.  Raises :class:`RuntimeError`, in these words, if it was modified."""
     (x,) = packed.data
     if version_counter(x) != packed.version:
         versions = f"version {packed.version} -> {version_counter(x)}"

@@ -5,10 +5,10 @@ of its own class.  Its name in the model, its parameters' names, its attributes,
 they were, and :func:`remove_segment` undoes it.  The module's own hooks run once a step; those of its children run
 again when they are recomputed (:func:`is_recomputing` tells).
 
-``segment_config.py`` says how a segment runs, and ``refusals.py`` which modules can be none.  ``segment_call.py``
-keeps the inputs of a call, packed, and the state that it starts from (``state.py``); ``segment_run.py`` runs it, and
-runs it again when backward asks for what autograd would have saved.  ``chunked.py`` has the chunks, and ``running.py``
-says where in all this a thread is.
+``segment_config.py`` has the settings of a segment, and ``refusals.py`` the reasons why a module cannot be one.
+``segment_call.py`` keeps the inputs of a call, packed, and the state that it starts from (``state.py``);
+``segment_run.py`` runs it, and runs it again when backward asks for what autograd would have saved.  ``chunked.py``
+runs segments in chunks, and ``running.py`` knows which segment, chunk or recomputation a thread is in.
 """
 
 from __future__ import annotations
@@ -23,47 +23,45 @@ from torch import nn
 
 from memopt_cli.runtime.chunked import run_chunks
 from memopt_cli.runtime.compiled import Run, run_compiled, run_plainly_or, uncompiled
-from memopt_cli.runtime.compressor import (
-    COMPRESSORS,
-    declared_compressor,
-)
+from memopt_cli.runtime.compressor import COMPRESSORS, declared_compressor
 from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.learned import Learned, learned_of
-from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, config_of, length_told, misfit_by_length, segment_of
+from memopt_cli.runtime.lengths import (
+    ConfigsByLength,
+    LengthOf,
+    config_of,
+    misfit_by_length,
+    segment_of,
+    with_length_of,
+)
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.module_state import LEARNED_KEY, SEGMENT_KEY, name_of
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.packing import PackedSaves
-from memopt_cli.runtime.private_torch import (
-    between_graphs,
-    forbids_hooks,
-    not_compiled,
-)
+from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, not_compiled
 from memopt_cli.runtime.refusals import misfit, misplaced, refusal, wrong_settings
-from memopt_cli.runtime.running import (
-    is_checkpointed,
-    is_nested,
-    is_transformed,
-)
+from memopt_cli.runtime.running import is_checkpointed, is_nested, is_transformed
 from memopt_cli.runtime.runs import Chain
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 
 
 class PackingContainer(Installed):
-    """Mixin of a module that recomputes nothing and keeps what is saved inside packed."""
+    """Mixin of a module that recomputes nothing and keeps the tensors that autograd saves inside it packed."""
 
 
 class GCContainer(Installed):
     """Mixin of a module that is a segment.
 
-    ``GCContainer(x_compressor, *modules)``, as in SpikingJelly, is a :class:`~memopt_cli.runtime.runs.Chain` of the
-    modules that is one.  ``x_compressor``: how its input is stored, a codec or the name of its class; ``None``: as it
-    is.
+    ``GCContainer(x_compressor, *modules)``, as in SpikingJelly, makes a :class:`~memopt_cli.runtime.runs.Chain` of the
+    modules a segment.  ``x_compressor``: the codec of its input, or the name of its class; ``None`` stores it as it is.
     """
 
     def __new__(cls, x_compressor: Any, *modules: nn.Module) -> Any:
-        """Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot be a segment."""
+        """Make a segment of ``modules``.
+
+        Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot be a segment.
+        """
         return _constructed(cls, x_compressor, modules, SegmentConfig())
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -75,14 +73,17 @@ class GCContainer(Installed):
 class TCGCContainer(GCContainer):
     """Mixin of a segment that runs in chunks along an axis, each chunk checkpointed on its own.
 
-    ``TCGCContainer(x_compressor, *modules, n_chunk=4)`` is a :class:`~memopt_cli.runtime.runs.Chain` that is one, along
-    axis 0: ``n_seq_inputs`` leading arguments are cut, ``n_outputs`` leading outputs are concatenated.
+    ``TCGCContainer(x_compressor, *modules, n_chunk=4)`` makes a :class:`~memopt_cli.runtime.runs.Chain` of the modules
+    such a segment, along axis 0: ``n_seq_inputs`` leading arguments are cut, ``n_outputs`` leading outputs are joined.
     """
 
     def __new__(
         cls, x_compressor: Any, *modules: nn.Module, n_chunk: int = 1, n_seq_inputs: int = 1, n_outputs: int = 1
     ) -> Any:
-        """Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot run in chunks."""
+        """Make a segment of ``modules`` that runs in ``n_chunk`` chunks.
+
+        Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot run in chunks.
+        """
         norms = n_chunk != 1 and any(batch_norms(module) for module in modules)
         config = SegmentConfig(chunks=n_chunk, seq_inputs=n_seq_inputs, seq_outputs=n_outputs, batch_statistics=norms)
         return _constructed(cls, x_compressor, modules, config)
@@ -109,9 +110,7 @@ class LossContainer(Installed):
 
 
 class ByLengthContainer(Installed):
-    """Mixin of a module that is a segment, or none, by the length of the model's input, and of the root of such a
-    model, which tells it.
-    """
+    """Mixin of a module whose settings depend on the length of the model's input, and of the root, which knows it."""
 
 
 Settings = SegmentConfig | ConfigsByLength
@@ -126,7 +125,7 @@ def install_segment(module: nn.Module, config: Settings) -> None:
 
 
 def check_installed(module: nn.Module) -> None:
-    """Raises :class:`ValueError` with the reason if ``module``, of a file, cannot be the segment that it is."""
+    """Raise :class:`ValueError` with the reason if ``module``, read from a file, cannot be the segment that it is."""
     config = settings_of(module)
     if config is not None and (reason := _first(functools.partial(misplaced, module), config)):
         raise ValueError(reason)
@@ -135,7 +134,7 @@ def check_installed(module: nn.Module) -> None:
 
 
 def _first(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
-    """What is wrong with a configuration, of one by length with the first of its own; empty if nothing is."""
+    """Return what ``reason_of`` says is wrong with ``config``, or with one of its lengths; empty if nothing is."""
     configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
     return next(filter(None, (reason_of(one) for one in configs if one is not None)), "")
 
@@ -151,28 +150,28 @@ def _mixin(config: Settings) -> type[Installed]:
 
 
 def remove_segment(module: nn.Module) -> None:
-    """Make a segment a plain module again; any other mixin put on in the meantime stays."""
+    """Make the segment ``module`` a plain module again; any other mixin put on in the meantime stays."""
     del vars(module)[SEGMENT_KEY]
     vars(module).pop(LEARNED_KEY, None)
     module.__class__ = _without_segment(type(module))
 
 
 def settings_of(module: nn.Module) -> Settings | None:
-    """What was installed on a module; ``None`` for a plain one."""
+    """Return the settings of the segment ``module``; ``None`` for a plain module."""
     config: Settings | None = vars(module).get(SEGMENT_KEY)
     return config
 
 
 def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
-    """An empty segment for an unpickler to fill; a lifted module is made one as it is.
+    """Return an empty segment of class ``original`` for an unpickler to fill; a lifted module becomes one as it is.
 
-    Saved models refer to this function: a file format.  Raises :class:`ValueError` for settings of no segment.
+    Saved models refer to this function: a file format.  Raises :class:`ValueError` for settings that no segment has.
     """
     return _restored(original, SegmentConfig(**config))
 
 
 def restore_by_length(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
-    """The same of a segment by length.  Saved models refer to this function: a file format."""
+    """Return an empty segment by length of class ``original``, as :func:`restore_segment` does; a file format, too."""
     configs = tuple(None if one is None else SegmentConfig(**one) for one in config["configs"])
     length = None if config["length"] is None else LengthOf(**config["length"])
     return _restored(original, ConfigsByLength(**{**config, "configs": configs, "length": length}))
@@ -241,7 +240,7 @@ def _made_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Mo
 
 
 def _label(mixin: type[Installed], config: Settings) -> str:
-    """What people see before the module itself: the mixin, and what of the configuration is no default."""
+    """Return the text before the module in its ``repr``: the mixin, and the settings that are no defaults."""
     if isinstance(config, ConfigsByLength):
         kinds = ("plain" if one is None else _label(_mixin(one), one) for one in config.configs)
         return f"{mixin.__name__}({', '.join(f'{n}: {kind}' for n, kind in zip(config.up_to, kinds, strict=True))})"
@@ -250,7 +249,7 @@ def _label(mixin: type[Installed], config: Settings) -> str:
 
 
 def _twin(module: nn.Module, original: type[nn.Module]) -> nn.Module:
-    """The module as it was before it became a segment, with the same attributes."""
+    """Return ``module`` as it was before it became a segment, with the same attributes."""
     twin = nn.Module.__new__(original)
     vars(twin).update({key: value for key, value in vars(module).items() if key not in (SEGMENT_KEY, LEARNED_KEY)})
     return twin
@@ -276,7 +275,7 @@ def _run_by_length(
     if torch.compiler.is_compiling():
         path = getattr(module, SEGMENT_KEY).path  # PyTorch 2.8 does not trace ``vars``
         return run_plainly_or(_run_between_graphs, path, module, forward, args, kwargs)
-    with length_told(module, args, kwargs):
+    with with_length_of(module, args, kwargs):
         run = _acting(module)
         return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
 
@@ -285,26 +284,26 @@ def _run_by_length(
 def _run_between_graphs(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The same where ``forward`` is compiled by itself, and what is asked here is not."""
-    with _length_told_uncompiled(module, args, kwargs):
+    """Run ``module`` by length with its ``forward`` compiled, but not the choice of how it runs."""
+    with _with_length_uncompiled(module, args, kwargs):
         run = _acting_uncompiled(module)
         return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
 
 
 def _acting(module: nn.Module) -> Run | None:
-    """What runs its forward at the present length; ``None``: nothing but itself.
+    """Return the function that runs the forward of ``module`` at the present length; ``None`` if it runs plainly.
 
-    Segments run uncompiled: a graph of one would be taken for another length, too.
+    Segments run uncompiled: a graph made for one length would be used for another, too.
     """
     config = segment_of(module)
-    if config is None or is_checkpointed():  # which runs it again when nobody tells the length
+    if config is None or is_checkpointed():  # a checkpoint of the user's own runs it again without knowing the length
         return None
     mixin = _mixin(config)
     recomputes = issubclass(mixin, GCContainer) and torch.is_grad_enabled()
     return functools.partial(uncompiled, _RUNS[mixin]) if recomputes else _RUNS[mixin]
 
 
-_length_told_uncompiled, _acting_uncompiled = not_compiled(length_told), not_compiled(_acting)
+_with_length_uncompiled, _acting_uncompiled = not_compiled(with_length_of), not_compiled(_acting)
 
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,14 +324,10 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 
 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # What a segment or a checkpoint of the user's own saves is dropped; hooks within would keep it.
-    if (
-        torch.compiler.is_compiling()  # which traces none of the others
-        or is_nested()
-        or is_checkpointed()
-        or not torch.is_grad_enabled()
-        or is_transformed()
-    ):
+    # The first, for a compiler traces none of the others.  A segment around, or a checkpoint of the user's own, drops
+    # what is saved; hooks inside it would keep that.
+    is_dropped = torch.compiler.is_compiling() or is_nested() or is_checkpointed()
+    if is_dropped or not torch.is_grad_enabled() or is_transformed():
         return forward(*args, **kwargs)
     try:
         with PackedSaves((*module.parameters(), *module.buffers())).hooks():
@@ -340,8 +335,8 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
     except RuntimeError as error:
         if forbids_hooks(error):
             raise RuntimeError(
-                f"{name_of(module)} computes gradients by torch.func in its forward, which cannot be while what "
-                "is saved there is packed; set packed to false in the plan"
+                f"{name_of(module)} computes gradients by torch.func in its forward, which PyTorch cannot do while "
+                "what is saved there is packed; set packed to false in the plan"
             ) from error
         raise
 

@@ -1,4 +1,4 @@
-"""Copies of a module's tensors that lie in memory as these do: with their strides, and together if they overlap."""
+"""Copies of tensors that lie in memory as these do: with their strides, and together if they overlap."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ from memopt_cli.runtime.private_torch import memory_of, version_counter
 
 @dataclass(slots=True)
 class Copy:
-    """What a tensor held."""
+    """The values of a tensor at one moment."""
 
     values: Tensor
     """A tensor of its own, or a view of ``shared``."""
     stride: tuple[int, ...] = ()
-    """The tensor's, if those of ``values`` differ."""
+    """The strides of the tensor, if those of ``values`` differ; otherwise empty."""
     shared: Tensor | None = None
-    """What several copies are views of, in one dimension."""
+    """A vector of which several copies are views; ``None`` if ``values`` is a tensor of its own."""
     needs_gradient: bool = False
+    """Whether a tensor made of it needs a gradient."""
 
 
 def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
-    """Copies of the values that tensors have now, by the ``id`` of each."""
+    """Return copies of the values that ``tensors`` have now, by the ``id`` of each.
+
+    Tensors that overlap are copied as views of one vector that has the same layout::
+
+        a = memory[0:6], b = memory[4:8]    one vector of 8 elements, of which both copies are views
+    """
     distinct = {id(t): t for t in tensors}
     if _lie_apart(distinct.values()):  # as most do
         return {key: Copy((t.detach() if t.requires_grad else t).clone()) for key, t in distinct.items()}
     copies: dict[int, Copy] = {}
     for group in _by_memory([t for t in distinct.values() if _lies_in_memory(t)]):
         for piece in [group] if len(group) == 1 else _pieces(group):
-            if len(piece) > 1 or _overlaps_itself(piece[0]):
+            overlaps_itself = not piece[0].is_contiguous() and _span(piece[0]) < piece[0].numel()
+            if len(piece) > 1 or overlaps_itself:
                 copies |= _copied_together(piece)
     for key, tensor in distinct.items():
         if key not in copies:
@@ -59,7 +66,7 @@ def _lie_apart(tensors: Iterable[Tensor]) -> bool:
 
 
 def remade(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
-    """New tensors of what the copies hold, by the same keys."""
+    """Return new tensors with the values of ``copies``, by the same keys."""
     needing = {id(c.shared) for c in copies.values() if c.needs_gradient}
     wholes = {id(c.shared): c.shared for c in copies.values() if c.shared is not None}
     made = {key: whole.detach().requires_grad_(key in needing).clone() for key, whole in wholes.items()}
@@ -78,28 +85,24 @@ def _again(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
 
 
 def _lies_in_memory(tensor: Tensor) -> bool:
-    """Whether its elements are where its strides say, as its bits say."""
+    """Tell whether the elements of ``tensor`` lie where its strides say, with their own bits."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     return is_plain and not tensor.is_conj() and not tensor.is_neg() and tensor.numel() > 0 and not tensor.is_meta
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from its first to its last in memory."""
+    """Return how many elements of memory ``tensor`` spans, from its first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _bytes(tensor: Tensor) -> range:
-    """Those between which its elements lie, in its memory."""
+    """Return the range of bytes of its storage in which ``tensor`` lies."""
     start, size = int(tensor.storage_offset()), tensor.element_size()
     return range(start * size, (start + _span(tensor)) * size)
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
-    return not tensor.is_contiguous() and _span(tensor) < tensor.numel()
-
-
 def _by_memory(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Together those of one memory; of one dtype, where one needs a gradient, which bytes cannot have."""
+    """Yield ``tensors`` in groups of one storage, and of one dtype where one needs a gradient, as bytes have none."""
     groups: dict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[memory_of(tensor)].append(tensor)
@@ -111,7 +114,7 @@ def _by_memory(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Of tensors in one memory, together those that overlap."""
+    """Yield ``tensors``, all of one storage, in groups that overlap."""
     piece: list[Tensor] = []
     end = 0
     for tensor in sorted(tensors, key=lambda t: _bytes(t).start):
@@ -139,13 +142,13 @@ _WORD: Final = 16
 
 
 def _within(shared: Tensor, like: Tensor, start: int) -> Tensor:
-    """What lies in ``shared`` as ``like`` does in its memory, behind the first ``start`` bytes there."""
+    """Return the view of ``shared`` that lies there as ``like`` does in its storage, from byte ``start`` on."""
     place = like.storage_offset() - start // like.element_size()
     return shared.view(like.dtype).as_strided(like.shape, like.stride(), place)
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """Return how often ``tensor`` was written in place; 0 for one of inference, which does not count."""
+    """Return how often ``tensor`` was written in place; 0 for an inference tensor, which does not count."""
     if tensor is None:
         return 0
     try:

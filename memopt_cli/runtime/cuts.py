@@ -1,4 +1,4 @@
-"""Into which chunks modules were cut: for whoever wants to know that every one of them ran."""
+"""Records of the chunks into which modules were cut, by which a search checks that each of them ran."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Cut:
     """One call of a module in chunks."""
 
     asked: int
-    """How many chunks it is to run in."""
+    """The number of chunks that the plan asks for."""
     length: int
-    """Of what was cut."""
+    """The length of the tensors that were cut."""
 
 
 _thread = threading.local()
@@ -23,7 +23,10 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def recorded_cuts() -> Iterator[dict[int, Cut]]:
-    """Within, whoever is cut is recorded by its ``id``; of several calls, the one of the least length."""
+    """Yield a dictionary in which every cut in the block is recorded, by the ``id`` of its owner.
+
+    Of several calls of one owner, it holds the one with the least length.
+    """
     found: dict[int, Cut] = {}
     outer, _thread.found = getattr(_thread, "found", None), found
     try:
@@ -33,7 +36,7 @@ def recorded_cuts() -> Iterator[dict[int, Cut]]:
 
 
 def record_cut(owner: object, asked: int, length: int) -> None:
-    """Tell that ``owner``, a module or its weight, is being cut; unless somebody wants to know, nothing is done."""
+    """Record that ``owner``, a module or its weight, is being cut; outside of :func:`recorded_cuts` do nothing."""
     found: dict[int, Cut] | None = getattr(_thread, "found", None)
     if found is None:
         return
@@ -43,7 +46,10 @@ def record_cut(owner: object, asked: int, length: int) -> None:
 
 
 def chunk_lengths(length: int, chunks: int) -> list[int]:
-    """Of ``length`` items in so many chunks, at most one for each; the first ones may be longer by one."""
+    """Return the lengths of ``chunks`` chunks of ``length`` items; 10 items in 4 chunks are 3, 3, 2, 2.
+
+    No chunk is empty: there are at most as many as items.
+    """
     chunks = min(chunks, length)
     shorter, longer = divmod(length, max(1, chunks))
     return [shorter + 1] * longer + [shorter] * (chunks - longer)

@@ -1,13 +1,17 @@
-"""The loss of a language model without its logits: a linear head and the cross-entropy of what it gives, as one.
+"""The loss of a language model without its logits: a linear head and the cross-entropy of its output, fused.
 
 A head in chunks returns a :class:`DeferredLinear`: a tensor with shape and dtype, and no values.  Reshaping it,
 selecting rows of it and casting it upwards only change which rows are meant.  ``F.cross_entropy`` takes it chunk by
 chunk: a chunk's logits give its share of the loss and at once of the gradients, and are dropped.  So neither all logits
-nor their gradient ever exist, and what backward needs is one gradient of each argument of the head (the idea of
-Malinovskii et al.'s Cut Your Losses and of Hsu et al.'s Liger, 2024, in operators of PyTorch).
+nor their gradient ever exist, and backward needs only one gradient of each argument of the head (the idea of
+Malinovskii et al.'s Cut Your Losses and of Hsu et al.'s Liger, 2024, in operators of PyTorch)::
 
-Whoever else reads a deferred tensor gets its values, computed then, with their gradient: nothing is ever wrong,
-only no memory is saved.
+    logits = head(x)                        DeferredLinear of shape (4, 128, 50000): nothing is computed
+    logits[:, :-1].reshape(-1, 50000)       DeferredLinear, rows 0 … 126, 128 … 254, … of x
+    F.cross_entropy(…, target)              for each chunk of these rows: logits, loss, gradients; logits are dropped
+
+Any other operator on a deferred tensor gets its values, computed then, with their gradient: the result is never wrong,
+but no memory is saved.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from memopt_cli.runtime.private_torch import (
 
 @dataclass(slots=True, eq=False)
 class _Head:
-    """One call of a linear layer that is put off."""
+    """One deferred call of a linear layer."""
 
     x: Tensor
     """Shape (..., in_features)."""
@@ -51,17 +55,18 @@ class _Head:
     bias: Tensor | None
     """Shape (classes,)."""
     chunks: int
-    """How many the rows whose loss is formed are cut into, at most."""
+    """The most chunks that the rows of a loss are cut into."""
     dtype: torch.dtype
-    """Of its output: autocast's, if that was on when it was called."""
+    """The dtype of its output: autocast's, if that was on when it was called."""
     versions: tuple[int, ...]
+    """The versions of ``x``, ``weight`` and ``bias`` at the call."""
     sample: Tensor
-    """A few of the weights: an optimizer in one kernel (``fused=True``) changes them without another version."""
+    """A few of the weights, since a fused optimizer (``fused=True``) changes them without raising their version."""
     has_loss: bool = False
-    """A loss was formed of it chunk by chunk."""
+    """Whether a loss was formed of it chunk by chunk."""
 
     def check(self, *, sampled: bool = False) -> None:
-        """Raises :class:`RuntimeError` if an argument has changed since the call.  ``sampled``: look at values too."""
+        """Raise :class:`RuntimeError` if an argument has changed since the call; ``sampled``: compare values too."""
         changed = self.weight.untyped_storage().nbytes() < self.weight.nbytes  # freed, as FSDP does
         changed |= self.versions != _versions(self.x, self.weight, self.bias)
         if sampled and not changed and not is_fake(self.weight):
@@ -74,12 +79,12 @@ class _Head:
             )
 
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias in its dtype, without a gradient."""
+        """Return weight and bias in the dtype of the output, without a gradient."""
         bias = None if self.bias is None else self.bias.detach().to(self.dtype)
         return self.weight.detach().to(self.dtype), bias
 
     def rows(self, index: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A copy of the rows of the input that are meant, and their product with :meth:`parameters`."""
+        """Return a copy of the rows ``index`` of the input, and their product with :meth:`parameters`."""
         x = self.x.detach().flatten(0, -2).index_select(0, index).to(self.dtype)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             return x, F.linear(x, weight, bias)
@@ -98,17 +103,18 @@ _SAMPLED = 64
 
 
 class Deferring(TorchFunctionMode):
-    """Within, the values of linear layers are put off where their gradient can be; a loss takes them in ``chunks``."""
+    """A mode in which linear layers defer their values where their gradients allow it; a loss takes ``chunks``."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__()
         self._chunks = chunks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Puts a linear function of its arguments off."""
+        """Defer ``func`` if it is the linear function."""
         if func in _LINEAR and not kwargs:
             x, weight, *bias = args
-            if _can_defer(x, weight):
+            is_batch = isinstance(x, Tensor) and x.dim() > 1 and x.numel() > 0 and len(weight) > 1
+            if is_batch and (x.requires_grad or weight.requires_grad):
                 return _defer(x, weight, bias[0] if bias else None, self._chunks)
         return func(*args, **(kwargs or {}))
 
@@ -123,15 +129,9 @@ def _defer(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int) -> Tenso
 
 
 def may_defer() -> bool:
-    """Whether something is to be differentiated, by eager PyTorch."""
+    """Tell whether eager PyTorch records gradients now."""
     eager = not torch.compiler.is_compiling() and not is_transforming()
     return eager and torch.is_grad_enabled()
-
-
-def _can_defer(x: Any, weight: Tensor) -> bool:
-    """Whether there is something to differentiate in a batch of rows."""
-    is_batch = isinstance(x, Tensor) and x.dim() > 1 and x.numel() > 0 and len(weight) > 1
-    return is_batch and (x.requires_grad or weight.requires_grad)
 
 
 def _deferred(head: _Head, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,7 +140,7 @@ def _deferred(head: _Head, index: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Defer(torch.autograd.Function):
-    """Gives the deferred tensor its place in autograd's graph: what is differentiated by others comes back here."""
+    """The node of a deferred tensor in autograd's graph, which gets the gradients that other operators pass on."""
 
     @staticmethod
     def forward(
@@ -168,12 +168,13 @@ class _Defer(torch.autograd.Function):
 
 
 class DeferredLinear(Tensor):
-    """What a linear layer gives, or some rows of it, not computed yet."""
+    """The output of a linear layer, or some rows of it, not computed yet."""
 
     _head: _Head
     _index: Tensor
-    """Of the same shape, with stride 0 along the classes: the row of the layer's input that is meant."""
+    """The row of the layer's input for each element, in the same shape, with stride 0 along the classes."""
     _computed: Tensor | None
+    """The values; ``None`` until somebody asks for them."""
 
     @staticmethod
     def __new__(cls, head: _Head, index: Tensor, dtype: torch.dtype) -> DeferredLinear:
@@ -187,7 +188,7 @@ class DeferredLinear(Tensor):
         return self._computed is not None
 
     def values(self) -> Tensor:
-        """Its values, without a gradient; from now on they exist."""
+        """Return the values without a gradient, computing them if need be."""
         if self._computed is None:
             self._head.check(sampled=True)
             rows = _rows_of(self._index)
@@ -197,7 +198,7 @@ class DeferredLinear(Tensor):
         return self._computed
 
     def read(self) -> Tensor:
-        """Its values, for somebody who may not know what they cost."""
+        """Return the values, with a warning if they have to be computed."""
         was_computed, values = self.is_computed, self.values()
         if not was_computed:
             how = "after its loss" if self._head.has_loss else "by something else than cross_entropy"
@@ -210,7 +211,7 @@ class DeferredLinear(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Takes the functions that need no values; all others get them."""
+        """Run ``func`` without values if it needs none, and with them otherwise."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func is Tensor.__setitem__ and isinstance(first, DeferredLinear):
@@ -228,7 +229,7 @@ class DeferredLinear(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """An operator, below autograd."""
+        """Run the operator ``func`` below autograd."""
         if func is torch.ops.aten.detach.default and not args[0].is_computed:  # as autograd saves it
             return DeferredLinear(args[0]._head, args[0]._index, args[0].dtype)
         written = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -239,7 +240,7 @@ class DeferredLinear(Tensor):
 
 
 def _level_of_reader() -> int:
-    """How far above the caller the first line stands that is neither PyTorch's nor memopt's: a warning names it."""
+    """Return the ``stacklevel`` by which a warning names the first line that is neither PyTorch's nor memopt's."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "memopt_cli"):
         frame, level = frame.f_back, level + 1
@@ -254,7 +255,7 @@ def _compute(value: Any) -> Any:
 
 
 def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Any:
-    """What ``func`` gives of a deferred tensor; ``NotImplemented`` if that takes its values."""
+    """Return ``func(deferred, *args, **kwargs)``; ``NotImplemented`` if that takes values."""
     head, index = deferred._head, deferred._index
     with with_plain_functions():
         if not deferred.requires_grad:
@@ -278,13 +279,14 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
                 "call it before the loss, or remove the layer from the plan"
             )
         if func is Tensor.register_hook and head.has_loss:
-            told = "a hook on logits sees nothing of a loss that was formed chunk by chunk"
-            warnings.warn(told, stacklevel=_level_of_reader())
+            warnings.warn(
+                "a hook on logits sees nothing of a loss that was formed chunk by chunk", stacklevel=_level_of_reader()
+            )
             return func(deferred, *args, **kwargs)  # type: ignore[no-untyped-call]
     return NotImplemented
 
 
-# As Python calls them and, behind them, as lifted modules do.
+# Each function as Python code calls it and as lifted modules do.
 _aten = torch.ops.aten
 _LINEAR: set[Any] = {F.linear, _aten.linear.default}
 _CASTS: set[Any] = {Tensor.float, Tensor.double, Tensor.to, Tensor.type}
@@ -311,7 +313,7 @@ _OF_SHAPE |= {Tensor.is_contiguous, torch.is_floating_point, Tensor.stride, Tens
 
 
 def _moved(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tensor | None:
-    """The index of what ``func`` gives, if that is some of the rows, each with all its classes."""
+    """Return the index of what ``func`` makes of ``deferred``; ``None`` unless that selects whole rows."""
     index = deferred._index
     if func in _RESHAPES:
         with unseen():  # else a trace counts its bytes
@@ -346,23 +348,23 @@ def _rows_of(index: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loss:
-    """The arguments of ``F.cross_entropy``."""
+    """The arguments of one ``F.cross_entropy``."""
 
     target: Tensor
-    """Shape (rows,), int64: classes."""
+    """Classes, shape (rows,), int64."""
     weight: Tensor | None
-    """Of each class, shape (classes,)."""
+    """Weight of each class, shape (classes,); ``None`` if all count alike."""
     ignore_index: int
-    """A row of this target has neither loss nor gradient."""
+    """The target of rows that have neither loss nor gradient."""
     label_smoothing: float
     """The share of the target, 0 to 1, that is spread over all classes."""
     is_mean: bool
-    """Over the rows, by the weights of their targets; else their sum."""
+    """Whether it is the mean over the rows, by the weights of their targets, and not their sum."""
     dtype: torch.dtype
-    """What it is formed in: that of its logits, float32 at least."""
+    """The dtype in which it is formed: that of the logits, float32 at least."""
 
     def share(self) -> Tensor:
-        """What the sum over rows is multiplied by, a scalar; infinite if no row counts."""
+        """Return the factor from the sum over rows to the loss, a scalar; infinite if no row counts."""
         if not self.is_mean:
             return torch.ones((), dtype=self.dtype, device=self.target.device)
         valid = self.target != self.ignore_index
@@ -370,7 +372,7 @@ class _Loss:
         return counted.sum(dtype=self.dtype).reciprocal()
 
     def of(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """The sum of the loss over some rows, whose logits are in its dtype, and in their place its gradient.
+        """Return the sum of the loss over ``rows``, and its gradient, which overwrites their ``logits``.
 
         loss = sum over rows of (1 - s) w_t (-log p_t) + s / C sum over c of w_c (-log p_c)
         """
@@ -401,7 +403,7 @@ def _of_python(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> dict[str, Any]:
-    """What ``aten::cross_entropy_loss`` is given beside its input, as ``F.cross_entropy`` takes it."""
+    """Return the arguments of ``aten::cross_entropy_loss``, but for its input, as ``F.cross_entropy`` takes them."""
     return {
         "target": target,
         "weight": weight,
@@ -412,7 +414,7 @@ def _of_python(
 
 
 def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
-    """``F.cross_entropy`` of deferred logits; ``NotImplemented`` for what is not formed chunk by chunk."""
+    """Return ``F.cross_entropy`` of deferred ``logits``; ``NotImplemented`` for variants that need them whole."""
     given = _SIGNATURE.bind(logits, *args, **kwargs)
     given.apply_defaults()
     asked: dict[str, Any] = given.arguments
@@ -446,8 +448,8 @@ _SIGNATURE: inspect.Signature = inspect.signature(F.cross_entropy)
 class _LinearCrossEntropy(torch.autograd.Function):
     """The loss of a linear layer's output; gradients are formed with it, so that backward only scales them.
 
-    They are those of the sum over rows: the mean's share and what comes from above, which may be a scaler's factor for
-    float16, meet before either is rounded.
+    They belong to the sum over rows.  Backward multiplies them by the mean's share and by the incoming gradient, such
+    as a scaler's factor for float16, at once, before either product is rounded.
     """
 
     @staticmethod

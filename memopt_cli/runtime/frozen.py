@@ -1,8 +1,8 @@
 """Copies of Python objects, for a recomputation to start from.
 
 A forward may change objects that it does not own: it appends to a list, fills a cache, moves a random generator on.  A
-recomputation must find them as the first run did, and must not change them a second time.  So what forward starts from
-is pickled, and the recomputation works on what is unpickled: objects of its own, which nobody else sees.
+recomputation must find them as the first run did, and must not change them a second time.  So these objects are pickled
+before forward, and the recomputation works on what is unpickled: objects of its own, which nobody else sees.
 
 Tensors, modules, functions and classes are not copied.  The pickle names each by its ``id``, so two pickles of one
 object are the same bytes exactly if nothing in it was exchanged between them.
@@ -36,29 +36,29 @@ _SHARED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, weakref
 _COPIED_OF_TORCH: Final = ("torch.distributions", "torch.quasirandom")
 """Packages of PyTorch's whose objects are copied.  Others are parts of a program, to which other threads may write."""
 _MOST_OBJECTS: Final = 10_000
-"""Objects that are copied, atoms aside.  More than that are data, not state."""
+"""The most objects that are copied, atoms aside: more than that are data, not state."""
 _LARGEST_ARRAY: Final = 1 << 16
-"""Bytes of an array that is copied."""
+"""The most bytes of an array that is copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """An object as it was."""
+    """A copy of an object at one moment."""
 
     data: bytes
     """The pickle, which differs from another one of the same object if that was changed in between."""
     shared: Mapping[int, Any]
-    """What is not copied, by the number that the pickle gives it."""
+    """Number in the pickle -> the object that is not copied."""
     stuck: str
-    """An iterator in it that cannot be copied, in words; empty if there is none."""
+    """The name, for messages, of an iterator in it that cannot be copied; empty if there is none."""
 
     def thaw(self, tensors: Callable[[Any], Any]) -> Any:
-        """Return a copy of the object.  ``tensors``: gives what takes the place of what ``freeze`` kept of a tensor."""
+        """Return a copy of the object.  ``tensors``: gives the tensor for what ``freeze`` has kept of one."""
         return _Unpickler(self, tensors).load()
 
 
 def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
-    """Take a copy of ``value``.  ``keep``: gives what is kept of a tensor, which :meth:`Frozen.thaw` will ask for."""
+    """Return a frozen copy of ``value``.  ``keep``: gives what is kept of a tensor, for :meth:`Frozen.thaw`."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, keep)
     pickler.dump(value)
@@ -66,7 +66,7 @@ def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Return the collections, arrays and objects in ``value``, itself among them, but not what threads share."""
+    """Return the collections, arrays and objects in ``value``, itself included, but for those that threads share."""
     pickler = _Pickler(io.BytesIO(), lambda tensor: None)
     pickler.parts = []
     pickler.dump(value)
@@ -81,7 +81,7 @@ class _Pickler(pickle.Pickler):
         self.shared: dict[int, Any] = {}
         self.stuck = ""
         self.parts: list[Any] | None = None
-        """To be filled, if it is a list; a copy must not hold what it is of."""
+        """A list to collect the parts in; ``None`` to collect none, since a copy must not hold its originals."""
 
     def persistent_id(self, value: Any) -> int | None:
         if type(value) in ATOMS:
@@ -105,7 +105,7 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        """Have objects that cannot be pickled used as they are, such as locks."""
+        """Reduce ``value``, and have it used as it is if it cannot be pickled, such as a lock."""
         if isinstance(value, torch.Generator):
             return _generator_at, (_Opaque(value), str(value.device), bytes(position_of(value).tolist()))
         if isinstance(value, types.MethodType):
@@ -156,14 +156,14 @@ def _is_function(value: Any) -> bool:
 
 
 def is_opaque(value: Any) -> bool:
-    """Tell whether what ``value`` holds can change while each of its attributes, if any, stays the same object."""
+    """Tell whether the contents of ``value`` can change while each of its attributes stays the same object."""
     kind: Any = type(value)
     of_numpy = kind.__module__.startswith("numpy.random") and not hasattr(value, "bit_generator")  # which it goes by
     return isinstance(value, torch.Generator | random.Random | bytearray) or hasattr(kind, "nbytes") or of_numpy
 
 
 def _is_part(value: Any) -> bool:
-    """Tell whether ``value`` has slots of its own; to an object that holds a lock other threads may write any time."""
+    """Tell whether ``value`` has slots to watch; an object with a lock has none, for other threads may write it."""
     if isinstance(value, list | dict | set | deque):
         return True
     attributes = [*getattr(value, "__dict__", {}).values(), *slots_in(value).values()]

@@ -1,4 +1,4 @@
-"""Functions as segments: what a call saves for backward is not kept but computed again."""
+"""Functions as segments: the tensors that a call saves for backward are computed again instead of being kept."""
 
 from __future__ import annotations
 
@@ -26,29 +26,62 @@ def checkpoint(
     time_dim: int = 0,
     **kwargs: Any,
 ) -> Any:
-    """``function(*args, **kwargs)``, run again in backward instead of keeping what it saves.
+    """Return ``function(*args, **kwargs)``, and run the function again in backward instead of keeping what it saves.
 
     The modules that the function is, or is a method of, or refers to by variables around it, are treated as those in a
     segment: their batch statistics and hidden states advance once.
 
     Parameters
     ----------
+    function:
+        What to run; ``args`` and ``kwargs`` are its arguments.
     compressor:
-        How tensors among the arguments are stored meanwhile: a codec or the name of its class; ``None``: as they are.
+        The codec by which tensors among the arguments are stored meanwhile, or the name of its class; ``None`` stores
+        them as they are.
     chunks:
         How many pieces the arguments at ``chunked_args`` are cut into along ``time_dim``; the function runs on one
         after the other.  It must then return a tensor, or a tuple of tensors, which are concatenated along it.
+    chunked_args:
+        Positions of the arguments that are cut.
+    time_dim:
+        The dimension along which they are cut.
 
-    Raises :class:`ValueError` for chunks of what cannot be cut, :class:`TypeError` for an output that cannot be joined.
+    Returns
+    -------
+    Any
+        The function's own output.
+
+    Raises
+    ------
+    ValueError
+        If the arguments cannot be cut so.
+    TypeError
+        If ``function`` is not callable, or its output cannot be joined.
     """
     segment = _segment(function, compressor, chunks=chunks, chunked_args=chunked_args, axis=time_dim)
     return segment(*segment.chunked_first(args), **kwargs)
 
 
 def to_gc_function(x_compressor: Any = None, f_forward: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A function that runs as :func:`checkpoint` runs ``f_forward``; without that, a decorator that makes one.
+    """Return a function that runs ``f_forward`` as :func:`checkpoint` does.
 
-    ``x_compressor``: as ``compressor`` there; a function in its place is ``f_forward``: ``@to_gc_function``.
+    Parameters
+    ----------
+    x_compressor:
+        The codec of the stored arguments, as ``compressor`` there.  A function in its place is ``f_forward``, so that
+        ``@to_gc_function`` decorates one.
+    f_forward:
+        The function to run again in backward; ``None`` returns a decorator.
+
+    Returns
+    -------
+    Callable
+        The function, or the decorator that makes it.
+
+    Raises
+    ------
+    TypeError
+        If ``f_forward`` is not callable.
     """
     if isinstance(x_compressor, FunctionType | MethodType):
         return to_gc_function(None, x_compressor)
@@ -77,7 +110,7 @@ class FunctionModule(nn.Module):
         self.axis = axis
 
     def chunked_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments in the order in which :meth:`forward` takes them.
+        """Return the arguments in the order in which :meth:`forward` takes them.
 
         Raises :class:`ValueError` if those that are to be cut are no tensors of one length.
         """
@@ -94,7 +127,7 @@ class FunctionModule(nn.Module):
         return tuple(args[index] for index in self._order(len(args)))
 
     def forward(self, *given: Any, **kwargs: Any) -> Any:
-        """What the function returns."""
+        """Return the output of the function, whose arguments are given in the order of :meth:`chunked_first`."""
         of = dict(zip(self._order(len(given)), given, strict=True))
         output = vars(self)["function"](*(of[index] for index in range(len(given))), **kwargs)
         parts = output if isinstance(output, tuple) else (output,)
@@ -143,7 +176,7 @@ def _segment(
 
 
 def _held_by(value: Any) -> list[Any]:
-    """Return what a method, a partial or a function has to hand: its object, what it is given, its defaults."""
+    """Return the values to which a method, partial, function or collection refers: object, arguments, items."""
     if isinstance(value, tuple | frozenset):
         return [*value]
     if isinstance(value, MethodType | BuiltinMethodType):
@@ -156,7 +189,7 @@ def _held_by(value: Any) -> list[Any]:
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
-    """The modules that a call of ``function`` may run, as far as it refers to them."""
+    """Yield the modules that a call of ``function`` may run, as far as it refers to them."""
     pending, seen = [function], set[int]()
     while pending:
         value = pending.pop(0)

@@ -1,4 +1,4 @@
-"""Where random generators stand: a recomputation draws the numbers that forward drew."""
+"""Positions of random generators, so that a recomputation draws the numbers that forward drew."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from memopt_cli.runtime.private_torch import is_started, put_cuda_generator, uns
 
 
 class Generators:
-    """Where the global random generators stand: Python's, NumPy's, and PyTorch's on the CPU and on devices."""
+    """Positions of the global random generators: Python's, NumPy's, and PyTorch's on the CPU and on devices."""
 
     def __init__(self, devices: Iterable[torch.device] | None = None, *, outside: bool = True) -> None:
-        """Read their positions.
+        """Read the positions.
 
-        ``devices``: those to look at, besides the CPU; ``None``: every one in use.  ``outside``: look at Python's and
-        NumPy's too, which takes a hundred times as long.
+        ``devices``: those to read, besides the CPU; ``None``: every one in use.  ``outside``: read Python's and NumPy's
+        too, which takes a hundred times as long.
         """
         others = _every_device() if devices is None else [d for d in devices if d != _CPU]
         self.devices = [_CPU, *filter(_is_started, others)] if others else _CPU_ALONE
@@ -33,7 +33,7 @@ class Generators:
         """Whether Python's or NumPy's moved until :meth:`settle`."""
 
     def _read(self) -> dict[str | torch.device, Any]:
-        """Return the positions; of two equal ones for one generator the same object."""
+        """Return the positions; equal positions of one generator are one object."""
         if self.devices is _CPU_ALONE and not self._is_outside:  # as in most calls
             return {_CPU: _position(_CPU)}
         positions: dict[str | torch.device, Any] = {device: _position(device) for device in self.devices}
@@ -45,7 +45,7 @@ class Generators:
         return positions
 
     def restore(self, present: Generators | None = None) -> None:
-        """Put them back there; ``present``: where they stand, if that is known."""
+        """Put the generators back; ``present``: where they stand now, if that is known."""
         there = self._read() if present is None else present._positions
         for generator, position in self._positions.items():
             if there.get(generator) is position:
@@ -58,10 +58,10 @@ class Generators:
                 random.setstate(position)
 
     def settle(self) -> None:
-        """Forward has ended: forget those that stand where they stood, if there are other threads.
+        """Forget, when forward has ended, the generators that it did not move, if there are other threads.
 
-        These draw, and must not draw the same numbers again.  Without other threads all are kept: forward may have
-        drawn and put a generator back (``torch.random.fork_rng``).
+        Those may draw meanwhile, and must not draw the same numbers again.  Without other threads all are kept: forward
+        may have drawn and put a generator back (``torch.random.fork_rng``).
         """
         is_alone = threading.active_count() == 1
         if is_alone and not self._is_outside:
@@ -73,7 +73,7 @@ class Generators:
             self._positions = {key: held for key, held in self._positions.items() if key in moved}
 
     def now(self) -> Generators:
-        """Return where the same ones stand now."""
+        """Return the present positions of these generators."""
         found: Generators = object.__new__(Generators)
         found.devices, found._is_outside, found.moved_outside = self.devices, self._is_outside, False
         found._positions = self._read()
@@ -82,7 +82,7 @@ class Generators:
         return found
 
     def moved(self) -> bool:
-        """Tell whether one of them stands elsewhere now."""
+        """Tell whether one of these generators has moved."""
         return self._positions != self.now()._positions  # NumPy may have been imported since
 
     def to_bytes(self) -> bytes:
@@ -91,13 +91,13 @@ class Generators:
 
 
 _turn = threading.RLock()
-"""PyTorch locks a generator while it is read, and garbage that is collected meanwhile may let another thread of Python
-run.  That one would wait for the generator without letting anybody run, for ever: threads wait here instead.
+"""A lock around every access to a generator.  PyTorch locks a generator while it is read, and garbage that is collected
+meanwhile may let another Python thread run, which would wait for that lock while it holds Python's own: a deadlock.
 """
 
 
 def _renew_turn() -> None:
-    """In a forked process, whose other threads are gone."""
+    """Make a new lock in a forked process, since a thread that is gone there may have held the old one."""
     global _turn
     _turn = threading.RLock()
 
@@ -123,7 +123,7 @@ _CPU_ALONE = [_CPU]
 
 
 def _position(device: torch.device) -> Any:
-    """Return where a default generator stands: not as a tensor, which would show in a measured peak."""
+    """Return the position of the default generator of ``device`` as bytes: a tensor would show in a measured peak."""
     with _turn:
         if device is _CPU:
             position = torch.default_generator.get_state()
@@ -152,16 +152,16 @@ def _every_device() -> list[torch.device]:
 
 
 def _is_started(device: torch.device) -> bool:
-    """Tell whether anything may have been drawn on ``device``, as PyTorch's checkpoint asks it."""
+    """Tell whether anything may have been drawn on ``device``; PyTorch's checkpoint goes by the same."""
     return device.type not in ("cpu", "meta") and is_started(device)
 
 
 _latest: dict[str | torch.device, Any] = {}
-"""The position of a generator that was asked for last: most stand there still when they are asked for next."""
+"""Generator -> its position as read last, where most still stand when they are read next."""
 
 
 def _shared(generator: str | torch.device, position: Any) -> Any:
-    """Return ``position``, or an equal one that is held already."""
+    """Return ``position``, or the equal object that was read last."""
     held = _latest.get(generator)  # once: another thread may put its own there meanwhile
     if held == position:
         return held

@@ -1,4 +1,4 @@
-"""What stands in the slots that a forward moves on, held from when it starts until it has run again.
+"""The values in the slots that a forward changes, held from its start until it has run again.
 
 Tensors are held without the graph that made them, objects as copies: a call must not keep alive what later calls leave
 in the same slots, and with it these calls, and so on without end.
@@ -19,9 +19,9 @@ from memopt_cli.runtime.learned import Known, Reading, Slot, changed, is_object,
 from memopt_cli.runtime.owners import Slots
 
 _LARGEST_COPY: Final = 1 << 16
-"""Bytes of a tensor that is copied where an object outside of the module holds it."""
+"""Most bytes of a tensor that is copied if an object outside of the module holds it."""
 _OTHERS: Final[Slot] = (-1, None)
-"""Stands for the arguments that are no tensors."""
+"""The slot that stands for the arguments that are no tensors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,13 +31,13 @@ class HeldTensor:
     number: int
     """The ``id`` of the tensor."""
     alias: Tensor | None
-    """Its memory, without its graph; ``None`` if it was lent."""
+    """The tensor without its graph; ``None`` if it was lent."""
     version: int
     needs_gradient: bool
     copy: Copy | None = None
-    """Its values, if forward writes to it."""
+    """A copy of its values, if forward writes to it; otherwise ``None``."""
     lent: int | None = None
-    """Its place among those that were lent."""
+    """Its place among the tensors that were lent; ``None`` if it was not."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> HeldTensor:
@@ -45,7 +45,7 @@ class HeldTensor:
         return cls(id(tensor), tensor.detach(), version_of(tensor), tensor.requires_grad)
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor``, which it was taken of, is another now.
+        """Tell whether ``tensor``, the one that is held, counts as written since.
 
         Batch norm writes its statistics without raising their version, so vectors that were copied count as written.
         """
@@ -53,40 +53,41 @@ class HeldTensor:
         return is_vector or not self.is_equal(tensor)
 
     def is_equal(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor``, which it was taken of, has the values that it had."""
+        """Tell whether ``tensor``, the one that is held, has the values that it had."""
         is_unwritten = version_of(tensor) == self.version
         return is_unwritten and (self.copy is None or is_unchanged(tensor.detach(), self.copy.values))
 
 
 class HeldSlots:
-    """What stood in the slots that move, and the arguments that are no tensors, when a forward started."""
+    """The values in the slots that move, and the arguments that are no tensors, as forward started."""
 
     def __init__(self, known: Known, reading: Reading, others: Iterable[Any], *, is_watched: bool) -> None:
-        """Hold what ``reading`` says moves, and ``others``, which are among the arguments.
+        """Hold the slots that move according to ``reading``, and ``others``, which are among the arguments.
 
-        ``is_watched``: copy whatever forward might change; else what it was seen to change.
+        ``is_watched``: copy whatever forward might change, and not only what it was seen to change.
         """
         self._known, self._is_watched = known, is_watched
         self._before = reading.before
         """Every slot of the owners in which something moves, until forward has ended."""
         self._others = [*others]
         self.moves: dict[int, Slots] = {}
-        """The slots that move, by the place of the owner, with :class:`HeldTensor` for tensors, without objects."""
+        """Place of an owner -> its slots that move, without objects, and with :class:`HeldTensor` for tensors."""
         self.moving: set[Slot] = set()
         """The slots of objects that move."""
         self._objects: Frozen | None = None
-        """These objects, by the place of the owner and by name, and the arguments."""
+        """A copy of these objects, by place of the owner and name, and of the arguments; ``None`` without any."""
         self._contents: dict[Slot, Frozen] = {}
-        """Objects one by one, where it is to be seen what forward does to them."""
+        """Slot -> a copy of its object alone, if forward's effect on it is to be found out."""
         self.names: dict[int, list[Any]] = {}
-        """Of each owner in which something moves: the names of all slots, in their order."""
+        """Place of an owner in which something moves -> the names of all its slots, in their order."""
         self.tensors: dict[int, HeldTensor] = {}
+        """``id`` of a tensor -> what is held of it."""
         self.originals: dict[int, Tensor] = {}
-        """The tensors themselves, until forward has ended."""
+        """``id`` of a tensor -> the tensor itself, until forward has ended."""
         self.lost = ""
-        """What forward did that cannot be undone, a sentence without its subject."""
+        """Why forward cannot be undone, a sentence without its subject; empty if it can."""
         self.is_surprised = False
-        """Forward wrote to what was not copied, for it had not before."""
+        """Whether forward wrote to a tensor that was not copied, since no earlier call had written to it."""
         self._take(reading.moves)
 
     def _take(self, readings: Mapping[int, Slots]) -> None:
@@ -111,7 +112,7 @@ class HeldSlots:
             self.tensors[number].copy = copy
 
     def _hold(self, tensor: Tensor) -> Any:
-        """Return what stands for ``tensor`` until forward runs again: itself if it is no state."""
+        """Return what is held in place of ``tensor`` until forward runs again: itself if it is no state."""
         if not is_plain_state(tensor):
             return tensor
         number = id(tensor)
@@ -137,7 +138,7 @@ class HeldSlots:
         return found
 
     def lend(self, lent: Iterable[Tensor]) -> None:
-        """Hold these tensors no longer: somebody else gives them back."""
+        """Hold the tensors ``lent`` no longer: somebody else gives them back."""
         for place, tensor in enumerate(lent):
             if (held := self.tensors.get(id(tensor))) is not None:
                 held.alias, held.lent = None, place
@@ -158,7 +159,7 @@ class HeldSlots:
         return found
 
     def changes(self, place: int, before: Slots, written: set[int]) -> set[Any]:
-        """Return the names in an owner that stand for another object than ``before``, or for one that was changed."""
+        """Return the names in the owner at ``place`` whose object is not the one in ``before``, or was changed."""
         before, after = self._before.get(place, before), self._known.owners[place].read()
         names = changed(before, after)
         if written:
@@ -178,9 +179,9 @@ class HeldSlots:
         return is_changed
 
     def let_go(self, written: set[int]) -> list[tuple[Tensor, HeldTensor]]:
-        """Keep no more than a recomputation needs; return the tensors that are held, and what is held of each.
+        """Drop what a recomputation does not need; return the tensors that are held, and what is held of each.
 
-        ``written``: of :meth:`written`.
+        ``written``: the result of :meth:`written`.
         """
         if _OTHERS in self._contents:
             self._changes(_OTHERS, {None: self._others}, written)
@@ -211,9 +212,9 @@ class HeldSlots:
     # ---------------------------------------------------------------------------------------------- afterwards
 
     def thaw(self, live: Callable[[Any], Any]) -> tuple[dict[int, Slots], list[Any]]:
-        """Return what is to stand in the slots that move, by the place of the owner, and copies of the arguments.
+        """Return the values for the slots that move, by the place of the owner, and copies of the arguments.
 
-        ``live`` gives what takes the place of a :class:`HeldTensor`.
+        ``live`` gives the tensor that takes the place of a :class:`HeldTensor`.
         """
         objects, others = self._objects.thaw(live) if self._objects is not None else ({}, [])
         slots = {place: {name: live(held) for name, held in moves.items()} for place, moves in self.moves.items()}
@@ -223,7 +224,7 @@ class HeldSlots:
         return slots, others
 
     def put_back(self, slot: Slot, there: Any, value: Any) -> Any:
-        """Return what is to stand in ``slot`` for good: what is there if that equals ``value``, or can be made to."""
+        """Return the value that ``slot`` is to have for good: ``there`` if it equals ``value``, or can be made to."""
         if isinstance(there, Tensor):
             held = self.tensors.get(id(there))
             if held is None or self.originals.get(held.number) is not there or there.grad_fn is not None:
@@ -244,7 +245,7 @@ def _numbers_in(frozen: Frozen) -> set[int]:
 
 
 def put_right(there: Any, value: Any) -> bool:
-    """Have the object ``there``, to which others may refer, hold what ``value`` does; tell whether that can be."""
+    """Give the object ``there``, to which others may refer, the contents of ``value``; tell whether that worked."""
     if there is value:  # it is not copied
         return True
     if isinstance(there, dict):

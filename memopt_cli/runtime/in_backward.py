@@ -1,14 +1,14 @@
-"""The optimizer in backward: a parameter is updated as soon as its gradient is whole, which is then freed.
+"""The optimizer in backward: a parameter is updated as soon as its gradient is complete, which is then freed.
 
 Each parameter takes the optimizer's own step alone: the optimizer sees one group of one parameter meanwhile, with the
-settings that its group has, so state, ``state_dict`` and schedulers are as ever.  The training loop stays as it is:
+settings of its group, so state, ``state_dict`` and schedulers work as usual.  The training loop stays as it is:
 ``optimizer.step()`` finds no gradients, and ends the update.  (After PyTorch's tutorial "How to save memory by fusing
 the optimizer step into the backward pass", which makes an optimizer for every parameter instead.)
 
-What would be wrong is refused: an optimizer whose step of all parameters is another than that of each, when it is
+Cases with another result are refused: an optimizer whose joint step differs from steps one by one, when it is
 installed; a second gradient before ``optimizer.step()``, settings that change after backward, scaled gradients and
-several processes, as soon as they show.  What cannot be noticed is code that reads ``.grad`` after backward, as
-``clip_grad_norm_`` does: there is none.
+several processes, as soon as they show.  Code that reads ``.grad`` after backward, as ``clip_grad_norm_`` does, cannot
+be noticed: it finds none.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _thread = threading.local()
 
 
 def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
-    """From now on the parameters of ``optimizer`` that require gradients are updated in backward.
+    """Update the parameters of ``optimizer`` that require gradients in backward, from now on.
 
-    ``model``: names them in messages.  Raises :class:`ValueError` with a reason, a sentence about the optimizer
-    without its subject, where that cannot be; then nothing has changed.
+    ``model`` has their names for messages.  Raises :class:`ValueError` with a reason, a sentence about the optimizer
+    without its subject, if that is not possible; then nothing has changed.
     """
     parameters = _parameters_of(optimizer)
     if not {*map(id, parameters)} & {*map(id, model.parameters())}:
@@ -52,39 +52,39 @@ def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def remove_in_backward(model: nn.Module) -> None:
-    """The optimizers that update parameters of ``model`` in backward do so in their step again."""
+    """Have the optimizers that update parameters of ``model`` in backward do so in their step again."""
     for optimizer in list(optimizers_in_backward(model)):
         _installed.pop(optimizer).remove()
 
 
 def is_in_backward(optimizer: Optimizer | None) -> bool:
-    """Whether it updates in backward."""
+    """Tell whether ``optimizer`` updates its parameters in backward."""
     return optimizer is not None and optimizer in _installed
 
 
 def updates_in_backward() -> bool:
-    """Whether any optimizer does."""
+    """Tell whether any optimizer updates parameters in backward."""
     return bool(_installed)
 
 
 def has_in_backward(model: nn.Module) -> bool:
-    """Whether parameters of ``model`` are updated in backward."""
+    """Tell whether parameters of ``model`` are updated in backward."""
     return any(True for _ in optimizers_in_backward(model))
 
 
 def is_updating() -> bool:
-    """Whether an optimizer runs within backward, on this thread."""
+    """Tell whether an optimizer runs inside backward, on this thread."""
     return getattr(_thread, "is_updating", False)
 
 
 def optimizers_in_backward(model: nn.Module) -> Iterator[Optimizer]:
-    """Those that update parameters of ``model`` in backward."""
+    """Return the optimizers that update parameters of ``model`` in backward."""
     own = {*map(id, model.parameters())}
     return (optimizer for optimizer, installed in list(_installed.items()) if own & installed.names.keys())
 
 
 class InBackward:
-    """An optimizer whose parameters are updated by hooks.  It is held weakly: without it they are not updated."""
+    """The hooks that update the parameters of an optimizer, which is held weakly: without it they do nothing."""
 
     def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor], names: Mapping[int, str]) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -93,9 +93,9 @@ class InBackward:
         self._group_of: dict[int, dict[str, Any]] = {}
         self._updated: set[int] = set()
         self._used: list[tuple[dict[str, Any], Any]] = []
-        """Groups since the last ``step``, and their settings then."""
+        """The groups with an update since the last ``step``, and their settings then."""
         self._held = 0
-        """Parameters that had state when this update began."""
+        """How many parameters had state when this update began."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.names = {id(parameter): names.get(id(parameter), "a parameter") for parameter in trained}
         self._handles: list[Any] = [optimizer.register_step_pre_hook(self._end)]
@@ -118,7 +118,7 @@ class InBackward:
             parameter.grad = None
 
     def _check(self, parameter: Tensor, optimizer: Optimizer) -> None:
-        """Raises :class:`RuntimeError` for a gradient that is not all of a step's."""
+        """Raise :class:`RuntimeError` if the gradient of ``parameter`` is not the whole gradient of the step."""
         if not self._updated:
             self._held = len(optimizer.state)
             if (processes := _processes()) > 1:
@@ -144,9 +144,9 @@ class InBackward:
         return group
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """``optimizer.step()`` was called: the update is complete.  Raises :class:`RuntimeError` if it was wrong."""
+        """End the update, as ``optimizer.step()`` was called.  Raises :class:`RuntimeError` if it was wrong."""
         if is_updating():
-            return  # a class whose step calls that of its base, which has hooks of its own
+            return  # the step of a subclass calls that of its base, which has hooks of its own
         used, self._used = self._used, []
         updated, self._updated = self._updated, set()
         if updated:
@@ -155,8 +155,8 @@ class InBackward:
             raise RuntimeError(f"the optimizer has run in backward with gradients that a GradScaler scales; {_WITHOUT}")
         if any(_settings(group) != before for group, before in used):
             raise RuntimeError(
-                "settings of the optimizer, as its rate, changed between backward and optimizer.step(), and it had run "
-                f"in backward with the old ones; change them before forward or after step, or {_WITHOUT}"
+                "settings of the optimizer, such as its learning rate, changed between backward and optimizer.step(), "
+                f"and it had run in backward with the old ones; change them before forward or after step, or {_WITHOUT}"
             )
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if id(parameter) in updated and parameter.grad is not None:
@@ -167,7 +167,7 @@ class InBackward:
 
 
 def _order_state(optimizer: Optimizer, held: int) -> None:
-    """State that is new has the order of the parameters, as in a step of all: ``state_dict`` keeps it."""
+    """Put new state into the order of the parameters, as a joint step has it: ``state_dict`` keeps that order."""
     state = optimizer.state
     new = {id(parameter) for parameter in list(state)[held:]}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in new):
@@ -178,7 +178,7 @@ _WITHOUT = "take in_backward out of the plan"
 
 
 def _processes() -> int:
-    """How many train together."""
+    """Return how many processes train together."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
@@ -192,13 +192,13 @@ def _updating() -> Iterator[None]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says beside its parameters, to be compared."""
+    """Return the settings of ``group`` in a form to compare; it has tensors by identity and version."""
     others = ((name, value) for name, value in group.items() if name != "params")
     return {name: (id(v), version_of(v)) if isinstance(v, Tensor) else v for name, v in others}
 
 
 def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """The optimizer's own step for one parameter of a group."""
+    """Take the own step of ``optimizer`` for ``parameter`` alone, which is one of ``group``."""
     groups, together = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [parameter]
     try:
@@ -223,16 +223,16 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 _STEPS = 3
 _OF_A_KIND = 2
 _MOST_SIZE = 4
-"""Of a dimension of the parameters that are tried."""
+"""Largest size of a dimension of the parameters in a trial."""
 _RATE = 0.01
-"""Where the optimizer's own is zero, which would show nothing."""
+"""Learning rate in a trial if the optimizer's own is zero, which would show nothing."""
 
 
 def check_steps_alone(optimizer: Optimizer) -> None:
-    """Try its steps on a few small parameters like its own: of each alone they must be those of all together.
+    """Try whether steps of ``optimizer`` one by one equal joint steps, on a few small parameters like its own.
 
-    Raises :class:`ValueError` as :func:`install_in_backward` does, of an optimizer that wants a closure, that looks at
-    several parameters at once, or that wants a gradient of every parameter.
+    Raises :class:`ValueError`, as :func:`install_in_backward` does, for an optimizer that wants a closure, that looks
+    at several parameters at once, or that wants a gradient of every parameter.
     """
     _parameters_of(optimizer)
     together, alone = _small(optimizer), _small(optimizer)
@@ -253,7 +253,7 @@ def check_steps_alone(optimizer: Optimizer) -> None:
 
 
 def _small(optimizer: Optimizer) -> Optimizer:
-    """The same of few and small parameters, with what fits them of its state."""
+    """Return a copy of ``optimizer`` with a few small parameters, and those parts of its state that fit them."""
     made: Optimizer = object.__new__(type(optimizer))
     likes: dict[Tensor, Tensor] = {}
     state = StateOnDemand(lambda small: _cut_state(optimizer.state, likes.get(small)))
@@ -263,7 +263,7 @@ def _small(optimizer: Optimizer) -> Optimizer:
 
 
 def _small_group(group: Mapping[str, Any], likes: dict[Tensor, Tensor]) -> dict[str, Any]:
-    """``likes``: is told of which parameter each small one is made."""
+    """Return a copy of ``group`` with a few small parameters; add to ``likes`` the parameter each is made after."""
     settings = {name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()}
     if not isinstance(settings.get("lr"), Tensor) and settings.get("lr") == 0:
         settings["lr"] = _RATE
@@ -283,7 +283,7 @@ def _filled(like: Tensor, seed: int) -> Tensor:
 
 
 def _cut_state(state: Mapping[Any, dict[str, Any]], parameter: Tensor | None) -> dict[str, Any]:
-    """What it has of a parameter, for one as small as :func:`_filled` makes."""
+    """Return the state of ``parameter``, cut to a parameter as small as :func:`_filled` makes."""
     return {name: _cut(value, parameter) for name, value in state.get(parameter, {}).items()}
 
 
@@ -315,6 +315,6 @@ def _are_equal(one: Optimizer, other: Optimizer) -> bool:
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their values."""
+    """Return the settings of ``group`` by value."""
     others = ((name, value) for name, value in group.items() if name != "params")
     return {name: v.tolist() if isinstance(v, Tensor) else v for name, v in others}

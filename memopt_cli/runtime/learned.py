@@ -1,10 +1,12 @@
-"""What the calls of a segment have shown of it: which of the state that it might move on it does move on.
+"""Knowledge from earlier calls of a segment: which of the state that its forward might change it does change.
 
-The first call is watched: everything that forward could change is looked at before and after.  Later calls look only at
-what is cheap to compare and at what was seen to change.  A call is watched again when the modules, their mode or their
-hooks are others, and now and then (:class:`~memopt_cli.runtime.samples.Turns`).
+The first call is watched: everything that forward could change is compared before and after.  Later calls compare only
+what is cheap to compare and what was seen to change.  A call is watched again when modules, their mode or their hooks
+have changed, and now and then (:class:`~memopt_cli.runtime.samples.Turns`).
 
-For a block with a batch norm and a counter ``self.calls``::
+An *owner* keeps values under names: the attributes of a module, a dictionary, the variables of a function.  A *slot* is
+one name in an owner.  It *moves* if forward exchanges its value, or changes it in place, and *stays* otherwise.  For a
+block with a batch norm and a counter ``self.calls``::
 
     owner                      stays                          moves            is written in place
     attributes of the block    training, kernel_size, …       calls
@@ -27,16 +29,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.frozen import ATOMS, freeze, parts_of
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE
-from memopt_cli.runtime.owners import (
-    Nothing,
-    Owner,
-    Slots,
-    Table,
-    is_same,
-    owners_in,
-    owners_of,
-    tables_of_hooks,
-)
+from memopt_cli.runtime.owners import Nothing, Owner, Slots, Table, is_same, owners_in, owners_of, tables_of_hooks
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
 from memopt_cli.runtime.samples import Turns
@@ -44,66 +37,66 @@ from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.runtime.variables import may_draw, variables_of
 
 _NEWS: Final = 2
-"""So many times a value that was exchanged between calls has the next one watched."""
+"""How often the exchange of a value between calls has the next call watched."""
 _MOST_OWNERS: Final = 1000
-"""Owners outside of the modules that are looked at."""
+"""The most owners that are looked at, outside of the modules."""
 Slot = tuple[int, Any]
 """The place of an owner among :attr:`Known.owners`, and a name in it."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """What stands in the slots as forward starts."""
+    """The values of slots when forward starts."""
 
     stays: list[Slots]
-    """Of each owner: the slots that forward leaves alone, as far as is known."""
+    """The slots of each owner that forward leaves alone, as far as is known."""
     before: dict[int, Slots]
-    """Of the owners in which something moves, by their places: every slot; of a forward that is watched, of all."""
+    """Place of an owner in which something moves -> all its slots; in a watched forward, of every owner."""
     moves: dict[int, Slots]
-    """Of these: the slots that move."""
+    """Place of such an owner -> its slots that move."""
 
 
 class Known:
-    """Everything that a call of some modules might change, and what of it was seen to change."""
+    """Everything that a call of some modules might change, and which of it was seen to change."""
 
     def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
-        """Look for all that a call of ``modules``, the first of which holds the rest, with ``others`` might change."""
+        """Find all that a call of ``modules``, the first of which holds the rest, with ``others`` might change."""
         self.parameters = [_parameters_of(module) for module in modules]
-        """Of each module, by their names."""
+        """The parameters of each module, by their names."""
         tables = tables_of_hooks(modules)
         self.without_hooks = [table for table in tables if not table]
         """Dictionaries of hooks that are empty."""
         self.empty: list[dict[Any, Any]] = []
-        """Other dictionaries of modules that are."""
+        """Other dictionaries of modules that are empty."""
         own: list[Owner] = [*owners_of(modules)]
-        # What the code of a hook changes is not looked for: hooks run again, and can ask whether they do.
+        # The state that a hook's code changes is not searched: hooks run again, and can ask ``is_recomputing()``.
         hooked: list[Owner] = [Table(table) for table in tables if table]
         behind, self.may_draw = _behind(own, modules, others)
-        """Forward may draw from the global generators of Python or NumPy: its code names one."""
+        """Whether forward may draw from the global generators of Python or NumPy, since its code names one."""
         self.owners = [*own, *hooked, *behind]
         self._kinds_of_others = {type(other) for other in others}
         self.own = len(own) + len(hooked)
         """How many of the owners belong to modules; the others are variables of code, and parts of objects."""
         self.hooked = range(len(own), self.own)
-        """The places of dictionaries of hooks among them."""
+        """The places of dictionaries of hooks among the owners."""
         self._slots_of_parts: dict[int, Slot] = {}
-        """The place of an owner that is a part of an object -> the slot in which that object stands."""
+        """Place of an owner that is a part of an object -> the slot in which that object stands."""
         self._add_parts()
         self.places = [*range(len(self.owners))]
-        """Of the owners that are looked at."""
+        """The places of the owners that are looked at."""
         self.moves: list[set[Any]] = [set() for _ in self.owners]
-        """Names in each owner that something new was seen to stand for, or something that was changed."""
+        """The names in each owner whose value was seen to be exchanged, or changed."""
         self.stays = [owner.read() for owner in self.owners]
-        """What stood, when somebody looked last, in the other slots.  The list is exchanged, and not changed."""
+        """The values in the other slots of each owner, as read last.  The list is replaced, never changed."""
         slots = ((p, name, value) for p, slots in enumerate(self.stays) for name, value in slots.items())
         self.looked_at = {(p, name): _kind_of(value) for p, name, value in slots if _may_change(name, value)}
-        """Those slots in which a tensor or an object stood when forward was watched, and of which kind."""
+        """Slot in which a tensor or an object stood when forward was watched -> its kind."""
         self.written: set[Slot] = set()
-        """Those to whose tensors forward writes in place."""
+        """The slots to whose tensors forward writes in place."""
         self._sort()
 
     def _add_parts(self) -> None:
-        """Take the lists, dictionaries and plain objects in the slots for owners as well."""
+        """Make the lists, dictionaries and plain objects in the slots owners as well."""
         seen = set[int]()
         for place, owner in enumerate(list(self.owners)):
             for name, value in owner.read().items():
@@ -116,7 +109,7 @@ class Known:
                         self.owners.append(within)
 
     def _sort(self) -> None:
-        """Have at hand what :meth:`is_still` compares: it is asked four times a call."""
+        """Prepare what :meth:`is_still` compares, since it runs four times a call."""
         self.movers = [place for place in self.places if self.moves[place]]
         """The places of owners in which something moves."""
         still = [place for place in self.places if not self.moves[place]]
@@ -147,17 +140,17 @@ class Known:
         return place in self._slots_of_parts
 
     def read_all(self) -> Reading:
-        """Return every slot, for a forward that is watched, and is the first to use this."""
+        """Return every slot, for a watched forward, the first to use this."""
         slots = dict(enumerate(self.stays))
         return Reading(self.stays, slots, slots)
 
     def read(self, others: Sequence[Any], exchanged: Counter[Slot]) -> Reading | None:
-        """Read the slots that move, and see whether others were exchanged, which count as moving from now on.
+        """Read the slots that move; note others whose value was exchanged, which count as moving from now on.
 
-        ``others``: objects among the arguments.  ``exchanged``: how often each slot was, in which nothing moves.
-        Returns ``None`` where forward is to be watched again: for other modules, another mode, other hooks; for what
-        forward may do now that it did not do before, since an attribute is another, or an object of another kind stands
-        where there was none, or a part of one was changed.
+        ``others``: objects among the arguments.  ``exchanged``: how often each slot was exchanged between calls.
+        Returns ``None`` if forward is to be watched again: modules, their mode or their hooks have changed; or forward
+        may do something new, since an attribute has changed, an object of another kind stands in a slot, or a part of
+        an object was changed.
         """
         if any(self.without_hooks) or any(self.empty) or not self._knows(others):
             return None
@@ -180,9 +173,9 @@ class Known:
         return all(type(o) in self._kinds_of_others and not isinstance(o, types.FunctionType) for o in others)
 
     def _note_changes(self, places: Sequence[int], exchanged: Counter[Slot]) -> bool:
-        """Note what was exchanged in some owners; tell whether forward can be taken to do what it did before.
+        """Note the values exchanged in the owners at ``places``; tell whether forward surely does what it did before.
 
-        It is not for the first few times that somebody exchanges a value: a number may have it draw, count or branch.
+        It does not the first few times that a value is exchanged: a number may have it draw, count or branch.
         """
         is_new = False
         for place in places:
@@ -197,7 +190,7 @@ class Known:
         return not is_new
 
     def note(self, found: Mapping[int, set[Any]]) -> None:
-        """Note that what some names stand for, by the place of the owner, moves."""
+        """Note that the slots ``found``, names by the place of the owner, move."""
         self.stays = [*self.stays]
         for place, names in found.items():
             self.moves[place] |= names
@@ -205,10 +198,7 @@ class Known:
         self._sort()
 
     def tidy(self) -> None:
-        """Forget owners of which nothing is to be looked at any more.
-
-        These are dictionaries that are empty, and the parts of objects that move: copies are taken of the whole.
-        """
+        """Forget owners that need no look: empty dictionaries, and parts of moving objects, which are copied whole."""
         self.empty += [table for table in self.parameters if not table]
         self.parameters = [table for table in self.parameters if table]
         dropped = {place for place, (of, name) in self._slots_of_parts.items() if name in self.moves[of]}
@@ -225,27 +215,28 @@ class Known:
 
 
 class Learned:
-    """What is known of one segment."""
+    """Knowledge of one segment from its calls."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        """Know nothing yet.  ``module``: the segment, if more of its calls are to come."""
+        """Start without knowledge.  ``module``: the segment, if more of its calls are to come."""
         self._module = None if module is None else weakref.ref(module)
         self.known: Known | None = None
+        """Everything that its calls might change; ``None`` before the first call has ended."""
         self.runs = Turns()
         self.stages: dict[int, Learned] = {}
-        """Of the modules that the segment is split into, in their order."""
+        """Place of a module that the segment is split into -> the knowledge of it."""
         self.parameters: Parameters | None = None
-        """Of the latest call, if that was not watched."""
+        """The parameters in the latest call; ``None`` if that was watched."""
         self.exchanged = Counter[Slot]()
         """Slot -> how often somebody exchanged what stood there between two calls."""
         self.draws_outside = False
-        """Forward draws random numbers of Python's or NumPy's global generators."""
+        """Whether forward draws from the global random generators of Python or NumPy."""
         self.runs_to_end = False
-        """The last operator of forward fills a tensor that it has saved (:mod:`memopt_cli.runtime.noise`)."""
+        """Whether the last operator of forward fills a tensor after saving it (:mod:`memopt_cli.runtime.noise`)."""
         self.compared: int | None = None
-        """Place among what forward saves of the tensor that is compared in every call; ``None``: none is."""
+        """The place, among the saved tensors, of the one that is compared in every call; ``None`` if none is."""
         self.overwrites_input = False
-        """Forward writes over its input: a recomputation needs a copy."""
+        """Whether forward writes over its input, so that a recomputation needs a copy."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Learned:
         return Learned()  # a copy of the module is another module
@@ -256,7 +247,7 @@ class Learned:
 
 
 def learned_of(module: nn.Module) -> Learned:
-    """Return what is known of the segment ``module``, which keeps it itself."""
+    """Return the knowledge of the segment ``module``, which is kept on the module itself."""
     found: Learned | None = vars(module).get(LEARNED_KEY)
     if found is None or not found.belongs_to(module):
         found = Learned(module)
@@ -270,7 +261,7 @@ def learned_of(module: nn.Module) -> Learned:
 
 
 def changed(before: Slots, after: Slots) -> set[Any]:
-    """Return the names that stand for another object in ``after`` than in ``before``, or for none in one of them."""
+    """Return the names whose object differs between ``before`` and ``after``, or is missing in one of them."""
     if is_same(before, after):
         return set()
     both = before.keys() & after.keys()
@@ -283,7 +274,7 @@ def is_plain_state(value: Any) -> bool:
 
 
 def _kind_of(value: Any) -> Any:
-    """Return what tells values that code does the same with: the class of one, the code of a function."""
+    """Return the kind of ``value``, with which code does the same: its class, or the code of a function."""
     return value.__code__ if isinstance(value, types.FunctionType) else type(value)
 
 
@@ -292,7 +283,7 @@ def _may_change(name: Any, value: Any) -> bool:
 
 
 def is_object(name: Any, value: Any) -> bool:
-    """Tell whether what stands under ``name`` may be changed without being exchanged, and is no tensor or module."""
+    """Tell whether ``value``, under ``name``, may change without being exchanged, and is no tensor or module."""
     is_changeable = type(value) not in ATOMS and not isinstance(value, Tensor | nn.Module)
     return is_changeable and name not in STRUCTURE and name != "_buffers"  # which is an owner by itself
 
@@ -304,9 +295,9 @@ def _parameters_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _behind(owners: Sequence[Owner], modules: Sequence[nn.Module], others: Sequence[Any]) -> tuple[list[Owner], bool]:
-    """Find the variables that the code of ``modules`` names, and the code of the objects that they or these hold.
+    """Return the variables that the code of ``modules`` names, and the code of the objects that they or these hold.
 
-    Beside them, whether any of it may draw from the global generators of Python or NumPy.
+    Also return whether any of that code may draw from the global generators of Python or NumPy.
     """
     found: dict[int, Owner] = {}
     draws = False

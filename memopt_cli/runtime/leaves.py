@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 
 def leaves_before(tensors: Sequence[Tensor], ends: Collection[Node] = ()) -> Iterator[Tensor]:
-    """The leaves that tensors were computed from, by paths that pass none of the ``ends``."""
+    """Yield the leaves from which ``tensors`` were computed, by paths that pass none of the ``ends``."""
     pending, seen = [t.grad_fn for t in tensors if t.grad_fn is not None], set(ends)
     yield from (t for t in tensors if t.grad_fn is None)
     while pending:

@@ -1,8 +1,8 @@
-"""Segments by length: what a module does depends on how long the input of the model is.
+"""Segments by length: the settings of a module depend on how long the input of the model is.
 
-The root of the model looks at its input, and whatever runs within asks for the length.  Backward runs a forward again
-as it was: a segment remembers the length at which it ran.  In a checkpoint of the user's own, which does not, modules
-by length run plainly.
+The root of the model reads the length of its input, and modules inside it ask for it.  A segment remembers the length
+at which it ran, and is recomputed as it ran then.  A checkpoint of the user's own does not, so inside one modules by
+length run plainly.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from memopt_cli.runtime.segment_config import SegmentConfig
 
 _thread = threading.local()
 _warned: WeakSet[nn.Module] = WeakSet()
-"""Roots that have said that an input is beyond the last range, or has no such dimension."""
+"""Roots that have warned that an input is beyond the last range, or has no such dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthOf:
-    """Where the length stands: in the shape of an argument of the model's forward.
+    """The dimension of an argument of the model's forward whose size is the length.
 
-    Raises :class:`ValueError` for what says nothing of the kind.
+    Raises :class:`ValueError` for fields of other types.
     """
 
     name: str
-    """What people call it: ``S``."""
+    """The symbol of the dimension in messages, such as ``S``."""
     argument: int | str
-    """Position from 0, or name."""
+    """The position of the argument from 0, or its name."""
     axis: int
 
     def __post_init__(self) -> None:
@@ -57,19 +57,19 @@ class LengthOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigsByLength:
-    """How a module runs in each of several ranges of lengths.
+    """The settings of a module in each of several ranges of lengths.
 
-    Raises :class:`ValueError` unless the ranges ascend from 1 and each says what is done in it.
+    Raises :class:`ValueError` unless the ranges ascend from 1 and each has settings.
     """
 
     up_to: tuple[int, ...]
-    """The largest length of each range; beyond the last one, the last one acts."""
+    """The largest length of each range; the last range also has all longer ones."""
     configs: tuple[SegmentConfig | None, ...]
-    """Of each range; ``None``: plain."""
+    """The settings in each range; ``None`` where the module runs plainly."""
     length: LengthOf | None = None
-    """Of the root, which alone sees the input of the model."""
+    """The dimension that is the length, in the root, which sees the model's input; ``None`` for other modules."""
     path: str = ""
-    """Where it is in the plan: messages name it so."""
+    """The path in the plan, by which messages name the module."""
 
     def __post_init__(self) -> None:
         if not all(type(bound) is int for bound in self.up_to):
@@ -80,18 +80,18 @@ class ConfigsByLength:
             raise ValueError(f"there are {len(self.up_to)} ranges of lengths, and settings for {len(self.configs)}")
 
     def at(self, length: float) -> SegmentConfig | None:
-        """What acts at a length."""
+        """Return the settings at ``length``."""
         return self.configs[min(bisect.bisect_left(self.up_to, length), len(self.up_to) - 1)]
 
 
 def present_length() -> float:
-    """Return the length of the input that runs now; infinite if nobody has told it, as in a module called by itself."""
+    """Return the length of the input that runs now; infinite if it is not known, as in a module called by itself."""
     length: float = getattr(_thread, "length", math.inf)
     return length
 
 
 class at_length:  # it reads as a statement
-    """Has an input of that length run in the block."""
+    """A block in which the input that runs is ``length`` long."""
 
     __slots__ = ("_length", "_outer")
 
@@ -106,23 +106,23 @@ class at_length:  # it reads as a statement
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:
-    """The configuration by which a module runs as a segment; ``None`` for a plain one.
+    """Return the settings by which ``module`` runs as a segment; ``None`` for a plain one.
 
-    Of one by length that of the length that runs now, and outside of a step that of the longest.
+    A module by length has those of the length that runs now, and outside of a step those of the longest.
     """
     config: SegmentConfig | ConfigsByLength | None = getattr(module, SEGMENT_KEY, None)  # PyTorch 2.8: not by ``vars``
     return config.at(present_length()) if isinstance(config, ConfigsByLength) else config
 
 
 def config_of(module: nn.Module) -> SegmentConfig:
-    """The same of a module that runs as one."""
+    """Return the settings of ``module``, which must run as a segment."""
     config = segment_of(module)
     assert config is not None, "it runs as a segment"
     return config
 
 
-def length_told(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """Within, what is run is as long as these arguments of ``module``, if it is a root; of another, as around it."""
+def with_length_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
+    """Return a block in which the length is that of these arguments of ``module``, if it is a root; else as around."""
     ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
     return _NOTHING if ranges.length is None else at_length(_length_in(module, ranges, ranges.length, args, kwargs))
 
@@ -133,7 +133,7 @@ _NOTHING = contextlib.nullcontext()
 def _length_in(
     module: nn.Module, ranges: ConfigsByLength, length: LengthOf, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> float:
-    """The length of the input; infinite, with one warning, where it has none."""
+    """Return the length of the arguments; infinite, with one warning, if they have none."""
     given = _given(type(module).forward, length.argument, args, kwargs)
     if not isinstance(given, Tensor) or given.is_nested or not -given.dim() <= length.axis < given.dim():
         what = f"a {type(given).__name__}"
@@ -152,7 +152,7 @@ def _warn(module: nn.Module, reason: str) -> None:
         return
     _warned.add(module)
     warnings.warn(
-        f"{reason}: what the plan has for its longest inputs is used, and a step may take more than its budget",
+        f"{reason}: the plan for its longest inputs is used, and a step may take more than its budget",
         stacklevel=2,
     )
 
@@ -165,7 +165,7 @@ def _given(forward: Callable[..., Any], argument: int | str, args: Sequence[Any]
 
 
 def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
-    """Why ``root``, which alone says how long its input is, cannot do so for the modules in it; empty if it can."""
+    """Return why ``root`` cannot read the length of its input for the modules in it; empty if it can."""
     if ranges.length is None:
         return ""
     if not takes_argument(root, ranges.length.argument):
@@ -181,7 +181,7 @@ def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
 
 
 def takes_argument(module: nn.Module, argument: int | str) -> bool:
-    """Whether the forward of a root has the argument that a plan by length looks at."""
+    """Tell whether the forward of ``module`` has the ``argument`` at which a plan by length looks."""
     parameters = _parameters(type(module).forward)
     if isinstance(argument, str):
         return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -190,7 +190,7 @@ def takes_argument(module: nn.Module, argument: int | str) -> bool:
 
 @functools.cache
 def _place(forward: Callable[..., Any], argument: int | str) -> tuple[int | None, str | None]:
-    """Position among the arguments after ``self``, and name, of an argument."""
+    """Return position, after ``self``, and name of ``argument``; ``None`` for what ``forward`` does not tell."""
     names = _positional(_parameters(forward))
     if isinstance(argument, int):
         return argument, names[argument] if argument < len(names) else None

@@ -1,18 +1,18 @@
-"""Chunks that a dry run does without: of many equal ones, those in the middle.
+"""Lumps: the middle ones of many equal chunks, which a dry run stands in for without running them.
 
-A step on tensors without data takes as long as its operators are many, and 256 chunks are many.  Equal chunks that
-move no state do the same, each on top of what those before it have left, which grows, or shrinks, by the same bytes
-from one to the next.  So what there is at an instant of one in the middle lies between the same instant of a chunk
-before and of one behind, and the peak is at either end.  The middle is one *lump*, which runs nothing: in forward it
-makes what its chunks would leave, and in backward the gradients of their inputs::
+A step on tensors without data takes time by the number of its operators, and 256 chunks have many.  Equal chunks that
+move no state allocate the same tensors, each on top of what the chunks before it have left, which grows, or shrinks, by
+the same bytes from one to the next.  So the bytes at any instant of a chunk in the middle lie between those at the same
+instant of an earlier and of a later chunk, and the peak is at either end.  The middle is one *lump*, which runs
+nothing: in forward it makes tensors like those its chunks would leave, and in backward the gradients of their inputs::
 
     chunks    0  1  2  3  4  5  6  7  8  9 10 11     of length 5
     run       0  1  2  [3 4  5  6  7  8] 9 10 11     the lump is of length 30
 
-Longer chunks, of which the last may be shorter by one, and the shorter ones have a lump each.  What a lump leaves is
-learned from the two chunks before it, and its gradients from the chunk behind it, which backward comes to first.  Where
-these say that chunks are not alike, or leave what cannot be made in one piece, in backward too, the step ends there: it
-is to be run again, then with all chunks of that module.
+Where chunks have two lengths, which differ by one, each length has a lump of its own.  The two chunks before a lump
+show what it leaves, and the chunk after it shows its gradients, since backward comes to that first.  If they show that
+chunks are not alike, or that their tensors cannot be made in one piece, the step ends there with :class:`ChunksDiffer`;
+it is to be run again, and then all chunks of that module run.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _LEAST: Final = 2
 
 
 class ChunksDiffer(BaseException):
-    """Chunks are not alike; no error, which a model might catch."""
+    """Chunks are not alike.  It is no ``Exception``, which a model might catch."""
 
 
 class Lumps:
-    """Of the modules of a model that nobody else runs."""
+    """The modules of one model, which nobody else runs, and which of them have chunks that are not alike."""
 
     def __init__(self, model: nn.Module) -> None:
         self._live_bytes: Callable[[], int] | None = None
@@ -56,9 +56,9 @@ class Lumps:
 
     @contextlib.contextmanager
     def counting(self, live_bytes: Callable[[], int]) -> Iterator[None]:
-        """Within, chunks are lumped; ``live_bytes``: how many there are now.
+        """Let chunks be lumped in the block; ``live_bytes`` returns the bytes of all tensors there are now.
 
-        Raises :class:`ChunksDiffer`, which another try from the start may do of other modules alone.
+        Raises :class:`ChunksDiffer`; tried again from the start, only another module can raise it.
         """
         self._live_bytes = live_bytes
         try:
@@ -67,11 +67,11 @@ class Lumps:
             self._live_bytes = None
 
     def of(self, module: nn.Module) -> Callable[[], int] | None:
-        """How many bytes there are now, if the module's chunks may be lumped."""
+        """Return the counter of live bytes if chunks of ``module`` may be lumped; otherwise ``None``."""
         return None if module in self._unlike else self._live_bytes
 
     def refuse(self, module: nn.Module) -> NoReturn:
-        """Its chunks are not alike."""
+        """Raise :class:`ChunksDiffer`, and never lump chunks of ``module`` again."""
         self._unlike.add(module)
         raise ChunksDiffer
 
@@ -80,9 +80,9 @@ _known: MutableMapping[nn.Module, Lumps] = WeakKeyDictionary()
 
 
 def lumped(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> LumpedCall | None:
-    """A call of a module in chunks of these lengths, some of them in lumps; ``None``: all of them are to run.
+    """Return a call of ``module`` in chunks of ``lengths`` with lumps; ``None`` if all chunks are to run.
 
-    ``pieces``: tensors that are cut.
+    ``pieces``: the tensors that are cut along ``axis``.
     """
     # Consecutive layers that are one segment are in a module of their own, which is made later.
     lumps = next((found for part in module.modules() if (found := _known.get(part)) is not None), None)
@@ -96,25 +96,25 @@ def lumped(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequenc
 
 
 def _in_lumps(count: int) -> list[int]:
-    """Of equal chunks, how many each one of what runs stands for."""
+    """Return how many of ``count`` equal chunks each piece stands for: 12 are 1, 1, 1, 6, 1, 1, 1."""
     if count < 2 * _EDGE + _LEAST:
         return [1] * count
     return [*[1] * _EDGE, count - 2 * _EDGE, *[1] * _EDGE]
 
 
 @dataclass(frozen=True, slots=True)
-class _Like:
-    """A tensor that a chunk makes, without the tensor."""
+class _Form:
+    """The form of a tensor that a chunk makes."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    """Its dimensions as they lie in memory, the outermost first."""
+    """The dimensions as they lie in memory, the outermost first."""
     dtype: torch.dtype
     device: torch.device
     is_differentiable: bool
 
     def times(self, count: int, axis: int) -> Tensor:
-        """What so many chunks make, in one piece."""
+        """Return an empty tensor like those of ``count`` chunks, concatenated along ``axis``."""
         shape = [*self.shape]
         shape[axis] *= count
         laid_out = torch.empty([shape[d] for d in self.order], dtype=self.dtype, device=self.device)
@@ -126,103 +126,103 @@ class _Like:
 
 
 def in_memory(tensor: Tensor) -> list[int]:
-    """The dimensions of a tensor as they lie in memory, the outermost first.
+    """Return the dimensions of ``tensor`` as they lie in memory, the outermost first.
 
-    Of a chunk of one sample the stride along it still tells where it belongs.
+    Where a chunk is one sample long, the stride along that dimension still tells its place.
     """
     return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], tensor.shape[d] == 1, d))
 
 
-def _like(tensor: Any, axis: int) -> _Like | None:
-    """``None``: it cannot be made in one piece with others."""
+def _form_of(tensor: Any, axis: int) -> _Form | None:
+    """Return the form of ``tensor``; ``None`` if it cannot be made in one piece with those of other chunks."""
     if not isinstance(tensor, Tensor) or not -tensor.dim() <= axis < tensor.dim() or not is_dense(tensor):
         return None
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         return None
     order = tuple(in_memory(tensor))
-    return _Like(tuple(tensor.shape), order, tensor.dtype, tensor.device, tensor.requires_grad)
+    return _Form(tuple(tensor.shape), order, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 class LumpedCall:
-    """One call of a module in chunks: what its lumps are learned from."""
+    """One call of a module in chunks: what its chunks show, and its lumps."""
 
     def __init__(
         self, module: nn.Module, lumps: Lumps, live_bytes: Callable[[], int], counts: Sequence[int], axis: int
     ) -> None:
         self.counts = counts
-        """How many chunks each piece of the input stands for."""
+        """How many chunks each piece of the input stands for: one, or those of a lump."""
         self.axis = axis
         self._module, self._lumps, self._live_bytes = module, lumps, live_bytes
         self._moves = Moves(module)
         self._live = live_bytes()
         self._left: list[int] = []
-        """By how many bytes there were more after each chunk of the present length."""
-        self._outputs: list[_Like] = []
-        self._gradients: dict[int, list[_Like | None]] = {}
-        """Of the lump at a place, those of the inputs of the chunk behind it."""
+        """The bytes that each chunk has left in forward."""
+        self._outputs: list[_Form] = []
+        self._gradients: dict[int, list[_Form | None]] = {}
+        """Place of a lump -> the gradients of inputs of the chunk after it."""
         self._held: dict[int, int] = {}
-        """What each chunk of the lump at a place leaves beside its outputs until its backward, in bytes."""
+        """Place of a lump -> the bytes that each of its chunks leaves beside its outputs until its backward."""
         self._began: dict[int, int] = {}
-        """How many bytes there were as backward came to the chunk behind the lump at a place."""
+        """Place of a lump -> the bytes that there were when backward came to the chunk after it."""
 
     def lengths(self, lengths: Sequence[int]) -> list[int]:
-        """Of the pieces, given those of all chunks."""
+        """Return the lengths of the pieces, given the ``lengths`` of all chunks."""
         starts = itertools.accumulate(self.counts, initial=0)
         return [sum(lengths[start : start + count]) for start, count in zip(starts, self.counts, strict=False)]
 
-    def watched(self, index: int, piece: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The piece of a chunk; behind a lump it tells of its gradients."""
+    def noting_gradients(self, index: int, piece: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return ``piece``, that of the chunk at ``index``; after a lump, its gradients are noted."""
         if not index or self.counts[index - 1] == 1:
             return piece
         found = self._gradients[index - 1] = [None] * len(piece)
         return tuple(self._noting(tensor, found, place) for place, tensor in enumerate(piece))
 
-    def ran(self, index: int, output: Any, outputs: int) -> None:
-        """A chunk has run; ``outputs``: how many of what it returns are cut."""
+    def note_run(self, index: int, output: Any, outputs: int) -> None:
+        """Note what the chunk at ``index`` has left; ``outputs``: how many of its return values are cut."""
         live, before = self._live_bytes(), self._live
         parts = output if isinstance(output, tuple) else (output,)
         if len(parts) > outputs or self._moves.now():
             self._lumps.refuse(self._module)
         self._live = live
         self._left.append(live - before)
-        self._outputs = [self._liked(part) for part in parts]
+        self._outputs = [self._form_or_refuse(part) for part in parts]
         if index and self.counts[index - 1] > 1:
             self._watch_backward(index - 1, parts)
 
     def lump(self, index: int, pieces: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """What the chunks of a lump leave."""
+        """Return the outputs of the lump at ``index``, which holds until its backward what its chunks would hold."""
         held_bytes = self._held[index] = self._held_bytes()
         count = self.counts[index]
-        moves = any(like.is_differentiable for like in self._outputs)
+        moves = any(form.is_differentiable for form in self._outputs)
         anchor = torch.empty(0, device=pieces[0].device, requires_grad=moves)
         made: tuple[Any, ...] = _Lump.apply(self, index, count * held_bytes, anchor, *pieces)  # type: ignore[no-untyped-call]
         self._live = self._live_bytes()
         return made
 
-    def made(self, index: int) -> list[Tensor]:
-        """The outputs of a lump."""
-        return [like.times(self.counts[index], self.axis) for like in self._outputs]
+    def new_outputs(self, index: int) -> list[Tensor]:
+        """Return new outputs of the lump at ``index``."""
+        return [form.times(self.counts[index], self.axis) for form in self._outputs]
 
-    def given(self, index: int) -> list[Tensor | None]:
-        """The gradients of its inputs."""
-        count, likes = self.counts[index], self._gradients[index]
-        return [None if like is None else like.times(count, self.axis) for like in likes]
+    def new_gradients(self, index: int) -> list[Tensor | None]:
+        """Return new gradients of the inputs of the lump at ``index``."""
+        count, forms = self.counts[index], self._gradients[index]
+        return [None if form is None else form.times(count, self.axis) for form in forms]
 
-    def comes_backward(self, index: int) -> None:
-        """Backward has come to a lump: in the chunk behind it, it must have left gradients of inputs, and no more."""
-        left = sum(like.nbytes for like in self._gradients[index] if like is not None) - self._held[index]
+    def check_backward(self, index: int) -> None:
+        """Check, as backward comes to a lump, that the chunk after it has left gradients of inputs, and no more."""
+        left = sum(form.nbytes for form in self._gradients[index] if form is not None) - self._held[index]
         if self._live_bytes() - self._began.get(index, 0) != left:
             self._lumps.refuse(self._module)
 
     def differentiable(self) -> list[bool]:
-        """Whether each output is."""
-        return [like.is_differentiable for like in self._outputs]
+        """Return whether each output is differentiable."""
+        return [form.is_differentiable for form in self._outputs]
 
     def _held_bytes(self) -> int:
-        """What each chunk leaves beside its outputs until its backward."""
+        """Return the bytes that each chunk leaves beside its outputs until its backward."""
         *_, last, left = self._left
-        held_bytes = left - sum(like.nbytes for like in self._outputs)
-        # What a segment around makes again would not be held by the lump, which is made again as well.
+        held_bytes = left - sum(form.nbytes for form in self._outputs)
+        # A segment around would make again what chunks hold; a lump holds it at both times, so it is refused.
         is_within = is_nested() or is_recomputing()
         if last != left or held_bytes < 0 or (held_bytes and is_within):
             self._lumps.refuse(self._module)
@@ -236,15 +236,15 @@ class LumpedCall:
             if output.requires_grad:
                 _watch(output, begin)
 
-    def _liked(self, tensor: Any) -> _Like:
-        return _like(tensor, self.axis) or self._lumps.refuse(self._module)
+    def _form_or_refuse(self, tensor: Any) -> _Form:
+        return _form_of(tensor, self.axis) or self._lumps.refuse(self._module)
 
-    def _noting(self, tensor: Tensor, found: list[_Like | None], place: int) -> Tensor:
+    def _noting(self, tensor: Tensor, found: list[_Form | None], place: int) -> Tensor:
         if not tensor.requires_grad:
             return tensor
 
         def note(gradient: Tensor) -> None:
-            found[place] = self._liked(gradient)
+            found[place] = self._form_or_refuse(gradient)
 
         watched = tensor.view_as(tensor)
         _watch(watched, note)
@@ -257,12 +257,12 @@ def _watch(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 class _Lump(torch.autograd.Function):
-    """Chunks that do not run."""
+    """The node of a lump in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, call: LumpedCall, index: int, held_bytes: int, anchor: Tensor, *pieces: Tensor) -> Any:
         ctx.call, ctx.index = call, index
-        outputs = call.made(index)
+        outputs = call.new_outputs(index)
         ctx.held = torch.empty(held_bytes, dtype=torch.uint8, device=anchor.device) if held_bytes else None
         fixed = [t for t, moves in zip(outputs, call.differentiable(), strict=True) if not moves]
         ctx.mark_non_differentiable(*fixed)
@@ -270,6 +270,6 @@ class _Lump(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.call.comes_backward(ctx.index)
+        ctx.call.check_backward(ctx.index)
         ctx.held = None
-        return None, None, None, None, *ctx.call.given(ctx.index)
+        return None, None, None, None, *ctx.call.new_gradients(ctx.index)

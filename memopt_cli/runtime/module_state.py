@@ -36,7 +36,7 @@ _NUMBERS = frozenset({bool, int, float, complex})
 
 
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
-    """The first parameter or buffer that has no shape before a lazy module has run; empty if there is none."""
+    """Return the path of a parameter or buffer of ``module`` without a shape, as in a lazy layer; empty without one."""
     for path, part in module.named_modules() if recurse else [("", module)]:
         for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
             if is_lazy(tensor):
@@ -45,19 +45,19 @@ def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
 
 
 def name_of(module: nn.Module) -> str:
-    """How messages name a module: its class, and of a segment its path in the plan."""
+    """Return how messages name ``module``: by its class, and a segment also by its path in the plan."""
     return name_at(module, getattr(vars(module).get(SEGMENT_KEY), "path", ""))
 
 
 def name_at(module: nn.Module, path: str) -> str:
-    """The same of a segment whose path is known; ``torch.compile`` can trace it."""
+    """Return how messages name ``module``, whose path in the plan is ``path``; ``torch.compile`` can trace this."""
     kind = type(module).__name__
     return f"{kind} at '{path}'" if path else kind
 
 
 @dataclass(slots=True)
 class _Container:
-    """A built-in container and what it held: restored in place, since others may hold it too."""
+    """A built-in container and its items at one moment: restored in place, since others may refer to it too."""
 
     container: dict[Any, Any] | list[Any] | deque[Any] | set[Any]
     items: Any
@@ -77,7 +77,7 @@ class _Container:
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """A module's own random generator, and where it stood."""
+    """A module's own random generator, and its position at one moment."""
 
     generator: torch.Generator
     position: Tensor
@@ -87,12 +87,12 @@ class _Drawing:
         return self.generator
 
 
-class _Slots(MutableMapping[str, Any]):
-    """What a ScriptModule keeps besides its parameters and children: not in its dictionary, but in its program."""
+class ScriptSlots(MutableMapping[str, Any]):
+    """The buffers and attributes of a ScriptModule, which lie not in its dictionary, but in its program."""
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
         self._program = program_of(module)
-        # Of one that was loaded they name its buffers too.
+        # In a script that was loaded, the attributes name its buffers too.
         buffers = (name for name, _ in buffers_of(module).items())
         self._names = dict.fromkeys((*attributes_of_script(module), *buffers))
 
@@ -103,7 +103,7 @@ class _Slots(MutableMapping[str, Any]):
         self._program.setattr(name, value)
 
     def __delitem__(self, name: str) -> None:
-        raise KeyError(name)  # a program's are what they are
+        raise KeyError(name)  # a program never loses one
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -113,23 +113,23 @@ class _Slots(MutableMapping[str, Any]):
 
 
 def _attributes_of(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
-    """Where a module keeps its state."""
+    """Yield the mappings in which ``module`` keeps its state."""
     yield vars(module)
     if isinstance(module, torch.jit.ScriptModule) and attributes_of_script(module):
-        yield _Slots(module)
+        yield ScriptSlots(module)
 
 
 class _Attributes:
-    """What a module keeps in one mapping, and what it held."""
+    """A mapping of a module's attributes, and their values at one moment."""
 
     __slots__ = ("_atoms", "_mapping", "_names", "held")
 
     def __init__(self, mapping: MutableMapping[str, Any]) -> None:
         self._mapping, self._names = mapping, tuple(mapping)
         self._atoms: dict[str, Any] = {}
-        """What is put back as it is."""
+        """The values that cannot change, and are put back as they are."""
         self.held: dict[str, Any] = {}
-        """What needs a look."""
+        """The other values; containers and generators with what they held."""
         for name in _names_of_state(self._names):
             value = mapping[name]
             if type(value) in _ATOMS or _is_atom(value):
@@ -150,15 +150,14 @@ class ModuleState:
     """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`."""
 
     def __init__(self, module: nn.Module, modules: Sequence[nn.Module] | None = None) -> None:
-        """``modules``: of its tree, if whoever asks has them."""
+        """Note the state of ``module``.  ``modules``: those of its tree, if they are known already."""
         modules = list(module.modules()) if modules is None else modules
         self._attributes = [_Attributes(mapping) for m in modules for mapping in _attributes_of(m)]
-        self._leaves: list[Any] | None = None
         # A ScriptModule's cannot be exchanged.
         self._children = [(held, dict(held)) for held in map(children_of, modules) if isinstance(held, dict)]
 
     def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
-        """Put everything back; a tensor or iterator whose ``id`` is in ``replaced`` as that other one."""
+        """Put everything back; a tensor or iterator whose ``id`` is in ``replaced`` becomes the one given there."""
         for children, held in self._children:
             if children != held:
                 children.clear()
@@ -167,15 +166,11 @@ class ModuleState:
             attributes.restore(replaced or {})
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor among the attributes."""
-        # Of a parameter it is known elsewhere; what a transform of torch.func left can be neither read nor copied.
-        found = (leaf for leaf in self._held_leaves() if isinstance(leaf, Tensor))
+        """Yield every tensor among buffers and attributes."""
+        # Not parameters, which others look after, nor what a transform of torch.func left, which cannot be read.
+        leaves = (leaf for attributes in self._attributes for leaf in _leaves(attributes.held.values()))
+        found = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         return (t for t in found if not is_of_transform(t) and (type(t) is Tensor or not isinstance(t, nn.Parameter)))
-
-    def _held_leaves(self) -> list[Any]:
-        if self._leaves is None:
-            self._leaves = [leaf for attributes in self._attributes for leaf in _leaves(attributes.held.values())]
-        return self._leaves
 
 
 def matrices_of(module: nn.Module) -> list[Tensor]:
@@ -187,9 +182,9 @@ def matrices_of(module: nn.Module) -> list[Tensor]:
 
 
 def state_by_name(module: nn.Module, without: Container[nn.Module] = ()) -> dict[str, Any]:
-    """The tensors and numbers among what a module keeps besides parameters, by path and name; not those of ``without``.
+    """Return the tensors and numbers that ``module`` keeps besides parameters, by path and name.
 
-    In a container they are named by place or key: ``cell.memories.v``, ``history.0``.
+    Modules in ``without`` are left out.  In a container, place or key is the name: ``cell.memories.v``, ``history.0``.
     """
     found: dict[str, Any] = {}
     for name, value in _named_attributes(module, without):
@@ -198,7 +193,7 @@ def state_by_name(module: nn.Module, without: Container[nn.Module] = ()) -> dict
 
 
 def numbers_by_attribute(module: nn.Module) -> dict[str, list[Any]]:
-    """The numbers in each attribute that has any, by its path and name: ``cell.steps``."""
+    """Return the numbers in each attribute of ``module`` that holds some, by path and name: ``cell.steps``."""
     numbers = {
         name: [leaf for _, leaf in _named_leaves(name, value) if type(leaf) in _NUMBERS]
         for name, value in _named_attributes(module)
@@ -207,7 +202,7 @@ def numbers_by_attribute(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def generators_by_name(module: nn.Module) -> dict[str, Any]:
-    """The random generators that a module keeps for itself, PyTorch's, NumPy's and Python's, by path and name."""
+    """Return the random generators of PyTorch, NumPy and Python that ``module`` keeps for itself, by path and name."""
     leaves = (leaf for name, value in _named_attributes(module) for leaf in _named_leaves(name, value))
     return {name: leaf for name, leaf in leaves if isinstance(leaf, _generator_classes())}
 
@@ -242,18 +237,18 @@ def _is_tensor(value: Any) -> bool:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """A deep copy; what has a graph among its attributes, which cannot be copied, is detached in it.
+    """Return a deep copy of ``module``, in which tensors with a graph, which cannot be copied, are detached.
 
-    Raises whatever the classes of the module's attributes raise.
+    Raises whatever the classes of the attributes raise.
     """
     graphs = {id(t): t.detach().clone() for t in ModuleState(module).tensors() if t.grad_fn is not None}
     return deepcopy(module, graphs)
 
 
 def reset_hidden_state(module: nn.Module) -> None:
-    """Forget what earlier steps left on the module: SpikingJelly's memories, snnTorch's membranes, graphs.
+    """Reset what earlier steps left on ``module``: SpikingJelly's memories, snnTorch's membranes.
 
-    Attributes that hold a tensor with a graph are detached: such a module could be neither copied nor pickled.
+    Tensors with a graph are detached: a module that holds one can be neither copied nor pickled.
     """
     for m in module.modules():
         for name in ("reset", "reset_mem") if hasattr(m, "_memories") else ("reset_mem",):
@@ -265,7 +260,7 @@ def reset_hidden_state(module: nn.Module) -> None:
 
 
 def detach_state(module: nn.Module) -> None:
-    """Cut what a module keeps in buffers and attributes off the graph that made it: as it is, it cannot be copied."""
+    """Detach the tensors that ``module`` keeps in buffers and attributes, so that it can be copied."""
     state = ModuleState(module)
     state.restore({id(t): t.detach() for t in state.tensors() if t.grad_fn is not None})
 
@@ -310,7 +305,7 @@ def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """What lies in them, containers followed: neither those nor what is put back as it is."""
+    """Yield what lies in ``values``, inside containers too, but for values that cannot change."""
     for value in values:
         if isinstance(value, _Container):
             yield from _leaves(value.items)

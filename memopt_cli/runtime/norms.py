@@ -1,4 +1,4 @@
-"""Batch norms: the modules, and the functions where every class of them ends up."""
+"""Batch norms: the modules, and the functions that every class of them calls in the end."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ BATCH_NORMS: dict[Any, tuple[str, ...]] = {
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
-    """The modules in it that normalize by statistics of the batch while they train, lifted ones among them."""
+    """Return the modules in ``module`` that normalize by batch statistics in training mode, lifted ones included."""
     return [m for m in module.modules() if isinstance(m, BatchNorm) or "aten::batch_norm" in operators_of(m)]
 
 
 class OtherNorms(Exception):
-    """A part of a module's input comes to its batch norms otherwise than the whole: a sentence without its subject."""
+    """Part of an input reaches a module's batch norms in another way than the whole; a sentence without its subject."""
 
 
 class SameStatistics(TorchFunctionMode):
-    """Batch norms within normalize as they do in the first run: call for call by what they found there.
+    """A mode in which batch norms normalize as in the first run under it: call for call by the statistics found there.
 
-    A run of several parts, one after the other, comes to them as often for each.  No weights are applied, which may be
-    zero.  Raises :class:`OtherNorms`.
+    A run of several parts, one after the other, calls them as often for each part.  No weights are applied, for they
+    may be zero.  Raises :class:`OtherNorms`.
     """
 
     def __init__(self) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 
 class StateOnDemand(defaultdict[Any, Any]):
-    """Made when it is asked for: of each parameter what a function makes.
+    """State of each parameter that ``make`` makes when it is first asked for.
 
-    An optimizer may have made state when it was made itself, as PyTorch 2.8's Adagrad, and fail without it.
+    Some optimizers make state when they are made, as PyTorch 2.8's Adagrad, and fail without it.
     """
 
     def __init__(self, make: Callable[[Any], dict[str, Any]]) -> None:

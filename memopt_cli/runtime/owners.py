@@ -1,4 +1,4 @@
-"""Where Python keeps the state that a forward may move on: named slots, which can be read and written back.
+"""The places in which Python keeps state that a forward may change: named slots, which can be read and written back.
 
 A module keeps it in its attributes, buffers, children and hooks; code keeps it in the variables that it names
 (:mod:`memopt_cli.runtime.variables`).
@@ -19,39 +19,38 @@ import torch
 from torch import nn
 
 from memopt_cli.runtime.frozen import freeze, is_opaque, slots_in, slots_of
-from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE
+from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE, ScriptSlots
 from memopt_cli.runtime.private_torch import (
     attributes_of_script,
     buffers_of,
     children_of,
     global_hook_tables,
     hook_tables,
-    program_of,
 )
 
 Slots = dict[Any, Any]
-"""What each name of an owner stood for at one moment."""
+"""Name in an owner -> the object that it stood for at one moment."""
 
 
 class Owner:
-    """Something that keeps values under names."""
+    """An object that keeps values under names."""
 
     __slots__ = ()
 
     def read(self) -> Slots:
-        """Return what stands there now."""
+        """Return the present values by their names."""
         raise NotImplementedError
 
     def write(self, slots: Slots) -> None:
-        """Make what stands there what ``slots`` says, and nothing else."""
+        """Make ``slots`` the values, and remove all others."""
         raise NotImplementedError
 
     def holds(self, slots: Slots) -> bool:
-        """Tell whether the very objects of ``slots`` stand there."""
+        """Tell whether the values are the very objects of ``slots``."""
         return is_same(self.read(), slots)
 
     def mapping(self) -> dict[Any, Any] | None:
-        """Return the dictionary that is it, which may be held; ``None`` if it is none."""
+        """Return the dictionary that this owner stands for, which may be held; ``None`` if it stands for none."""
         return None
 
 
@@ -120,7 +119,7 @@ class Table(Owner):
 
 
 class Items(Owner):
-    """What lies in a list, a queue or a set, by its place."""
+    """The items of a list, a queue or a set, by their places."""
 
     __slots__ = ("_items",)
 
@@ -154,7 +153,7 @@ class Slotted(Owner):
 
 
 class Nothing(Owner):
-    """Keeps nothing."""
+    """An owner without values, in place of one that need not be looked at any longer."""
 
     __slots__ = ()
 
@@ -166,22 +165,23 @@ class Nothing(Owner):
 
 
 class ScriptAttributes(Owner):
-    """What a ``ScriptModule`` keeps besides parameters: not in its dictionary, but in its program."""
+    """The buffers and attributes of a ``ScriptModule``, which is held weakly."""
 
     __slots__ = ("_module",)
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
         self._module = weakref.ref(module)
 
-    def read(self) -> Slots:
+    def _slots(self) -> ScriptSlots:
         module = self._module()
-        # Of a script that was loaded, the attributes name its buffers too.
-        names = dict.fromkeys((*attributes_of_script(module), *(name for name, _ in buffers_of(module).items())))
-        return {name: program_of(module).getattr(name) for name in names}
+        assert module is not None, "whoever reads it holds the module"
+        return ScriptSlots(module)
+
+    def read(self) -> Slots:
+        return dict(self._slots())
 
     def write(self, slots: Slots) -> None:
-        for name, value in slots.items():
-            program_of(self._module()).setattr(name, value)
+        self._slots().update(slots)
 
 
 class Variables(Owner):
@@ -277,7 +277,7 @@ class InContext(Owner):
 
 
 class Contents(Owner):
-    """What an object holds that has no attributes for it: an array, a random generator."""
+    """The contents of an object that keeps them in no attributes: an array, a random generator."""
 
     __slots__ = ("_object", "_seen")
 
@@ -292,11 +292,11 @@ class Contents(Owner):
         return {"": self._seen}
 
     def write(self, slots: Slots) -> None:
-        """Leave everything as it is: a call that has changed it for the first time does not run again."""
+        """Leave the object as it is: a call that has changed it for the first time does not run again."""
 
 
 def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
-    """Give everything in which ``modules`` keep state, besides their parameters."""
+    """Yield everything in which ``modules`` keep state, besides their parameters."""
     for module in modules:
         yield Attributes(module)
         if isinstance(module, torch.jit.ScriptModule):  # its buffers and children cannot be exchanged
@@ -307,7 +307,7 @@ def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
 
 
 def owners_in(part: Any) -> Iterator[Owner]:
-    """Give what keeps the state of ``part``, a collection, an array or another object."""
+    """Yield the owners that keep the state of ``part``, a collection, an array or another object."""
     if is_opaque(part):
         yield Contents(part)
         return
@@ -322,8 +322,8 @@ def owners_in(part: Any) -> Iterator[Owner]:
 
 
 def tables_of_hooks(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:
-    """Return the dictionaries of hooks that run within a call of the first of ``modules``, the others being in it.
+    """Return the dictionaries of hooks that run inside a call of the first of ``modules``, which contains the others.
 
-    Its own are not among them: they run before and after the whole.
+    Its own hooks are not among them: they run before and after the whole.
     """
     return [*global_hook_tables(), *(table for module in modules[1:] for table in hook_tables(module))]

@@ -1,8 +1,8 @@
-"""What autograd saves, packed: nothing is recomputed, and what comes back is equal to the bit.
+"""Packing of saved tensors: nothing is recomputed, and every tensor comes back equal to the bit.
 
-Spikes and dropout masks take a bit an element, flags too, indices as few bytes as they need, and a concatenation takes
-none for the parts of it that are saved themselves.  Whatever is none of these stays as it is.  A tensor that several
-operators save is packed once; parameters are never touched.
+Spikes, dropout masks and flags take a bit an element, indices as few bytes as they need, and a concatenation takes
+none for its parts that are saved themselves.  Any other tensor stays as it is.  A tensor that several operators save is
+packed once; parameters are never touched.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from memopt_cli.runtime.private_torch import (
 )
 
 _LEAST_BYTES = 4096
-"""Smaller tensors are not worth a look."""
+"""Least bytes of a tensor that is packed."""
 _SAMPLE = 64
-"""Elements looked at before a whole tensor is."""
+"""Elements that are looked at before a whole tensor is."""
 _REGION = 2**16
-"""Elements looked at for the shape of the planes that indices point into."""
+"""Elements that are looked at to find the shape of the planes into which indices point."""
 _SHAPE_ALONE = frozenset(
     f"{kind}Pool{d}DBackward0" for kind in ("Avg", "AdaptiveAvg", "AdaptiveMax") for d in (2, 3)
 ) | {"MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0"}
-"""Nodes of autograd whose kernels take no more from a saved tensor of floats than its shape and strides."""
+"""Nodes of autograd whose kernels need no more of a saved tensor of floats than its shape and strides."""
 
 
 _thread = threading.local()
@@ -64,9 +64,10 @@ _thread = threading.local()
 def recorded_answers(
     codec_of: Callable[[Tensor], str], joined: Callable[[Sequence[Tensor]], None] | None = None
 ) -> Iterator[None]:
-    """Within, tensors without data are packed as ``codec_of`` says they were in a step with data; ``null``: not.
+    """Pack fake tensors in the block by the codecs that a step with data used.
 
-    ``joined`` hears of the outputs that the module which runs has joined of its chunks, in their order.
+    ``codec_of`` returns the name of one, ``null`` for tensors that stay as they are.  ``joined`` is called with the
+    outputs that the running module has joined from its chunks, in their order.
     """
     _thread.codec_of, _thread.joined = codec_of, joined
     try:
@@ -76,14 +77,14 @@ def recorded_answers(
 
 
 def note_joined(outputs: Sequence[Tensor]) -> None:
-    """The module that runs has joined these of its chunks: in a step without chunks it makes them otherwise."""
+    """Note that the running module has joined ``outputs`` from its chunks; without chunks an operator makes them."""
     joined: Callable[[Sequence[Tensor]], None] | None = getattr(_thread, "joined", None)
     if joined is not None:
         joined(outputs)
 
 
 def codec_for(x: Tensor) -> SpikeCompressor | None:
-    """The codec that is likely to hold ``x`` in less, by a look at a sample of it; ``None`` if there is none."""
+    """Return the codec that is likely to hold ``x`` in fewer bytes, judged by a sample; ``None`` if there is none."""
     if x.layout is not torch.strided or x.dtype not in _DTYPES:
         return None
     if is_fake(x):
@@ -95,7 +96,7 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
         return None
     values = {value for value in _sample(x) if value != 0}
     if not values and x.is_floating_point():
-        return COMPRESSORS["two-valued"]  # whatever its value is: the sample has none
+        return COMPRESSORS["two-valued"]  # whatever the other value is: the sample has only zeros
     if values <= {1}:
         return COMPRESSORS["bit"]
     if not x.is_floating_point():
@@ -126,7 +127,10 @@ def _named(name: str, x: Tensor) -> SpikeCompressor | None:
 
 
 def _index_codec(x: Tensor) -> SpikeCompressor:
-    """Pooling in one, two or three dimensions: planes are the trailing ones in which indices vary least."""
+    """Return the codec for the integers ``x``, indices of pooling perhaps.
+
+    Pooling works in one, two or three dimensions: planes are those trailing ones in which indices vary least.
+    """
     if x.dim() < 3 or not x.is_contiguous() or not x.numel():
         return IndexCompressor()
     if is_fake(x):
@@ -137,7 +141,7 @@ def _index_codec(x: Tensor) -> SpikeCompressor:
 
 
 def _spread(x: Tensor, plane: int) -> int:
-    """How far apart the values in one place of the first planes are, at most."""
+    """Return how far apart the values in one place of the first planes of ``x`` are, at most."""
     least, most = x.view(-1, plane)[: max(2, _REGION // plane)].aminmax(dim=0)  # amax and amin take ten times as long
     return int((most - least).max())
 
@@ -153,7 +157,7 @@ class _Saved:
 
 
 class _AsItIs:
-    """A tensor that is not packed, and its version: with hooks, PyTorch does not check it."""
+    """A tensor that is not packed, and its version, which PyTorch does not check where there are hooks."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -163,7 +167,7 @@ class _AsItIs:
         self._version = version_of(tensor)
 
     def get(self) -> Tensor:
-        """Return it.  Raises :class:`RuntimeError` if it was modified in place since."""
+        """Return the tensor.  Raises :class:`RuntimeError` if it was modified in place since."""
         if version_of(self._tensor) != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was modified in place between "
@@ -183,29 +187,24 @@ class _Late:
         self.node = next_node()
 
     def take(self) -> Tensor | None:
-        """The tensor, to be packed; none if it was modified in place, of which whoever asks for it is to be told."""
+        """Return the tensor to be packed; ``None`` if it was modified in place, so that reading it must fail."""
         tensor, self._tensor = self._tensor, None
         return tensor if tensor is not None and version_of(tensor) == self.stored.version else None
 
 
-def _may_be_filled_later(tensor: Tensor) -> bool:
-    """Noise is of floats, and nothing that is trained (:mod:`memopt_cli.runtime.noise`)."""
-    return tensor.is_floating_point() and not tensor.requires_grad
-
-
 class PackedSaves:
-    """Packs what autograd saves during one run of a module's forward."""
+    """The tensors that autograd saves during one run of a module's forward, packed."""
 
     def __init__(self, untouched: Iterable[Tensor]) -> None:
-        """``untouched``: parameters and buffers, which are there anyhow."""
+        """Leave the tensors ``untouched``, parameters and buffers, as they are: they exist anyway."""
         self._untouched = {memory_of(t) for t in untouched if _has_memory(t)}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_Saved]]]] = {}
         self._late: list[_Late] = []
-        """Saved by the latest operator, which may still be filling them."""
+        """Tensors saved by the latest operator, which may still be filling them."""
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """A context manager: what is saved within is packed."""
+        """Pack what autograd saves in the block."""
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 yield
@@ -214,18 +213,19 @@ class PackedSaves:
 
     @not_compiled
     def pack(self, tensor: Tensor) -> Any:
-        """Return what is kept in place of ``tensor``."""
+        """Return the object to keep in place of ``tensor``."""
         if self._late:
             self._pack_late(next_node())
         if not _has_memory(tensor):
             return _AsItIs(tensor)
         is_large = tensor.nbytes >= _LEAST_BYTES
-        # Of a small view it is not enough to know that it is small: it may hold all that it is a view of.
+        # A small view may keep alive all of the large tensor that it is a view of.
         if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
             return _AsItIs(tensor)
         saved = self._known(tensor) if is_large else None
         if saved is None and is_large:
-            if _may_be_filled_later(tensor):
+            # Noise, which is of floats and not trained, may be filled later (:mod:`memopt_cli.runtime.noise`).
+            if tensor.is_floating_point() and not tensor.requires_grad:
                 self._late.append(_Late(tensor))
                 return self._late[-1]
             saved = self._new(tensor)
@@ -234,7 +234,11 @@ class PackedSaves:
         return saved, tensor.shape, tensor.stride()
 
     def _as_it_is(self, tensor: Tensor) -> Packed:
-        """A view holds the whole that it is of, which need not be packed then, and is there for concatenations."""
+        """Return ``tensor`` stored raw.
+
+        If it is a view, its whole base is held by it: that need not be packed any more, and concatenations can refer to
+        it.
+        """
         whole, stored = _whole_of(tensor), COMPRESSORS["null"].compress(tensor)
         if whole is not tensor:
             raw = COMPRESSORS["null"].compress(whole)
@@ -247,11 +251,11 @@ class PackedSaves:
         return stored
 
     def settle(self) -> None:
-        """Every operator has run: pack what still waited."""
+        """Pack the tensors that still wait, as every operator has run."""
         self._pack_late(math.inf)
 
     def _pack_late(self, node: float) -> None:
-        """Pack what was saved before that node: the operators have run to their end when a later one makes its own."""
+        """Pack what was saved before ``node`` was made: by then the operator that saved it has run to its end."""
         while self._late and self._late[0].node < node:
             late = self._late.pop(0)
             tensor = late.take()
@@ -269,7 +273,7 @@ class PackedSaves:
             return COMPRESSORS["null"].decompress(stored)
         saved, shape, stride = stored
         assert isinstance(saved, _Saved)
-        # Not a recomputation that the node asked for: that reads the elements.
+        # Only the engine: a recomputation that the node has started reads the elements.
         if _takes_shape_alone(saved.packed) and is_engine(sys._getframe().f_back):
             return torch.empty_strided(shape, stride, dtype=saved.packed.dtype, device=saved.packed.data[0].device)
         return saved.codec.decompress(saved.packed).as_strided(shape, stride)
@@ -300,16 +304,16 @@ class PackedSaves:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Not a tangent of zeros, of which ``torch.func.jvp`` makes some, nor what ``vmap`` hands to a checkpoint.
+    """Tell whether ``tensor`` has plain memory.
 
-    Nor a nested tensor, which has no shape.
+    A tangent of zeros, as ``torch.func.jvp`` makes some, has none, nor has a tensor of ``vmap``, nor a nested one.
     """
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and not (stands_for_zeros(tensor) or is_of_transform(tensor))
 
 
 def _whole_of(tensor: Tensor) -> Tensor:
-    """What a tensor is a view of, if all that it is of lies there as it is; itself if not, and if it is no view."""
+    """Return the base of which ``tensor`` is a view, if that is dense and of its dtype; otherwise ``tensor`` itself."""
     whole = base_of(tensor)
     if whole is None or whole.grad_fn is None or whole.dtype != tensor.dtype or not is_dense(whole):
         return tensor
@@ -317,7 +321,7 @@ def _whole_of(tensor: Tensor) -> Tensor:
 
 
 def _takes_shape_alone(packed: Packed) -> bool:
-    """Whether who unpacks does not read the elements: pooling on the CPU and on CUDA, whose kernels are known."""
+    """Tell whether the node that unpacks ``packed`` needs its shape alone: pooling on the CPU and on CUDA."""
     node = running_node()
     known = node is not None and name_of_node(node) in _SHAPE_ALONE and not (packed.parts or packed.raw)
     return known and packed.data[0].device.type in ("cpu", "cuda") and packed.dtype in _FLOATS  # others are indices

@@ -1,4 +1,4 @@
-"""The parameters with which a forward ran: a recomputation needs the same ones, with the same values."""
+"""The parameters of a forward: a recomputation needs the same ones, with the same values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from memopt_cli.runtime.private_torch import is_fake, is_of_transform, memory_of
 
 
 class Parameters:
-    """The parameters of some modules.
+    """The parameters of some modules in one call.
 
-    They are not copied, so they must not change before the recomputation; and ``torch.func.functional_call`` puts
-    others in their place for the time of one call.
+    They are not copied, so they must not change before the recomputation.  They need not be those that are there now:
+    ``torch.func.functional_call`` puts others in their place for the time of one call.
     """
 
-    def __init__(
-        self, tables: Sequence[dict[str, Any]], earlier: Parameters | None = None, *, is_watched: bool
-    ) -> None:
-        """Note which they are.
+    def __init__(self, tables: Sequence[dict[str, Any]], earlier: Parameters | None, *, is_watched: bool) -> None:
+        """Note the present parameters.
 
         ``tables``: the parameters of each module by their names, which others may exchange.  ``earlier``: those of an
-        earlier call.  ``is_watched``: notice, too, what raises no version.
+        earlier call.  ``is_watched``: notice writes that raise no version, too.
         """
         self.used: list[tuple[dict[str, Any], dict[str, Any]]]
         self.tensors: list[Tensor]
@@ -40,12 +38,12 @@ class Parameters:
         self._places = _places(self.tensors) if is_watched else []
         self._gradients: list[Any] = [(p, p.grad, version_of(p.grad)) for p in self.tensors if p.is_leaf]
         self.written = ""
-        """Name of a parameter that forward itself wrote."""
+        """Name of a parameter to which forward itself wrote; empty if there is none."""
         self.has_gradients = False
-        """Whether forward itself called backward, which adds to theirs."""
+        """Whether forward itself called backward, which adds to their gradients."""
 
     def settle(self) -> None:
-        """Forward has ended: from now on they stay as they are."""
+        """Note, when forward has ended, whether it wrote parameters, and their versions, which must stay so."""
         versions, before = _versions(self.tensors), self._versions
         if versions != before or (self._places and self._places != _places(self.tensors)):
             places = _places(self.tensors) if self._places else []
@@ -77,20 +75,21 @@ class Parameters:
                 )
 
     def put(self) -> None:
-        """Have them stand where they stood, and no others."""
+        """Put the parameters back where they were, and take others away."""
         for current, used in self.used:
             _exchange(current, used)
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Have them stand where they stood, and need gradients if they did, for the time of the block.
+        """Return a context manager that puts the parameters back, needing gradients if they did, for its block.
 
-        Others are back afterwards wherever forward has put others, or was ended before it took them off again.
+        Afterwards those from before are there again, even if the forward in the block was broken off between
+        exchanging parameters and putting them back.
         """
         is_there = all(is_same(current, used) for current, used in self.used)
         return _InPlace(self, is_there and self.trainable == [p.requires_grad for p in self.tensors])
 
     def set_trainable(self, trainable: Sequence[bool]) -> list[bool]:
-        """Have them need gradients or not; return whether they did."""
+        """Have the parameters need gradients as ``trainable`` says; return whether they did."""
         before = [p.requires_grad for p in self.tensors]
         if before != trainable:
             for p, is_trainable in zip(self.tensors, trainable, strict=True):
@@ -100,7 +99,7 @@ class Parameters:
 
 
 class _InPlace:
-    """Has parameters stand where they stood; if they do already, it only sees to it that they still do afterwards."""
+    """The context manager of :meth:`Parameters.in_place`; ``is_there``: they are in place already."""
 
     __slots__ = ("_is_there", "_others", "_parameters", "_trainable")
 
@@ -123,17 +122,17 @@ class _InPlace:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return how often each was written; ``None`` for one that is not plain."""
+    """Return how often each of ``tensors`` was written; ``None`` for one that is not plain."""
     return [version_of(p) if type(p) is nn.Parameter or _is_plain(p) else None for p in tensors]
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
-    """Return what tells the memory of each from others, which ``.data`` may exchange; 0 if it has none."""
+    """Return a key of the memory of each of ``tensors``, which ``.data`` may exchange; 0 if it has none."""
     return [memory_of(p) if _is_plain(p) and not is_of_transform(p) else 0 for p in tensors]
 
 
 def _exchange(current: dict[str, Any], held: dict[str, Any]) -> None:
-    """Put parameters in the place of others; FSDP gathers and frees sharded ones by hooks, in a recomputation too."""
+    """Make ``current`` hold the parameters ``held``, but for sharded ones, which FSDP gathers and frees by hooks."""
     if is_same(current, held):
         return
     sharded = {name: p for name, p in current.items() if not (_may_move(p) and _may_move(held.get(name)))}

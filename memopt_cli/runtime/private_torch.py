@@ -1,10 +1,9 @@
-"""Whatever memopt uses of PyTorch that PyTorch does not promise to keep: nothing else in memopt names it.
+"""Private names of PyTorch, which may change without notice: no other file of memopt uses one.
 
 A private name is one that begins with an underscore, or lies in a module that does.  Each stands here once, with what
 it is for and what it replaces; ``tests/runtime/test_private_torch.py`` fails where PyTorch changes what it does, and
-``tests/runtime/test_private_names.py`` where another file uses one.  All were seen in PyTorch 2.8 to 2.14 (``make
-compat``).  What is read at every operator is an alias or an ``attrgetter``, which cost
-nothing.
+``tests/runtime/test_private_names.py`` where another file uses one.  All exist in PyTorch 2.8 to 2.14 (``make
+compat``).  Names that are read at every operator are aliases or an ``attrgetter``, which cost nothing.
 
 Not here: the names that saved files hold (``torch._utils._rebuild_tensor_v2``), which are a file format, and operators
 (``torch.ops.aten._to_copy``), which are called by the names of their schemas.
@@ -81,18 +80,18 @@ __all__ = [
     "with_data",
     "without_transform",
 ]
-"""What is given on as it is.
+"""Names that are passed on unchanged, some under a clearer name.
 
 - ``BatchNorm``, ``InstanceNorm``: the bases of PyTorch's layers of that kind; there is no public one.
 - ``CheckpointCall``: one call of ``torch.utils.checkpoint``.
-- ``TorchDispatchMode``: sees every operator; ``unseen()``: within, no mode does, nor does a dry run; ``is_watched()``:
-  whether one does.
-- ``with_data()``: within, no dry run is, so that tensors have data.
+- ``TorchDispatchMode``: sees every operator.  In the block of ``unseen()`` no mode does, nor does a dry run;
+  ``is_watched()`` tells whether one does.
+- ``with_data()``: a block in which no dry run is active, so that tensors have data.
 - ``FakeTensorMode``, ``FakeCopyMode``: a dry run, and the copy of a module into it; ``FakeTensor``: its tensors.
 - ``is_of_transform``, ``is_of_vmap``, ``without_transform``: whether ``torch.func`` or ``vmap`` wraps a tensor, and the
-  tensor within one wrapping.
-- ``suggest_memory_format``: in which memory format a kernel lays out what it makes of a tensor.
-- ``OpOverload``, ``OpOverloadPacket``: classes of what ``torch.ops`` holds.
+  tensor inside one wrapping.
+- ``suggest_memory_format``: the memory format in which a kernel lays out its result for a tensor.
+- ``OpOverload``, ``OpOverloadPacket``: the classes of what ``torch.ops`` holds.
 - ``tree_…``: PyTorch's own walk through containers, which knows those that others have registered.
 """
 
@@ -100,25 +99,25 @@ __all__ = [
 # ---------------------------------------------------------------------------------------------- tensors
 
 version_counter: Final[Callable[[Tensor], int]] = attrgetter("_version")
-"""How often a tensor was written in place.  Raises :class:`RuntimeError` for one of inference."""
+"""How often a tensor was written in place; raises :class:`RuntimeError` for an inference tensor."""
 
 storage_key: Final[Callable[[torch.UntypedStorage], int]] = attrgetter("_cdata")
 """The address of a storage itself: it tells apart those that hold no memory as well, whose ``data_ptr`` is 0."""
 
 
 def memory_of(tensor: Tensor) -> int:
-    """:data:`storage_key` of a tensor's storage, the same for all its views."""
+    """Return the :data:`storage_key` of the storage of ``tensor``, which all its views share."""
     return storage_key(tensor.untyped_storage())
 
 
 @functools.cache
 def is_made_of_others(kind: type) -> bool:
-    """Whether tensors of a class are made of others, as a ``DTensor`` is of its rank's part, and hold nothing."""
+    """Tell whether tensors of class ``kind`` consist of others and hold no memory, as a ``DTensor`` does."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold what a tensor says: itself, or all that it is made of."""
+    """Yield the tensors in which the values of ``tensor`` lie: itself, or all that it consists of."""
     if not is_made_of_others(type(tensor)):
         yield tensor
         return
@@ -136,11 +135,11 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 
 base_of: Final[Callable[[Tensor], Tensor | None]] = attrgetter("_base")
-"""The tensor that one is a view of for autograd; ``None`` if it is none."""
+"""The tensor that autograd takes a tensor for a view of; ``None`` if it is no view."""
 
 
 def without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of a subclass without memory."""
+    """Return a tensor of the subclass ``kind`` that has no memory."""
     return Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype, device=device)
 
 
@@ -148,7 +147,7 @@ quantized_by_tensor: Final[Callable[..., Tensor]] = torch._empty_affine_quantize
 """An empty tensor with one scale: public functions make them from floats alone."""
 
 quantized_by_channel: Final[Callable[..., Tensor]] = torch._empty_per_channel_affine_quantized
-"""The same with one scale for each channel."""
+"""An empty tensor with one scale for each channel."""
 
 
 def set_bits(tensor: Tensor, bits: dict[str, bool]) -> None:
@@ -157,28 +156,28 @@ def set_bits(tensor: Tensor, bits: dict[str, bool]) -> None:
 
 
 LAYOUT_OF_MKLDNN: Final[torch.layout] = torch._mkldnn  # type: ignore[attr-defined]
-"""Of tensors that the library of the same name has laid out."""
+"""The layout of tensors that MKL-DNN has arranged for its own kernels."""
 
 
 # ---------------------------------------------------------------------------------------------- dry runs
 
 UNKNOWN_WITHOUT_DATA: Final = (DataDependentOutputException, DynamicOutputShapeException)
-"""What an operator raises in a dry run if its result, or the shape of that, depends on data."""
+"""Errors that an operator raises in a dry run if its result, or the shape of that, depends on data."""
 
 
 def is_fake(value: Any) -> bool:
-    """Whether it is a tensor of a dry run, which has a shape and a device and no data."""
+    """Tell whether ``value`` is a tensor of a dry run, which has a shape and a device and no data."""
     return isinstance(value, FakeTensor)
 
 
 class DryRun(FakeTensorMode):
-    """Where tensors have no data, with what PyTorch's own leaves out.
+    """A mode in which tensors have no data, mended where PyTorch's own refuses what kernels take.
 
-    Of products in groups, by which experts are computed, its meta function takes bfloat16 alone; kernels take more.
+    The meta function of grouped matrix products, as of experts, takes bfloat16 alone; kernels take more.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What an operator makes."""
+        """Return the result of operator ``func``."""
         if func is not _GROUPED_PRODUCT or args[0].dtype == torch.bfloat16:
             return super().dispatch(func, types, args, kwargs)
         with self:
@@ -195,17 +194,20 @@ def _grouped(first: Tensor, second: Tensor, offs: Any = None, bias: Any = None, 
 
 
 default_device: Final[Callable[[], str]] = torch._C._get_default_device
-"""That of tensors which are made without one; ``torch.get_default_device`` asks every mode first."""
+"""The device of tensors that are made without naming one; ``torch.get_default_device`` asks every mode first."""
 
 
 def calls_without_notes() -> int:
-    """How many operators of dry runs PyTorch has computed without looking into its notes of what such make."""
+    """Return how many operators of dry runs PyTorch has computed without its cache of earlier results."""
     return sum(FakeTensorMode.cache_bypasses.values())
 
 
 @contextlib.contextmanager
 def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, a method of a class of PyTorch's, or a function, is another, made of what it was."""
+    """Replace ``name`` of ``owner``, a class or module of PyTorch's, for the time of the block.
+
+    ``changed`` makes the replacement of the original.
+    """
     is_own, plain = name in vars(owner), getattr(owner, name)
     setattr(owner, name, changed(plain))
     try:
@@ -218,19 +220,19 @@ def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any])
 
 
 def mend_copies_of_fakes() -> None:
-    """From now on, ``copy.deepcopy`` of a tensor of a dry run is one of its own.
+    """Have ``copy.deepcopy`` of a dry run's tensor make one of its own, from now on.
 
-    PyTorch copies its storage instead, which has a size and no memory, and writes beyond it.  For good: such tensors
-    outlive a dry run, in a list of the user's that a hook appends to, and are copied with the model that refers to it.
+    PyTorch copies its storage instead, which has a size and no memory, and writes beyond it.  The change is permanent,
+    because such tensors outlive a dry run, say in a list that a user's hook appends to, and are copied with the model.
     """
     FakeTensor.__deepcopy__ = _copy_of_fake  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def fakes_exchanged() -> Iterator[None]:
-    """Within, ``Module.to``, ``half`` and the like work on models without data.
+    """Let ``Module.to``, ``half`` and the like work on models without data, for the time of the block.
 
-    They exchange tensors, which nobody may refer to weakly; the mode remembers some so.
+    They swap tensors, which fails for one that has weak references, and the dry run holds some.
     """
 
     def exchanging(plain: Any) -> Any:
@@ -269,33 +271,33 @@ schema_of: Final[Callable[[Any], Any]] = attrgetter("_schema")
 
 
 def has_schema(operator: Any) -> bool:
-    """Whether it is an operator of PyTorch's: modes see others too, ``torch.compile``'s."""
+    """Tell whether ``operator`` is one of PyTorch's: modes also see those of ``torch.compile``."""
     return hasattr(operator, "_schema")
 
 
 def has_kernel(operator: OpOverload) -> bool:
-    """Whether the dispatcher runs it, and not TorchScript's interpreter alone."""
+    """Tell whether the dispatcher can run ``operator``, and not TorchScript's interpreter alone."""
     return bool(torch._C._dispatch_has_kernel(operator.name()))
 
 
 def consists_of_others(operator: OpOverload) -> bool:
-    """Whether modes see the operators that it calls in its place."""
+    """Tell whether modes see, in place of ``operator``, the ones that it calls."""
     name = operator.name()
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 def is_known_to_script(operator: str) -> bool:
-    """Whether TorchScript knows an operator of that name: ``aten::relu``."""
+    """Tell whether TorchScript knows an operator of that name, such as ``aten::relu``."""
     return bool(torch._C._jit_get_schemas_for_operator(operator))
 
 
 def with_plain_functions() -> AbstractContextManager[None]:
-    """Within, functions do not ask the classes of their arguments: a subclass's own code runs so."""
+    """Have functions ignore ``__torch_function__`` of their arguments' classes, for the time of the block."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory without autograd's part, but with the same version counter, which ``detach`` alone renews."""
+    """Return ``tensor`` without its graph, but with its version counter, which ``detach`` alone replaces."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -306,61 +308,63 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def parameters_of(module: Any) -> dict[str, Any]:
-    """A module's own parameters by their names, some ``None``; whoever writes to it exchanges one without a check."""
+    """Return the dictionary of the own parameters of ``module``, some ``None``; writing to it skips every check."""
     held: dict[str, Any] = module._parameters
     return held
 
 
 def buffers_of(module: Any) -> dict[str, Any]:
-    """The same of its buffers."""
+    """Return the dictionary of the own buffers of ``module``."""
     held: dict[str, Any] = module._buffers
     return held
 
 
 def children_of(module: Any) -> dict[str, Any]:
-    """The same of its children; of a ``ScriptModule`` these three are no dictionaries, but have ``items``."""
+    """Return the dictionary of the children of ``module``; of a ``ScriptModule``, an object that has ``items``."""
     held: dict[str, Any] = module._modules
     return held
 
 
 def program_of(script: Any) -> Any:
-    """What holds a ``ScriptModule``'s attributes and buffers: ``getattr`` and ``setattr`` by name."""
+    """Return the C++ object of ``script``, one for all Python objects of it.
+
+    Its ``getattr`` and ``setattr`` reach attributes and buffers by name; ``qualified_name`` is that of its class.
+    """
     return script._c
 
 
 def attributes_of_script(script: Any) -> list[str]:
-    """Names of what a ``ScriptModule`` keeps besides parameters; of one from a file, buffers are among them."""
+    """Return the names of what ``script`` keeps besides parameters; in one from a file, buffers are among them."""
     kind = vars(script).get("_concrete_type")  # one that is still being built has none
-    return (
-        [] if kind is None else [name for name, (_, is_parameter) in kind.get_attributes().items() if not is_parameter]
-    )
+    attributes = {} if kind is None else kind.get_attributes()
+    return [name for name, (_, is_parameter) in attributes.items() if not is_parameter]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything is called before or after its forward or backward."""
+    """Tell whether hooks of ``module`` itself run before or after its forward or backward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
 
 
 def has_gradient_hooks(module: nn.Module) -> bool:
-    """Whether anything is called with gradients as they pass it: hooks of its own, or those of all modules."""
+    """Tell whether a hook gets the gradients that pass ``module``: one of its own, or one of all modules."""
     everywhere = nn.modules.module
     of_all = (everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks)
     return any((module._backward_hooks, module._backward_pre_hooks, *of_all))
 
 
 def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
-    """The dictionaries of a module's hooks on its forward and backward, to be read and written in place."""
+    """Return the dictionaries of hooks on forward and backward of ``module``, to be read and written in place."""
     return [table for table in map(vars(module).get, _HOOK_ATTRIBUTES) if isinstance(table, dict)]
 
 
 def hooks_on_gradient(parameter: Tensor) -> list[Any]:
-    """What is called with a parameter's gradient, or once it is there; neither a copy nor a file of it has these."""
+    """Return the hooks on the gradient of ``parameter``; neither a copy nor a file of it has these."""
     return [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
 
 
 def global_hook_tables() -> list[dict[Any, Any]]:
-    """The same of those that every module calls."""
+    """Return the dictionaries of hooks that every module calls."""
     there = (getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS)
     return [table for table in there if isinstance(table, dict)]
 
@@ -383,24 +387,46 @@ padding_of: Final[Callable[[Any], list[int]]] = attrgetter("_reversed_padding_re
 """The padding of a convolution as ``F.pad`` takes it."""
 
 
+def output_padding(convolution: Any, x: Tensor, output_size: list[int] | None) -> list[int]:
+    """Return the output padding by which a transposed ``convolution`` of ``x`` gives ``output_size``.
+
+    Raises :class:`ValueError` if it cannot give that size.
+    """
+    kernel, dimensions = convolution.kernel_size, len(convolution.kernel_size)
+    extra: list[int] = convolution._output_padding(
+        x, output_size, convolution.stride, convolution.padding, kernel, dimensions, convolution.dilation
+    )
+    return extra
+
+
 def convolve(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a convolution does, its padding too, with another weight."""
+    """Return what ``convolution`` makes of ``x``, its padding included, with another ``weight`` and ``bias``."""
     y: Tensor = convolution._conv_forward(x, weight, bias)
     return y
 
 
+def check_dimensions(norm: Any, x: Tensor) -> None:
+    """Raise :class:`ValueError` if the batch norm ``norm`` does not take as many dimensions as ``x`` has."""
+    norm._check_input_dim(x)
+
+
+def dimensions_of_one_sample(norm: Any) -> int:
+    """Return how many dimensions an input of the instance norm ``norm`` has when it has no batch axis."""
+    return int(norm._get_no_batch_dim())
+
+
 def self_attention(layer: Any, *arguments: Any) -> Any:
-    """That of a layer of a transformer, dropout included."""
+    """Run the self-attention of ``layer``, one of a transformer, dropout included."""
     return layer._sa_block(*arguments)
 
 
 def cross_attention(layer: Any, *arguments: Any) -> Any:
-    """The same of a decoder's layer to what the encoder gave."""
+    """Run the attention of ``layer``, one of a decoder, to what the encoder gave, dropout included."""
     return layer._mha_block(*arguments)
 
 
 def feed_forward(layer: Any, x: Any) -> Any:
-    """The two linear layers of a layer of a transformer, dropout included."""
+    """Run the two linear layers of ``layer``, one of a transformer, dropout included."""
     return layer._ff_block(x)
 
 
@@ -411,12 +437,12 @@ next_node: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr
 
 
 def name_of_node(node: Any) -> str:
-    """What ``node.name()`` says, unless a user's ``torch.autograd.Function`` has set ``ctx.name`` to something else."""
+    """Return the name of ``node``, also where a user's ``torch.autograd.Function`` has set ``ctx.name``."""
     return type(node).__name__
 
 
 def number_of(node: Any) -> int:
-    """The number that a node got when it was made; those that add up gradients have the highest there is."""
+    """Return the number that ``node`` got when it was made; nodes that add up gradients have the highest there is."""
     return int(node._sequence_nr())
 
 
@@ -425,19 +451,19 @@ Edge = tuple[int, int]
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
-    """Of a tensor; ``None`` if no node made it."""
+    """Return the edge that leads to ``tensor``; ``None`` if no node made it."""
     return _edge(tensor.grad_fn, tensor.output_nr)
 
 
 def _edge(node: Any, output: int) -> Edge | None:
-    """Nodes that add up gradients have no number of their own."""
+    # A node that adds up gradients has no number of its own.
     return None if node is None or hasattr(node, "variable") else (number_of(node), output)
 
 
 def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None, int | None]]] | None:
-    """The dimension, and of every part its edge and its length there, if ``torch.cat`` has made a tensor.
+    """Return the dimension along which ``torch.cat`` has made ``tensor``, and edge and length of every part of it.
 
-    No edge: no node made the part.  No length: it is not known.
+    Returns ``None`` for any other tensor.  A part that no node made has no edge, and its length is not known.
     """
     node = tensor.grad_fn
     if node is None or name_of_node(node) != "CatBackward0":
@@ -449,10 +475,10 @@ def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None,
 
 
 def _length(maker: Any, output: int, dim: int, dimensions: int) -> int | None:
-    """``torch.cat`` takes a tensor of shape (0,) for an empty one of any dimensions."""
     if maker is None:
         return None
     shape: Sequence[int] = maker._input_metadata[output].shape
+    # ``torch.cat`` takes a tensor of shape (0,) for an empty one of any dimensions.
     return shape[dim] if len(shape) == dimensions else 0
 
 
@@ -460,9 +486,8 @@ running_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 """The node whose derivative is being computed in this thread, ``None`` outside of backward."""
 
 
-def hooks_on_saving() -> Any:
-    """The innermost (pack, unpack) on what autograd saves now; ``None`` if there is none.  New in PyTorch 2.8."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+hooks_on_saving: Final[Callable[[], Any]] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+"""The innermost (pack, unpack) hooks on what autograd saves now; ``None`` if there are none."""
 
 
 graph_is_kept: Final[Callable[[], bool]] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -472,9 +497,10 @@ graph_is_kept: Final[Callable[[], bool]] = torch._C._autograd._get_current_graph
 def vector_jacobian(
     outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Vector-Jacobian products; ``None`` of an input that the outputs do not depend on.  The graph is kept.
+    """Return the products of ``cotangents`` with the Jacobian of ``outputs`` by ``inputs``; keep the graph.
 
-    What ``torch.autograd.grad`` calls once it has checked its arguments, which takes as long as a small Jacobian.
+    It is ``None`` for an input that the outputs do not depend on.  ``torch.autograd.grad`` calls the same once it has
+    checked its arguments, which takes as long as a small Jacobian.
     """
     engine = Variable._execution_engine
     return list(engine.run_backward(tuple(outputs), tuple(cotangents), True, False, tuple(inputs), True, False))
@@ -485,7 +511,7 @@ _ENGINE: Final = _engine_run_backward.__code__
 
 @contextlib.contextmanager
 def engine_watched(enter: Callable[[], object], leave: Callable[[], object]) -> Iterator[None]:
-    """Within, ``enter`` and ``leave`` are called around every run of autograd that a script starts.
+    """Call ``enter`` and ``leave`` around every run of autograd that a script starts in the block.
 
     ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all look this function up to start it.
     """
@@ -511,17 +537,17 @@ _NOT_COMPILED: Final = frozenset({"torch._compile", "torch._dynamo.eval_frame"})
 
 
 def is_engine(caller: FrameType | None) -> bool:
-    """Whether it is autograd's engine that called, ``caller`` being the frame behind.
+    """Tell whether autograd's engine made a call, ``caller`` being the frame behind the called one.
 
     The engine is no Python: behind what it calls lies the frame that started it, or none where it runs a thread of its
-    own.  PyTorch has no other answer to who asks for a saved tensor, or who adds two gradients.
+    own.  PyTorch has no other way to find out who asks for a saved tensor, or who adds two gradients.
     """
     caller = _beyond(caller, _NOT_COMPILED)
     return caller is None or caller.f_code is _ENGINE
 
 
 def caller_beyond(names: frozenset[str]) -> FrameType | None:
-    """The frame that called the caller of this, passing over modules of these names."""
+    """Return the frame that called the caller of this, passing over modules whose name is in ``names``."""
     return _beyond(sys._getframe(1), names)
 
 
@@ -535,7 +561,7 @@ def _beyond(frame: FrameType | None, names: frozenset[str]) -> FrameType | None:
 
 
 class as_written:  # it reads as a statement
-    """Has TorchScript run as it is written for the time of the block, as ``torch.jit.optimized_execution(False)``."""
+    """A block in which TorchScript runs unoptimized, as by ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)
 
@@ -548,9 +574,9 @@ class as_written:  # it reads as a statement
 
 
 def forbids_hooks(error: RuntimeError) -> bool:
-    """Whether ``torch.func`` was to compute gradients where hooks hold what is saved, which PyTorch cannot do.
+    """Tell whether ``error`` says that ``torch.func`` cannot compute gradients under hooks on saved tensors.
 
-    It has no class of exception for that, so the message is the one that this PyTorch gives when it is asked to.
+    PyTorch has no class of exception for that, so its message is found by provoking it once.
     """
     return str(error) == _refusal_of_hooks()
 
@@ -566,25 +592,23 @@ def _refusal_of_hooks() -> str:
 
 
 def is_out_of_cpu_memory(error: Exception) -> bool:
-    """Whether the CPU's memory ran out, for which PyTorch has no class: two sentences of its own and of C++."""
+    """Tell whether ``error`` says that the CPU's memory ran out, for which PyTorch has no class."""
     return any(words in str(error) for words in ("can't allocate memory", "bad_alloc"))
 
 
 # ---------------------------------------------------------------------------------------------- transforms
 
-
-def is_transforming() -> bool:
-    """Whether ``torch.func`` or ``vmap`` transforms what runs now."""
-    return bool(torch._C._are_functorch_transforms_active())
+is_transforming: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
+"""Whether ``torch.func`` or ``vmap`` transforms what runs now."""
 
 
 def has_tangents() -> bool:
-    """Whether forward-mode differentiation is on."""
+    """Tell whether forward-mode differentiation is on."""
     return forward_ad._current_level >= 0
 
 
 def running_vmap() -> VmapInterpreter:
-    """The innermost transform, which is a ``vmap``: it knows how many lanes it has, and runs what is below it."""
+    """Return the innermost transform, which must be a ``vmap``: it knows its lanes, and runs what is below."""
     from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 
     found = retrieve_current_functorch_interpreter()
@@ -593,18 +617,15 @@ def running_vmap() -> VmapInterpreter:
 
 
 def in_lanes(batch: Tensor, level: int) -> Tensor:
-    """A tensor with the lanes in front as one lane of the ``vmap`` at that level sees it."""
+    """Return ``batch``, whose first axis is the lanes, as one lane of the ``vmap`` at ``level`` sees it."""
     return torch._C._functorch._add_batch_dim(batch, 0, level)
 
 
-def level_of(tensor: Tensor) -> int:
-    """The level of the ``vmap`` that a tensor belongs to; -1 or less of one that belongs to none."""
-    return torch._C._functorch.maybe_get_level(tensor)
+level_of: Final[Callable[[Tensor], int]] = torch._C._functorch.maybe_get_level
+"""The level of the ``vmap`` that a tensor belongs to; -1 or less if it belongs to none."""
 
-
-def lane_axis(tensor: Tensor) -> int:
-    """Along which axis of :data:`without_transform` the lanes lie."""
-    return torch._C._functorch.maybe_get_bdim(tensor)
+lane_axis: Final[Callable[[Tensor], int]] = torch._C._functorch.maybe_get_bdim
+"""The axis along which the lanes lie in ``without_transform`` of a tensor."""
 
 
 # ---------------------------------------------------------------------------------------------- torch.compile
@@ -616,7 +637,7 @@ _SKIPPED: Final = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 def not_compiled(function: _C) -> _C:
     """Have ``torch.compile`` look neither into ``function`` nor into what that calls.
 
-    As ``torch.compiler.disable``, which would import the compiler, and put a wrapper around every call.
+    ``torch.compiler.disable`` would do so too, but imports the compiler and puts a wrapper around every call.
     """
     set_code_exec_strategy(function.__code__, _SKIPPED)  # where the function is called from what is not traced
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and where it is
@@ -624,7 +645,7 @@ def not_compiled(function: _C) -> _C:
 
 
 between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
-"""A function that ``torch.compile`` does not look into, but compiles what it calls."""
+"""A decorator: ``torch.compile`` does not look into the function, but compiles what it calls."""
 
 
 _P = ParamSpec("_P")
@@ -632,30 +653,30 @@ _T = TypeVar("_T")
 
 
 def asked_while_compiling(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``torch.compile`` calls it where it comes upon it and takes what it returns for a constant, strings given alone.
+    """Have ``torch.compile`` call ``function``, which may take strings alone, and treat its result as a constant.
 
-    As ``torch.compiler.assume_constant_result``, which would import the compiler.
+    ``torch.compiler.assume_constant_result`` would do so too, but imports the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 _AHEAD: Final = ("inductor", "cudagraphs", "aot_eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner")
-
+"""Names of the backends that derive backward ahead of time."""
 
 WRITES_TWICE: Final = TorchVersion(torch.__version__) < "2.13"
-"""Whether a compiled checkpoint may run once more, in backward, what it writes in place: running statistics move twice.
+"""Whether a compiled checkpoint may repeat in backward what it writes in place, so that running statistics move twice.
 
-So it is in PyTorch 2.8, with ``inductor`` and ``aot_eager``, and no longer in 2.13; between these nobody has looked.
+PyTorch 2.8 does, with ``inductor`` and ``aot_eager``, and 2.13 does not; the versions in between were not tried.
 """
 
 
 @asked_while_compiling
 def differentiates_ahead() -> bool:
-    """Whether the backend for which this is compiled is one of PyTorch's that derive backward ahead of time.
+    """Tell whether the backend that compiles now is one of PyTorch's that derive backward ahead of time.
 
-    They take a checkpoint apart, so that what is in it draws and counts once.  Others run the graph as it is, in which
-    a checkpoint runs its part twice, with other random numbers and on the same buffers.
+    They take a checkpoint apart, so that its operators draw and count once.  Others run the graph as it is, in which a
+    checkpoint runs its part twice, with other random numbers and on the same buffers.
     """
     from torch._dynamo.backends.common import AotAutograd
     from torch._dynamo.backends.registry import list_backends, lookup_backend
@@ -671,7 +692,7 @@ def differentiates_ahead() -> bool:
 
 
 def _wrapped_backend(backend: Any) -> Any:
-    """What one of the wrappings calls that PyTorch puts around a backend, DDP's among them."""
+    """Return the backend inside one of the wrappers that PyTorch puts around ``backend``, DDP's among them."""
     if of_ddp := getattr(getattr(backend, "__self__", None), "backend_compile_fn", None):
         return of_ddp
     names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")  # the second: PyTorch 2.8's
@@ -680,7 +701,7 @@ def _wrapped_backend(backend: Any) -> Any:
 
 @asked_while_compiling
 def wants_one_graph() -> bool:
-    """Whether this is compiled by a compiler that is to fail rather than to leave something out (``fullgraph``)."""
+    """Tell whether the compiler is to fail rather than to leave something uncompiled (``fullgraph=True``)."""
     compiling = _compiling()
     return bool(compiling.one_graph or getattr(compiling, "error_on_graph_break", False))
 
@@ -693,7 +714,7 @@ def _compiling() -> Any:
 
 @contextlib.contextmanager
 def memory_history() -> Iterator[None]:
-    """Within, the stacks of what CUDA's allocator is asked for are recorded; only those of what is held are kept."""
+    """Record where CUDA's allocator is asked for memory in the block, as stacks of the blocks that are still held."""
     torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
     try:
         yield
@@ -702,26 +723,26 @@ def memory_history() -> Iterator[None]:
 
 
 def memory_snapshot() -> Any:
-    """What the allocator of CUDA holds, as plain containers."""
+    """Return what CUDA's allocator holds, as plain containers."""
     return torch.cuda.memory._snapshot()
 
 
 def import_compiler() -> None:
-    """What steps without data want of ``torch.compile``, which takes as long to import as PyTorch itself."""
+    """Import ``torch._dynamo``, which dry runs need and which takes as long to import as PyTorch itself."""
     import torch._dynamo  # noqa: F401
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of it, or of its forward, goes to ``torch.compile``."""
+    """Tell whether a call of ``module``, or of its forward, runs what ``torch.compile`` has made of it."""
     by_itself = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
     return by_itself or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Within, a module is compiled however often others with its code were: past a limit, it would run as it is.
+    """Compile modules in the block however often others with their code were: past a limit, they would run as they are.
 
-    What was compiled before is forgotten, and compiled again where it is called next.
+    PyTorch forgets what it has compiled before, and compiles it again where it is called next.
     """
     import torch._dynamo
 
@@ -732,7 +753,7 @@ def compiled_anew() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_to_draw_alike() -> Iterator[None]:
-    """Within, what is compiled draws the random numbers that it would without; the kernels of Inductor draw others."""
+    """Have what is compiled in the block draw eager mode's random numbers; Inductor's own kernels draw others."""
     import torch._inductor.config
 
     with torch._inductor.config.patch(fallback_random=True):
@@ -752,7 +773,7 @@ def start_fake_group(rank: int, ranks: int) -> None:
 
 
 def is_of_lost_rank(error: BaseException) -> bool:
-    """Whether a backend says that another rank is gone or late: gloo has no class of errors for it, but says where."""
+    """Tell whether ``error`` says that another rank is gone or late; gloo has no class for it, but names its file."""
     is_of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     return is_of_gloo or isinstance(error, getattr(torch.distributed, "DistError", ()))
 
@@ -760,23 +781,26 @@ def is_of_lost_rank(error: BaseException) -> bool:
 MAKES_REDUCER: Final = "_ddp_init_helper"
 """The method of ``DistributedDataParallel`` that makes its reducer, and the logger of that."""
 SETS_HOOKS: Final = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook")
-"""Methods by which it exchanges gradients or buffers in another way."""
+"""Methods that have ``DistributedDataParallel`` exchange gradients or buffers in another way."""
 FIRST_BUCKET_BYTES: Final[int] = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20)
-"""Of its first bucket, at most, so that something is reduced early."""
+"""Most bytes of its first bucket, which is small so that something is reduced early."""
 
 
 def bucketed(tensors: Sequence[Tensor], limits_bytes: list[int]) -> list[list[int]]:
-    """Indices of the tensors whose gradients it puts into one bucket: the first limit is of the first bucket."""
+    """Return the indices of the ``tensors`` whose gradients share a bucket, for each bucket.
+
+    ``limits_bytes``: the most that the first bucket and the others hold.
+    """
     compute = torch.distributed._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     groups: list[list[int]] = compute(list(tensors), limits_bytes, [False] * len(tensors))[0]
     return groups
 
 
 def reducing_ranks(module: Any) -> int:
-    """Over how many ranks ``fully_shard`` reduces the gradients of a module's own parameters; 1 if it has none."""
+    """Return over how many ranks ``fully_shard`` reduces gradients of the own parameters of ``module``; 1 of none."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # there was one at most once
+    if groups is None:  # as in earlier versions, which had one group at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return max((_ranks_of(group.mesh_info) for group in groups), default=1)
 
@@ -787,7 +811,7 @@ def _ranks_of(mesh_info: Any) -> int:
 
 
 class _Chunks(Sequence[Tensor]):
-    """What ``torch.chunk`` gives, and empty tensors up to ``count``: each is made when it is asked for."""
+    """The result of ``torch.chunk``, filled up with empty tensors to ``count``; each is made when it is asked for."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim
@@ -806,9 +830,9 @@ class _Chunks(Sequence[Tensor]):
 
 @contextlib.contextmanager
 def sharded_without_the_others() -> Iterator[None]:
-    """Within, ``fully_shard`` makes of every parameter the shards that it keeps.
+    """Have ``fully_shard`` make no shards in the block but those that it keeps.
 
-    It makes one of every rank, and keeps that of its own: without data, two thirds of a prediction of 1024 ranks.
+    It makes one for every rank, and keeps that of its own: in dry runs, two thirds of a prediction for 1024 ranks.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -820,12 +844,12 @@ def sharded_without_the_others() -> Iterator[None]:
 
 
 function_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stack
-"""The modes that see every function of PyTorch's that is called now, the outermost first: a default device is one."""
+"""The active modes that see every call of a PyTorch function, the outermost first: a default device is one."""
 
 
 @contextlib.contextmanager
 def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Within, these see every function, and no others do."""
+    """Have ``modes`` see every function that is called in the block, and no others."""
     present = [_pop_mode() for _ in function_modes()][::-1]
     for mode in modes:
         _push_mode(mode)
@@ -844,12 +868,12 @@ def are_parametrizations_cached() -> bool:
 
 
 def cached_parametrizations() -> tuple[int, dict[Any, Any]]:
-    """How many ``parametrize.cached()`` run, and a copy of what is held there."""
+    """Return how many blocks of ``parametrize.cached()`` are active, and a copy of their cache."""
     return parametrize._cache_enabled, dict(parametrize._cache)
 
 
 def cache_parametrizations(enabled: int, tensors: dict[Any, Any]) -> None:
-    """Put others in their place."""
+    """Put back what :func:`cached_parametrizations` has returned."""
     parametrize._cache_enabled, parametrize._cache = enabled, dict(tensors)
 
 
@@ -863,11 +887,11 @@ FLAGS: Final = (
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
 )
-"""How to read and set by which kernels PyTorch computes: as ``torch.backends`` does, which takes five times as long."""
+"""Getters and setters of the kernels that PyTorch may use; those of ``torch.backends`` take five times as long."""
 
 
 def is_started(device: torch.device) -> bool:
-    """Whether anything has run on a device of that kind: its random generator may have been drawn from."""
+    """Tell whether anything has run on a device of the kind of ``device``, so that its generator may have moved."""
     return bool(getattr(torch.get_device_module(device), "_initialized", False))
 
 
@@ -885,7 +909,7 @@ def put_cuda_generator(device: torch.device, position: Tensor) -> None:
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """The step that an optimizer's class defines, around which PyTorch puts one that calls hooks."""
+    """Take the step that the class of ``optimizer`` defines, without the hooks that PyTorch calls around it."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
@@ -893,51 +917,35 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 # ---------------------------------------------------------------------------------------------- TorchScript
 
 
-def script_class(script: Any) -> str:
-    """The name of a script's class, module and package too."""
-    name: str = script._c.qualified_name
-    return name
-
-
 def method_names(script: Any) -> list[str]:
-    """Those of a script's own methods."""
+    """Return the names of the methods of ``script`` itself."""
     return list(script._c._method_names())
 
 
 def method_of(script: Any, name: str) -> Any:
-    """A method of a script: its ``graph`` and its ``schema``.  Raises :class:`RuntimeError` if there is none."""
+    """Return the method ``name`` of ``script``, with its ``graph`` and ``schema``, or raise :class:`RuntimeError`."""
     return script._c._get_method(name)
 
 
 def has_method(script: Any, name: str) -> bool:
-    """Whether a script has such a method."""
+    """Tell whether ``script`` has a method ``name``."""
     return bool(script._c._has_method(name))
 
 
 def hooks_of(script: Any) -> list[Any]:
-    """What a script calls after and before its forward."""
+    """Return the hooks that ``script`` calls after and before its forward."""
     return [*script._c._get_forward_hooks(), *script._c._get_forward_pre_hooks()]
 
 
-def attribute_of(script: Any, name: str) -> Any:
-    """The value of an attribute of a script.  Raises :class:`RuntimeError` if there is none."""
-    return script._c.getattr(name)
-
-
-def key_of_script(script: Any) -> Any:
-    """What is the same for two Python objects of one script."""
-    return script._c
-
-
 def reader_of(archive: bytes) -> Any:
-    """PyTorch's own reader of its archives.  Raises :class:`RuntimeError` if the bytes are none."""
+    """Return PyTorch's own reader of ``archive``.  Raises :class:`RuntimeError` if the bytes are no archive."""
     return torch._C.PyTorchFileReader(io.BytesIO(archive))
 
 
 def load_script(archive: bytes) -> tuple[Any, Any]:
-    """What ``torch.jit.load`` gives, on the CPU, and the unit that holds the free functions of its code as well.
+    """Return the module that ``torch.jit.load`` makes of ``archive`` on the CPU, and its compilation unit.
 
-    Raises whatever the compiler raises of a damaged archive.
+    The unit holds the free functions of its code as well.  Raises whatever the compiler raises for a damaged archive.
     """
     unit = torch._C.CompilationUnit()
     read: Any = torch._C.import_ir_module_from_buffer  # PyTorch's stubs are of another version

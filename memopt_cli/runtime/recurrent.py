@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 _SCRIPTED = frozenset({"RNN", "LSTM", "GRU"})
-"""What TorchScript of them is named after."""
+"""Original class names of the TorchScript modules that are made of them."""
 
 
 def has_recurrent_dropout(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Why a module cannot be a segment, or not the segment that a plan wants: a reason, empty if it can."""
+"""Reasons why a module cannot be a segment, or not the segment that a plan wants; each is empty if it can."""
 
 from __future__ import annotations
 
@@ -12,24 +12,18 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from memopt_cli.runtime.batch_statistics import statistics_refusal
-from memopt_cli.runtime.compressor import (
-    COMPRESSORS,
-    OWN_COMPRESSOR,
-    declared_compressor,
-)
+from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, declared_compressor
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.module_state import uninitialized
 from memopt_cli.runtime.norms import batch_norms
-from memopt_cli.runtime.private_torch import (
-    InstanceNorm,
-)
+from memopt_cli.runtime.private_torch import InstanceNorm
 from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 from memopt_cli.runtime.selective import keep_refusal, misspelled
 
 
 def refusal(module: nn.Module) -> str:
-    """Why ``module`` cannot be made a segment; empty if it can."""
+    """Return why ``module`` cannot be made a segment; empty if it can."""
     kind = type(module)
     if isinstance(module, Installed):
         return "it is a segment already"
@@ -58,7 +52,7 @@ def refusal(module: nn.Module) -> str:
 
 
 def _overwriting(module: nn.Module) -> str:
-    """The layer that comes first, as text, if it is one of PyTorch's that work in place; else empty."""
+    """Return the first layer in ``module``, as text, if it is one of PyTorch's that work in place; else empty."""
     while isinstance(module, nn.Sequential) and calls_in_turn(module) and len(module):
         module = next(iter(module.children()))
     in_place = type(module).__module__.startswith("torch.nn.") and getattr(module, "inplace", False) is True
@@ -66,14 +60,14 @@ def _overwriting(module: nn.Module) -> str:
 
 
 def misfit(module: nn.Module, config: SegmentConfig) -> str:
-    """What of ``config`` is wrong for ``module``; empty if nothing is."""
+    """Return what is wrong with ``config`` for ``module``; empty if nothing is."""
     return misplaced(module, config) or keep_refusal(config.keep) or _misfit_chunks(module, config)
 
 
 def misplaced(module: nn.Module, config: SegmentConfig) -> str:
-    """What of ``config`` is wrong for ``module`` in whichever mode it is, and under whichever PyTorch; or empty.
+    """Return what is wrong with ``config`` for ``module`` in every mode and under every PyTorch; empty if nothing is.
 
-    This is asked of saved modules, too, which were made segments in another mode, or by another version.
+    Saved modules are checked by it, too, which became segments in another mode, or under another version.
     """
     if reason := wrong_settings(config):
         return reason
@@ -85,7 +79,7 @@ def misplaced(module: nn.Module, config: SegmentConfig) -> str:
 
 
 def wrong_settings(config: SegmentConfig) -> str:
-    """What of ``config`` is wrong for any module; empty if nothing is."""
+    """Return what is wrong with ``config`` for any module; empty if nothing is."""
     for setting in fields(config):
         given, kind = getattr(config, setting.name), type(setting.default)
         is_one = isinstance(given, kind) and (kind is bool or not isinstance(given, bool))
@@ -105,9 +99,9 @@ def wrong_settings(config: SegmentConfig) -> str:
     if config.through_loss:
         return _wrong_through_loss(config)
     if config.recompute_states and config.chunks < 2:
-        return "the states of its chunks are to be recomputed, and it runs in one"
+        return "the states of its chunks are to be recomputed, and it runs in one chunk"
     if config.inexact and (config.batch_statistics or config.chunks < 2):
-        return "inexact are chunks, two or more, whose batch statistics are not gathered"
+        return "inexact is for two chunks or more whose batch statistics are not gathered"
     return misspelled(config.keep)
 
 
@@ -124,12 +118,12 @@ def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
 
 
 def norm_refusal(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
-    """Why the norms in ``module``, in the mode that they are in now, forbid chunks; empty if they do not."""
+    """Return why the norms in ``module``, in the mode that they are in now, forbid chunks; empty if they do not."""
     return _tracking_norm(module, config, chunks) or _mixing_norms(module, config, chunks)
 
 
 def _tracking_norm(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
-    """Why instance norms in ``module``, which average over the batch what they keep, forbid chunks; empty if not."""
+    """Return why instance norms in ``module``, whose running statistics average over the batch, forbid chunks."""
     if chunks < 2 or config.inexact:
         return ""
     named = ((name, m) for name, m in module.named_modules() if isinstance(m, InstanceNorm) and m.training)
@@ -138,10 +132,10 @@ def _tracking_norm(module: nn.Module, config: SegmentConfig, chunks: int) -> str
 
 
 def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
-    """Why the batch norms in ``module``, in the mode that they are in now, forbid chunks; empty if they do not."""
+    """Return why the batch norms in ``module``, in their present mode, forbid chunks; empty if they do not."""
     if chunks < 2 or config.batch_statistics or config.inexact:
         return ""
-    # One that keeps no running statistics has none to normalize by in eval mode either.
+    # Without running statistics a norm uses those of the batch in eval mode, too.
     mixing = next((n for n in batch_norms(module) if n.training or getattr(n, "running_mean", n) is None), None)
     if mixing is None:
         return ""
@@ -163,5 +157,5 @@ def _wrong_through_loss(config: SegmentConfig) -> str:
     if config.chunks < 2:
         return "it is to run in chunks through its loss, and it runs in one"
     if config != SegmentConfig(chunks=config.chunks, through_loss=True):
-        return "of a linear layer in chunks through its loss, only the number of chunks can be chosen"
+        return "a linear layer that runs in chunks through its loss takes only the number of chunks"
     return ""

@@ -1,4 +1,4 @@
-"""What this thread runs now: a segment, a chunk of one, or a recomputation, and what is around it.
+"""The segment, chunk or recomputation that this thread runs now, and those around it.
 
 A segment B within a segment A, in one step::
 
@@ -25,12 +25,12 @@ _thread = threading.local()
 
 
 def is_recomputing() -> bool:
-    """Whether this thread is recomputing a segment's forward: hooks of modules inside one can ask."""
+    """Tell whether this thread is recomputing a segment's forward, as hooks inside one may want to know."""
     return recomputing_module() is not None
 
 
 class recomputing:  # it reads as a statement
-    """Stands around the recomputation of a segment."""
+    """A block in which a segment is recomputed."""
 
     __slots__ = ("_module", "_outer")
 
@@ -46,7 +46,7 @@ class recomputing:  # it reads as a statement
 
 
 def recomputing_module() -> nn.Module | None:
-    """The segment that this thread is recomputing, the innermost one; ``None`` outside a recomputation."""
+    """Return the segment that this thread is recomputing, the innermost one; ``None`` outside a recomputation."""
     stack: tuple[nn.Module, ...] = getattr(_thread, "recomputing", ())
     return stack[-1] if stack else None
 
@@ -56,9 +56,9 @@ _making_turns = threading.Lock()
 
 
 class taking_turns:
-    """Has other threads' runs of a segment wait, for each begins and ends with the state that it finds.
+    """A block during which other threads' runs of a segment wait, since each expects the state that it has left.
 
-    Not in a thread of autograd's engine, which may run for a thread that is in the segment and waits for it.
+    Threads of autograd's engine do not wait: one may run for a thread that is in the segment and waits for it.
     """
 
     __slots__ = ("_module", "_outer", "_turn")
@@ -80,7 +80,7 @@ class taking_turns:
 
 
 def outermost_turn() -> nn.Module | None:
-    """The segment around all that runs now, whose state holds that of those within; ``None`` outside."""
+    """Return the outermost segment that runs now, whose state includes that of inner ones; ``None`` outside of one."""
     return getattr(_thread, "turn", None)
 
 
@@ -93,7 +93,7 @@ def _turn_of(module: nn.Module) -> Any:
 
 
 def _is_of_python() -> bool:
-    """Whether Python started this thread: one that it only came upon is called a dummy, if it is known at all."""
+    """Tell whether Python started this thread: it names other threads "Dummy", if it knows them at all."""
     if not hasattr(_thread, "is_of_python"):  # it stays what it is
         me = threading.get_ident()
         known = (thread for thread in threading.enumerate() if thread.ident == me)
@@ -103,25 +103,25 @@ def _is_of_python() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
-    """The chunk of a segment's inputs that is run now."""
+    """The chunk of a segment's inputs that runs now."""
 
     axis: int
-    """Along which they are cut."""
+    """The axis along which they are cut."""
     is_first: bool
     is_last: bool
 
 
 def running_chunk() -> SequenceChunk | None:
-    """The chunk that this thread runs, of the innermost segment in chunks; ``None`` outside of one.
+    """Return the chunk that this thread runs, of the innermost segment in chunks; ``None`` outside of one.
 
-    A module that starts its states anew in forward asks, and names itself by ``resumes_in_chunks = True``.
+    It is for modules that start their states anew in each forward, which declare ``resumes_in_chunks = True``.
     """
     chunk: SequenceChunk | None = getattr(_thread, "chunk", None)
     return chunk
 
 
 def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``forward(*args, **kwargs)``, run for a chunk."""
+    """Return ``forward(*args, **kwargs)``, run for ``chunk``."""
     before, _thread.chunk = running_chunk(), chunk
     try:
         return forward(*args, **kwargs)
@@ -151,13 +151,13 @@ def is_checkpointed() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether forward runs on what no checkpoint can hold: tensors of ``torch.func``, ``vmap``'s too, or tangents.
+    """Tell whether ``torch.func``, ``vmap`` or forward-mode differentiation is active, and nothing can be recomputed.
 
-    Tangents need nothing from backward, and a checkpoint would drop them.
+    No checkpoint holds their tensors: those of ``torch.func`` end with the transform, and tangents would be dropped.
     """
     return has_tangents() or is_transforming()
 
 
 def saving_aside() -> saved_tensors_hooks:
-    """Return hooks under which nobody around hears of what is saved: backward will not see it again."""
+    """Return hooks that hide what is saved in their block from those around: backward will not ask for it."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

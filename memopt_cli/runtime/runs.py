@@ -1,9 +1,9 @@
 """Runs: consecutive children of an ``nn.Sequential`` that act as one module, so that they can be one segment.
 
-A flat Sequential (convolution, norm, activation, convolution, …) has no module between its layers, of which none is
-worth recomputing alone, and itself.  A run is such a module.  It is no child of the Sequential: children and their
-parameters keep their names, and the Sequential its length; only its forward knows.  Paths name a run by its first and
-last child, ``features.0-2``, and what is in it by the run: ``features.0-2.1``.
+A flat Sequential (convolution, norm, activation, convolution, …) has no module between itself and its layers, none of
+which is worth recomputing alone.  A run is such a module.  It is no child of the Sequential: children and their
+parameters keep their names, and the Sequential its length; only its forward knows the runs.  Paths name a run by its
+first and last child, ``features.0-2``, and a child in it below that: ``features.0-2.1``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import children_of
 
 _LEAST_LAYERS = 2
-"""Layers with weights in a Sequential that is worth dividing: as whole blocks, a U-Net's pairs of convolutions gave no
-plan at half of its activation peak; divided, they gave one at 1.40 times the step (``benchmarks/storage.py``)."""
+"""Least layers with weights in a Sequential that is worth dividing: as whole blocks, a U-Net's pairs of convolutions
+gave no plan at half of its activation peak; divided, they gave one at 1.40 times the step (``benchmarks/storage.py``).
+"""
 
 
 class Run(nn.Sequential):
@@ -30,13 +31,13 @@ class Run(nn.Sequential):
 
 
 class GroupedSequential(nn.Sequential):
-    """A Sequential with runs.  A child that was exchanged is exchanged in its run too.
+    """A Sequential with runs.  A child that is replaced is replaced in its run, too.
 
     Saved models refer to this class, and have its runs in the attribute ``RUNS_KEY``: a file format.
     """
 
     def forward(self, input: Any) -> Any:
-        """As a Sequential's."""
+        """Return the output of the last part, each part taking the output of the one before."""
         for part in _parts_of(self).values():
             input = part(input)
         return input
@@ -46,13 +47,13 @@ GroupedSequential.__name__ = "Sequential"  # for people; files know it by its qu
 
 
 class Chain(nn.Sequential):
-    """Modules one after the other, as in a Sequential; a tuple that one returns is the arguments of the next.
+    """A Sequential in which a tuple that one module returns becomes the arguments of the next.
 
     Saved models refer to this class: a file format.
     """
 
     def forward(self, *inputs: Any) -> Any:
-        """The last module's output."""
+        """Return the output of the last module."""
         output: Any = inputs
         for module in self:
             output = module(*output) if isinstance(output, tuple) else module(output)
@@ -60,20 +61,21 @@ class Chain(nn.Sequential):
 
 
 def group_layers(model: nn.Module) -> None:
-    """Divide every flat Sequential into runs of one layer with weights and what follows it, in place.
+    """Divide every flat Sequential in ``model`` in place into runs: a layer with weights and what follows it.
 
-    One that calls a layer twice stays whole: a module has one path.
+    A Sequential that holds a layer twice stays whole, since a module has one path.
     """
     for module in list(model.modules()):
         if type(module) is nn.Sequential and len(set(module.children())) == len(module):  # no child twice, or none
             for run in list(_layer_runs(module)):
-                _add(module, _name_of(run), run)
+                first, *_, last = children_of(run)
+                _add(module, f"{first}-{last}", run)
 
 
 def add_runs(model: nn.Module, path: str) -> list[Run]:
-    """Make the runs that ``path`` names part of the model, in place, and return those that were not yet.
+    """Make the runs in ``path`` part of ``model``, in place, and return those that were not yet.
 
-    Raises :class:`ValueError` if one cannot be, :class:`AttributeError` if there is no such path.
+    Raises :class:`ValueError` if that is not possible, :class:`AttributeError` if there is no such path.
     """
     parent, added = model, []
     for name in path.split(".") if path else ():
@@ -86,7 +88,7 @@ def add_runs(model: nn.Module, path: str) -> list[Run]:
 
 
 def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
-    """Take the runs off again, in place: all, or ``only`` these; a Sequential without any is a plain one."""
+    """Remove the runs from ``model``, in place: all, or ``only`` these; a Sequential without runs is a plain one."""
     for module in model.modules():
         left = {name: run for name, run in _runs_of(module).items() if only is not None and run not in only}
         if vars(module).pop(RUNS_KEY, None) is not None and not left and type(module) is GroupedSequential:
@@ -96,12 +98,12 @@ def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
 
 
 def calls_in_turn(module: nn.Module) -> bool:
-    """Whether its forward is a Sequential's, with runs or without, as a segment too."""
+    """Tell whether the forward of ``module`` is a Sequential's, with runs or without, also if it is a segment."""
     return inspect.unwrap(type(module).forward) in (nn.Sequential.forward, GroupedSequential.forward, Chain.forward)
 
 
 def find_part(model: nn.Module, path: str) -> nn.Module:
-    """The module at ``path``; a run that the model does not have is made, and stays no part of it.
+    """Return the module at ``path`` in ``model``; a run that it does not have is made without becoming part of it.
 
     Raises :class:`AttributeError` if there is none.
     """
@@ -113,7 +115,7 @@ def find_part(model: nn.Module, path: str) -> nn.Module:
 def named_parts(
     module: nn.Module, path: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """As ``named_modules``, with runs between a Sequential and the children that are in them."""
+    """Yield path and module like ``named_modules``, with runs between a Sequential and their children."""
     seen = set() if seen is None else seen
     if module not in seen:
         seen.add(module)
@@ -123,7 +125,7 @@ def named_parts(
 
 
 def _runs_of(module: nn.Module) -> dict[str, Run]:
-    """Its runs, of the children that it has now."""
+    """Return the runs of ``module`` by name, brought up to date with its present children."""
     runs: dict[str, Run] = vars(module).get(RUNS_KEY, {})
     for run in runs.values():
         now = {name: children_of(module)[name] for name in children_of(run) if name in children_of(module)}
@@ -134,7 +136,7 @@ def _runs_of(module: nn.Module) -> dict[str, Run]:
 
 
 def _parts_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The children, runs in the place of those that are in them."""
+    """Return the children of ``module`` by name, with runs in place of the children that are in them."""
     run_of = {child: name for name, run in _runs_of(module).items() for child in children_of(run)}
     parts: dict[str, nn.Module] = {}
     for name, child in children_of(module).items():
@@ -147,7 +149,7 @@ def _parts_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _part(parent: nn.Module, name: str) -> nn.Module:
-    """Not by ``get_submodule``, which takes a name of nothing for the module itself, and asks properties."""
+    # Not by ``get_submodule``, which takes an empty name for the module itself, and evaluates properties.
     known = {**children_of(parent), **_runs_of(parent)}
     part = known[name] if name in known else _spelled(parent, name)
     if part is None:
@@ -156,7 +158,7 @@ def _part(parent: nn.Module, name: str) -> nn.Module:
 
 
 def _spelled(parent: nn.Module, name: str) -> Run | None:
-    """The run of the children from the one before a hyphen in ``name`` to the one after it."""
+    """Return the run that ``name`` spells, from the child before a hyphen to the one after it; ``None`` if none."""
     names = list(children_of(parent)) if calls_in_turn(parent) else []
     for first in sorted(names, key=len):  # a name may have hyphens of its own
         last = name.removeprefix(f"{first}-")
@@ -168,7 +170,7 @@ def _spelled(parent: nn.Module, name: str) -> Run | None:
 def _run(parent: nn.Module, names: list[str]) -> Run:
     run = Run()
     children_of(run).update((name, parent.get_submodule(name)) for name in names)
-    run.training = parent.training  # its alone: children may be in another mode
+    run.training = parent.training  # not by ``train``: children may be in another mode
     return run
 
 
@@ -181,11 +183,6 @@ def _add(parent: nn.Module, name: str, run: Run) -> None:
     if not isinstance(parent, GroupedSequential):
         raise ValueError(f"{type(parent).__name__} is no plain Sequential")
     vars(parent).setdefault(RUNS_KEY, {})[name] = run
-
-
-def _name_of(run: Run) -> str:
-    first, *_, last = children_of(run)
-    return f"{first}-{last}"
 
 
 def _layer_runs(parent: nn.Sequential) -> Iterator[Run]:

@@ -1,7 +1,7 @@
-"""Whether a recomputation computes what forward computed: a few elements of every tensor that they save are compared.
+"""Comparison of a recomputation with its forward, by a few elements of every tensor that both save.
 
-This tells of what nothing can put back: the clock, random numbers of the operating system, generators that no name
-leads to.  It is done where a module runs first, and again when it has run sixteen times as often.
+It reveals sources that nothing can rewind: the clock, random numbers of the operating system, generators to which no
+name leads.  It is done when a module first runs, and again when it has run sixteen times as often.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from memopt_cli.runtime.private_torch import stands_for_zeros, unseen
 
 _ELEMENTS: Final = 64
-"""Of a tensor, about so many."""
+"""About how many elements of a tensor are compared."""
 _RARER: Final = 16
+"""Factor between the runs that are watched: the 16th, the 256th and so on."""
 _DTYPES: Final = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128}
     | {torch.bool, torch.int16, torch.int32, torch.int64}
 )
-"""Those of values: bytes are the workspace of some kernel, not all of which it writes."""
+"""Types of values: bytes are the workspace of some kernel, which need not write all of it."""
 
 _is_off = False
 
@@ -40,7 +41,7 @@ def nothing_sampled() -> Iterator[None]:
 
 
 class Turns:
-    """Says when it is the turn of a segment to be watched, and compared when it runs again."""
+    """The schedule by which the calls of a segment are watched, and compared when they run again."""
 
     def __init__(self) -> None:
         self._runs, self._next = 0, _RARER
@@ -74,7 +75,7 @@ def sample(tensor: Tensor) -> list[Any] | None:
 
 
 def glance(tensor: Tensor) -> bytes | None:
-    """Return what lies at three places of ``tensor``, at next to no cost; ``None`` if it does not lie on the CPU."""
+    """Return the bytes at three places of ``tensor``, at next to no cost; ``None`` if it does not lie on the CPU."""
     if _is_off or type(tensor) is not Tensor or not tensor.is_cpu or not tensor.is_contiguous():
         return None
     start, size = tensor.data_ptr(), tensor.nbytes
@@ -87,7 +88,7 @@ def glance(tensor: Tensor) -> bytes | None:
 
 
 def is_alike(before: bytes, tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is at these places as it was ``before``, but for rounding."""
+    """Tell whether ``tensor`` is as it was, but for rounding, at the places whose bytes are in ``before``."""
     now = glance(tensor)
     if now is None or now == before:
         return True
@@ -100,7 +101,7 @@ _GLANCE: Final = 32
 
 
 def _has_no_values(tensor: Tensor) -> bool:
-    """Whether it stands for zeros, its memory was freed (as FSDP does), or kernels are being recorded for later."""
+    """Tell whether ``tensor`` stands for zeros, was freed (as by FSDP), or CUDA kernels are only being captured."""
     if stands_for_zeros(tensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -109,7 +110,7 @@ def _has_no_values(tensor: Tensor) -> bool:
 
 
 def agrees(before: list[Any], tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is as it was but for rounding: what is kept may have come from another kernel."""
+    """Tell whether ``tensor`` is as it was ``before`` but for rounding: another kernel may have made it."""
     now, dtype = sample(tensor), tensor.dtype
     return now is None or now == before or _agree(before, now, dtype)
 

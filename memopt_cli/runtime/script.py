@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from memopt_cli.runtime.private_torch import (
-    buffers_of,
-    children_of,
-    parameters_of,
-    reader_of,
-)
+from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of, reader_of
 from memopt_cli.runtime.script_code import check_classes, check_code, kind_of
 
 
@@ -42,7 +37,7 @@ def check_script(archive: bytes) -> None:
 
 
 def bytes_of(archive: Tensor) -> bytes:
-    """Of a tensor of ``uint8``; NumPy need not be there."""
+    """Return the bytes in ``archive``, a tensor of ``uint8``, without NumPy, which need not be installed."""
     held = bytearray(archive.numel())
     if held:
         torch.frombuffer(held, dtype=torch.uint8).copy_(archive)
@@ -50,7 +45,7 @@ def bytes_of(archive: Tensor) -> bytes:
 
 
 def restore_script(archive: bytes, device: torch.device) -> ScriptModule:
-    """Check, then load a TorchScript archive; raises as :func:`check_script` does."""
+    """Check the TorchScript ``archive``, as :func:`check_script` does, then load it onto ``device``."""
     check_script(archive)
     return torch.jit.load(io.BytesIO(archive), map_location=device)  # type: ignore[no-any-return]
 
@@ -59,7 +54,7 @@ def restore_script(archive: bytes, device: torch.device) -> ScriptModule:
 
 
 class ScriptPart(nn.Module):
-    """Holds the names of a module inside a :class:`ScriptLeaf`; never called itself."""
+    """A module inside a :class:`ScriptLeaf` that has names and tensors, and is never called itself."""
 
 
 class ScriptLeaf(nn.Module):

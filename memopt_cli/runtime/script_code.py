@@ -1,4 +1,13 @@
-"""What the code of a TorchScript archive may say: read as text, before PyTorch compiles it."""
+"""Checks of the code in a TorchScript archive, which is read as text before PyTorch compiles it.
+
+TorchScript is a part of Python, so Python's own parser reads it.  Three things are checked.  Every name must be a
+variable, a word of the language, or an allowed operator, whether that is called as ``torch.relu(x)`` or as
+``x.relu()``.  Every ``unchecked_cast`` must be one that the compiler itself would write, since the interpreter trusts
+it: a number that is cast to a tensor would be read as an address.  And code that runs while the archive is loaded may
+restore a quantized layer, and do nothing that takes time or memory.
+
+Text that Python and PyTorch might read differently is refused: characters beyond ASCII, comments, deep nesting.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +27,8 @@ _PRIM: Final = frozenset(
     "is_sparse_csr is_vulkan is_xla is_xpu itemsize layout max min name nbytes rangelist requires_grad type "
     "unchecked_cast unchecked_unwrap_optional isinstance".split()
 )
-"""Not those with a varying number of results, which the interpreter leaves on its stack uncounted."""
+"""Allowed operators of ``prim``.  Those with a varying number of results, which TorchScript's interpreter leaves on its
+stack uncounted, are not among them."""
 
 _WORDS: Final = frozenset(
     "Any Device Dict Enum Final Future Generator Interface List Module NamedTuple NoneType Number Optional Scalar "
@@ -26,20 +36,20 @@ _WORDS: Final = frozenset(
     "__annotations__ CONSTANTS inf nan infj nanj annotate uninitialized unchecked_cast getattr hasattr isinstance "
     "fork range len enumerate zip min max abs all any divmod round sorted ord chr bin hex oct hash print".split()
 )
-"""What a TorchScript file may name besides its own variables, ``torch``, ``ops`` and ``__torch__``."""
+"""Names that a TorchScript file may use besides its own variables, ``torch``, ``ops`` and ``__torch__``."""
 
 _ROOTS: Final = frozenset({"torch", "ops", "__torch__"})
 _NO_VARIABLES: Final = _ROOTS | {"rpc_async", "rpc_remote", "rpc_sync", "getattr", "hasattr"}
 _ONLY_CALLED: Final = frozenset({"getattr", "hasattr", "unchecked_cast"})
-"""Under another name they would not be recognized."""
+"""Functions that may not be assigned to a variable, under whose name a call would not be recognized."""
 _TEXT: Final = re.compile(r"[ -~\n]*")
-"""What PyTorch writes into code; other characters its parser takes in another way than Python's."""
+"""The characters that PyTorch writes into code; its parser and Python's may read others differently."""
 _DEEPEST: Final = 300
-"""Expressions and blocks within each other: PyTorch compiles them by recursion."""
+"""Most expressions and blocks nested in each other: PyTorch compiles them by recursion."""
 _TYPE: Final = re.compile(r"[\w.,()\[\] ]+", re.ASCII)
 _LONGEST_TYPE: Final = 4096
 _TAGGED: Final = frozenset("Tensor int float bool str complex number Scalar NoneType Device".split())
-"""Types whose values PyTorch tells apart wherever it uses one; of what others consist, it takes from the type."""
+"""Types that PyTorch checks on the value wherever it uses one; for others it trusts the declared type."""
 _CONTAINERS: Final = frozenset({"List", "Dict", "Optional"})
 _NATIVE_CLASS: Final = re.compile(rb"__torch__\.torch\.classes\.(?!quantized\.)([\w.]+)")
 
@@ -56,9 +66,9 @@ _TO_RESTORE: Final = (
     *(ast.FunctionDef, ast.arguments, ast.arg, ast.Assign, ast.If, ast.Expr, ast.Return, ast.Pass, ast.expr_context),
     *(ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.Call, ast.UnaryOp, ast.USub),
 )
-"""What restoring a layer is written with: no loops, no arithmetic."""
+"""The syntax with which a layer is restored: no loops, no arithmetic."""
 _MOST_TO_RESTORE: Final = 100
-"""Calls in a function that runs while the script is loaded."""
+"""Most calls in a function that runs while the script is loaded."""
 
 Kind = Literal["code", "pickle", "data"]
 _KINDS: Final[Mapping[Kind, re.Pattern[str]]] = {
@@ -72,13 +82,14 @@ _KINDS: Final[Mapping[Kind, re.Pattern[str]]] = {
 
 
 class UnsafeScript(Exception):
-    """The archive's code names something that is not known to be harmless; the message names it."""
+    """An archive's code names something that is not known to be harmless; the message names it."""
 
 
 def kind_of(record: str) -> Kind:
-    """What a record of a TorchScript archive holds, by its exact name: PyTorch's reader does not tell case.
+    """Return the kind of the ``record`` with this name in a TorchScript archive.
 
-    Code is told in any case, to be read.  Raises :class:`UnsafeScript` for a record of no known kind.
+    Names must match exactly, though PyTorch's reader ignores case; only code is recognized in any case, so that it is
+    read.  Raises :class:`UnsafeScript` for a record of no known kind.
     """
     for kind, names in _KINDS.items():
         if names.fullmatch(record):
@@ -87,14 +98,14 @@ def kind_of(record: str) -> Kind:
 
 
 def check_classes(data: bytes) -> None:
-    """Raises :class:`UnsafeScript` if a pickle names a class of C++ other than a quantized layer's weights."""
+    """Raise :class:`UnsafeScript` if the pickle ``data`` names a C++ class other than a quantized layer's weights."""
     found = _NATIVE_CLASS.search(data.replace(b"\n", b"."))
     if found:
         raise UnsafeScript(f"the class torch.classes.{found.group(1).decode().rstrip('.')}")
 
 
 def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
-    """Check the text of every code record, and return it parsed.
+    """Check the text of every code record in ``records``, and return it parsed.
 
     Raises :class:`UnsafeScript`, which names what is not allowed.
     """
@@ -108,7 +119,7 @@ def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
 
 
 def parsed_code(text: str) -> ast.Module:
-    """Code that PyTorch's parser reads as Python's does.  Raises :class:`UnsafeScript`."""
+    """Return ``text`` parsed.  Raises :class:`UnsafeScript` if PyTorch's parser might read it in another way."""
     try:
         if not _TEXT.fullmatch(text):
             raise UnsafeScript("characters beyond ASCII, which PyTorch and Python may read differently")
@@ -123,7 +134,7 @@ def parsed_code(text: str) -> ast.Module:
 
 
 def _chained(node: ast.AST) -> int:
-    """Operators that Python takes for one expression, and PyTorch for as many within each other."""
+    """Return how many operators ``node`` chains, which PyTorch nests: ``a < b < c`` is one node of Python's."""
     if isinstance(node, ast.BoolOp):
         return len(node.values)
     return len(node.ops) if isinstance(node, ast.Compare) else 0
@@ -134,7 +145,7 @@ def _has_comment(text: str) -> bool:
 
 
 def parsed_type(text: str) -> ast.expr:
-    """A type as PyTorch writes it.  Raises :class:`UnsafeScript`."""
+    """Return the type ``text`` parsed.  Raises :class:`UnsafeScript` if PyTorch does not write types so."""
     try:
         if len(text) > _LONGEST_TYPE or not _TYPE.fullmatch(text):
             raise UnsafeScript("a type that PyTorch does not write")
@@ -173,7 +184,7 @@ def _check_names(tree: ast.AST) -> None:
 
 
 def _check_calls(tree: ast.AST) -> None:
-    """``x.relu()`` is the operator, too: whatever is called as a method must not be one that is not allowed."""
+    # ``x.relu()`` is the operator as well, so every method name must be that of an allowed one, or of none.
     called = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -203,7 +214,7 @@ def _check_method(name: str) -> None:
 
 
 def _chains(tree: ast.AST) -> Iterator[tuple[ast.Name, list[ast.Attribute]]]:
-    """Each longest ``torch.a.b``, as its name and its attributes in order."""
+    """Yield each longest ``torch.a.b`` in ``tree``, as its name and its attributes in order."""
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
@@ -231,7 +242,7 @@ def _check_chain(names: list[str]) -> None:
 
 
 def _check_casts(tree: ast.Module) -> None:
-    """``unchecked_cast(T, x)`` takes whatever ``x`` is for a ``T``: sound where ``x`` is declared ``Optional[T]``."""
+    # ``unchecked_cast(T, x)`` takes ``x`` for a ``T`` without a check: sound where ``x`` is declared ``Optional[T]``.
     casts = {id(node): node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_cast(node)}
     owners: list[ast.Module | ast.ClassDef] = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
     for owner in owners:
@@ -251,7 +262,7 @@ def _is_cast(call: ast.Call) -> bool:
 
 
 def attribute_types(owner: ast.ClassDef) -> dict[str, ast.expr]:
-    """The attributes that a class of a script declares, and their types.  Constants are none."""
+    """Return the attributes that the class ``owner`` of a script declares, and their types, but no constants."""
     types: dict[str, ast.expr] = {}
     for node in owner.body:
         match node:
@@ -266,7 +277,7 @@ def attribute_types(owner: ast.ClassDef) -> dict[str, ast.expr]:
 
 
 class _Variables:
-    """What the variables of a function are declared as."""
+    """The declared types of a function's variables."""
 
     def __init__(self, function: ast.FunctionDef, attributes: Mapping[str, ast.expr]) -> None:
         self._attributes = attributes
@@ -284,14 +295,14 @@ class _Variables:
                 self._types.setdefault(node.id, []).append(None)
 
     def allow(self, cast: ast.Call) -> bool:
-        """Whether a cast makes nothing of a value that it may not be."""
+        """Tell whether the value of ``cast`` surely has the type to which it is cast."""
         if len(cast.args) != 2 or cast.keywords:
             return False
         kind, source = cast.args
         return _is_tagged(kind) or all(_is_optional(found, ast.dump(kind)) for found in self._declared(source))
 
     def _declared(self, value: ast.expr) -> Iterator[ast.expr | None]:
-        """The type of each value that this may be, as far as the code says; else ``None``."""
+        """Yield the declared type of each value that ``value`` may stand for; ``None`` where the code declares none."""
         pending, seen = [value], set[str]()
         while pending:
             match pending.pop():
@@ -311,7 +322,7 @@ class _Variables:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.Name, ast.expr]]:
-    """Each variable that a statement sets, with its value, where these are side by side."""
+    """Yield each variable that the statement ``node`` sets, with its value, where the two correspond."""
     match node:
         case ast.Assign(targets=[ast.Name() as target], value=value):
             yield target, value
@@ -345,7 +356,7 @@ _NONE: Final = ast.dump(ast.Name("NoneType", ast.Load()))
 
 
 def _check_restoring(trees: Iterable[ast.Module]) -> None:
-    """A script's ``__setstate__`` runs while it is loaded: it may restore a quantized layer, by one other method."""
+    # A script's ``__setstate__`` runs while it is loaded: it may restore a quantized layer, by one other method.
     functions: dict[str, list[ast.FunctionDef]] = {}
     for tree in trees:
         for node in ast.walk(tree):
@@ -358,7 +369,7 @@ def _check_restoring(trees: Iterable[ast.Module]) -> None:
 
 
 def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list[str]:
-    """Names of the archive's methods that it calls.  Raises :class:`UnsafeScript` for what takes time or memory."""
+    """Return the ``methods`` that ``function`` calls.  Raises :class:`UnsafeScript` for what takes time or memory."""
     types = {id(part) for kind in _annotations(function) for part in ast.walk(kind)}
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     other = next((node for node in ast.walk(function) if not isinstance(node, _TO_RESTORE)), None)
@@ -382,7 +393,7 @@ def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list
 
 
 def _check_displays(function: ast.FunctionDef) -> None:
-    """Lists of lists of the same list are far larger than what is written."""
+    # A list that holds one list ten times, which holds another ten times, and so on, is far larger than its text.
     held = {
         target.id
         for node in ast.walk(function)

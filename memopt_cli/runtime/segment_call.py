@@ -1,4 +1,4 @@
-"""A segment's forward: whether it can be run again, and how its inputs are kept until then."""
+"""The forward of a segment: whether it can run again, and how its inputs are kept until then."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def call_checkpointed(
 ) -> Any:
     """Call ``forward(*args, **kwargs)``, and keep only its ``inputs``, empty as yet, and outputs of ``keep``.
 
-    ``starts``: of the chunks of which this is the next; they make its starting state again.  ``learned``: what is known
-    of ``module``, if that does not keep it itself.
+    ``starts``: the starts of earlier chunks, from which that of this one is made again.  ``learned``: the knowledge of
+    ``module``, if that does not keep it itself.
     """
-    if (chunk := running_chunk()) is not None:  # of a segment around, which backward is to run the forward in again
+    if (chunk := running_chunk()) is not None:  # backward must run the forward in the same chunk again
         forward = functools.partial(within_chunk, chunk, forward)
     if torch.compiler.is_compiling():
         return _traced(module, forward, args, kwargs)
@@ -109,25 +109,20 @@ def call_checkpointed(
 
 
 def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learned) -> bool:
-    """Tell whether ``module`` is to run as a segment.
-
-    In a checkpoint of the user's own it is not: that runs it again.
-    """
+    """Tell whether ``module`` is to run as a segment, which it is not in a checkpoint of the user's own."""
     if any(t.is_nested and t.layout is torch.strided for t in tensors):
         run_plainly(module, "is given a nested tensor of the strided layout")
     if not torch.is_grad_enabled() or runs_plainly(module) or is_transformed() or is_checkpointed():
         return False
     if not needs_gradient(module, tensors):
         return False
-    return learned.known is not None or not uninitialized(
-        module
-    )  # of a lazy module there is no state yet to start from
+    return learned.known is not None or not uninitialized(module)  # a lazy module has no state yet to start from
 
 
 def _within_recomputation(
     module: nn.Module, first: Callable[[], Any], tensors: Sequence[Tensor], around: Any, learned: Learned
 ) -> Any:
-    """Run a segment within the recomputation of another, for which it makes its inputs again, and its output."""
+    """Run ``module`` inside the recomputation of ``around``, which needs its inputs and its output again."""
     for tensor in _clones(tensors) if learned.overwrites_input else tensors:
         around.hold_input(tensor)
     for tensor in matrices_of(module):
@@ -145,7 +140,7 @@ def _unpacked(inputs: PackedInputs, needed: Sequence[bool], learned: Learned) ->
 
 
 def _fresh(tensors: Sequence[Tensor], needed: Sequence[bool], learned: Learned) -> list[Tensor]:
-    """Return ``tensors`` without their history; where forward writes over them, copies, for no leaf may be written.
+    """Return ``tensors`` without their history, or copies if forward writes over them, as it may not write to leaves.
 
     ``needed``: whether each needs a gradient.
     """
@@ -197,8 +192,8 @@ def _repeat(forward: Callable[..., Any], skeleton: Any, tensors: Sequence[Tensor
 def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``forward`` in PyTorch's checkpoint, which ``torch.compile`` can trace.
 
-    What it cannot trace at all, a forward that writes to attributes among others, it leaves to a checkpoint that is
-    not compiled: there every run but the first starts from the state in which that has started.
+    A forward that it cannot trace, one that writes to attributes say, it leaves to a checkpoint that is not compiled:
+    there every run but the first starts from the state from which the first one started.
     """
     tensors, skeleton = split_tensors((args, kwargs))
     if not torch.is_grad_enabled() or not needs_gradient(module, tensors):
@@ -230,20 +225,20 @@ def _replayed(
 
 
 def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:
-    """Whether backward will ask for anything of a module that is given these tensors."""
+    """Tell whether backward will ask for anything that ``module`` saves when it is given ``tensors``."""
     if getattr(module, "may_use_parameters_of_others", False):
         return True
     return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())
 
 
 def ignore_start(start: StartingState, lent: Sequence[Tensor]) -> None:
-    """Do nothing with where a run starts."""
+    """Ignore ``start`` and ``lent``: nobody wants to know where a run starts."""
 
 
 class PackedInputs:
-    """The tensors among the arguments of a call, in a codec; those in ``raw`` as they are.
+    """The tensors among the arguments of a call, stored by a codec, but for those in ``raw``, which stay as they are.
 
-    Raw are the states that chunks hand on: the codec is the one that suits the module's inputs.
+    Raw are the states that chunks hand on: the codec is chosen for the module's inputs.
     """
 
     def __init__(self, codec: SpikeCompressor, raw: Any = ()) -> None:
@@ -251,12 +246,12 @@ class PackedInputs:
         self._raw = frozenset(map(id, tensors_of(raw))) if raw else frozenset()
         self._stored: list[Any] = []
         self.of_chunk = False
-        """They are a part of what the segment is given."""
+        """Whether they are the inputs of one chunk, not of the whole segment."""
         self.started: Callable[[StartingState, Sequence[Tensor]], None] = ignore_start
-        """Is told where the run starts, and what that lends to a segment around."""
+        """A function that is called with the starting state and the tensors that it lends to a segment around."""
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Store ``tensors``; parameters are there anyhow."""
+        """Store ``tensors``; parameters, which exist anyway, are only referred to."""
         for tensor in tensors:
             if isinstance(tensor, nn.Parameter):
                 self._stored.append(tensor)
@@ -266,5 +261,5 @@ class PackedInputs:
             note_stored(tensor, self._stored[-1])
 
     def tensors(self) -> list[Tensor]:
-        """Return what was stored, whole again."""
+        """Return the tensors that were stored."""
         return [s if isinstance(s, Tensor) else self._codec.decompress(s) for s in self._stored]

@@ -1,4 +1,4 @@
-"""How a segment runs, and by what a module is known to be one."""
+"""The settings of a segment, and the base class by which a module is known to be one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentConfig:
-    """How a segment runs: what an entry of a plan says of it, by the same names.
+    """The settings of a segment, by the names that an entry of a plan has for them.
 
-    A record of the runtime's own, beside the plan's (``memopt_cli.records.SegmentPlan``): a saved model holds these
-    fields by name and is loaded with nothing but torch and this folder, and a plan is read without torch.
+    The runtime has a record of its own beside the plan's (``memopt_cli.records.SegmentPlan``): a saved model holds
+    these fields by name and is loaded with nothing but torch and this folder, and a plan is read without torch.
     """
 
     compressor: str = "null"
@@ -28,24 +28,24 @@ class SegmentConfig:
     seq_outputs: int = 1
     """How many leading outputs are concatenated; the following ones are states for the next chunk."""
     spatial_split: bool = False
-    """Each module that ``__spatial_split__`` returns is checkpointed on its own."""
+    """Whether each module that ``__spatial_split__`` returns is checkpointed on its own."""
     recompute: bool = True
-    """If not, what is saved inside is packed instead, outside of segments that lie in it."""
+    """Whether it is recomputed; if not, what autograd saves inside it, but not in other segments, is packed."""
     keep: tuple[str, ...] = ()
     """Operators whose outputs are kept, not recomputed: ``aten::convolution``, or ``aten::convolution#2`` for those of
-    the second call alone.  Those in segments that lie within are these segments' own business, and are not counted.
-    Under ``torch.compile`` all are recomputed."""
+    the second call alone.  Calls in other segments inside this one are not counted.  Under ``torch.compile`` all are
+    recomputed."""
     batch_statistics: bool = False
-    """Of chunks: batch norms inside normalize by the statistics of all chunks, which are gathered first."""
+    """Whether batch norms in chunks normalize by the statistics of all chunks, which are gathered first."""
     through_loss: bool = False
-    """Of chunks of a linear layer: they run on through the cross-entropy of its output, which never exists whole."""
+    """Whether the chunks of a linear layer run on through the cross-entropy of its output, which never exists whole."""
     inexact: bool = False
-    """Of chunks: batch norms inside normalize by those of each chunk, which is known and wanted."""
+    """Whether batch norms in chunks may normalize by the statistics of their own chunk, which changes the result."""
     recompute_states: bool = False
-    """Of chunks: what the module hands from one to the next in its attributes is made again in backward.  In another
-    segment, whose recomputation makes it again, and under ``torch.compile`` this is nothing."""
+    """Whether the states that chunks hand on in attributes are made again in backward.  It has no effect inside another
+    segment, whose recomputation makes them again, and under ``torch.compile``."""
     path: str = field(default="", compare=False)
-    """Where it is in the plan: messages name it so."""
+    """The path in the plan, by which messages name the segment."""
 
 
 class Installed:

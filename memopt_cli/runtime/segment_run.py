@@ -3,15 +3,15 @@
 The mechanism is that of PyTorch's non-reentrant checkpoint: hooks on what autograd saves::
 
     forward     autograd saves 5 tensors    each is held by a _Saved until forward has ended, and then dropped
-    backward    a node asks for the 4th     forward runs again; what autograd saves now is laid into the five _Saved,
-                                            and after the fifth there is nothing left to do: the run is broken off
+    backward    a node asks for the 4th     forward runs again; the tensors that autograd saves now are put into the
+                                            five _Saved, and after the fifth the run is broken off, for it is done
 
-They are held until forward has ended since only then it is known whether it can run again.  That does not raise the
-peak of a step: all of them are there at once again when forward runs for the second time.  What a node saved that is
-gone by then goes with it.
+They are held until forward has ended, because only then it is known whether it can run again.  That does not raise the
+peak of a step: all of them are there at once again when forward runs for the second time.  A node that is gone by then
+takes its _Saved with it.
 
-A call within another one has its inputs saved by that one, and so makes them again with it.  What runs again within a
-recomputation drops what it saves: nobody will ask for it.
+A call inside another one has its inputs saved by that one, and so makes them again with it.  A segment that runs inside
+the recomputation of another drops what it saves: nobody will ask for it.
 
 References point from autograd's nodes to :class:`_Saved`, from there to :class:`SegmentRun`, and from there to inputs
 and state without the graphs that made them.  So a call goes when its graph goes.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 from weakref import ref
 
@@ -34,14 +34,14 @@ from memopt_cli.runtime.in_backward import updates_in_backward
 from memopt_cli.runtime.learned import Learned
 from memopt_cli.runtime.lengths import at_length, present_length
 from memopt_cli.runtime.module_state import name_of
-from memopt_cli.runtime.noise import ends_in_noise, noise_since
+from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.private_torch import forbids_hooks, memory_of, next_node, not_compiled
 from memopt_cli.runtime.running import outermost_turn, recomputing, taking_turns
 from memopt_cli.runtime.samples import agrees, glance, is_alike, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.runtime.unsafe import as_of, cannot_repeat, marks, run_plainly, this_moment
+from memopt_cli.runtime.unsafe import as_of, cannot_repeat, run_plainly, this_moment, unrepeatable_runs
 from memopt_cli.runtime.waiting import wait_for
 
 Repeat = Callable[[Sequence[Tensor], Sequence[Any]], object]
@@ -50,7 +50,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Unrepeatable(RuntimeError):
-    """A forward did what it cannot do in a segment, or does otherwise there: a sentence without its subject."""
+    """A forward cannot run in a segment, or computes something else there; a sentence without its subject."""
 
 
 class _Complete(Exception):
@@ -64,55 +64,55 @@ class _Saved:
 
     def __init__(self, run: SegmentRun | None, tensor: Tensor) -> None:
         self.run = run
-        """Which makes it again; ``None`` if the call cannot run again."""
+        """The call that makes it again; ``None`` if that cannot run again."""
         self.tensor: Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
-        """Without the node that made it, which may be the very one that saves it."""
+        """The tensor without the node that made it, which may be the very one that saves it; ``None`` if dropped."""
         self.version = version_of(tensor)
         self.shape: torch.Size | None = None
         self.packed: Any = None
-        """Of a call that cannot run again: as the hooks around the segment keep it."""
+        """The form in which hooks around the segment keep it, if its call cannot run again; otherwise ``None``."""
         self.is_input = False
-        """It is an input of a segment within."""
+        """Whether it is an input of a segment inside this one."""
         self.broken = ""
-        """Why it cannot be given to backward: forward itself has written to it later."""
+        """Why backward cannot have it, as when forward itself has written to it later; empty if it can."""
 
 
 class SegmentRun:
     """One call of a segment."""
 
     is_of_segment, is_recomputation = True, False
-    """Of whom the hooks on saving ask: it is a segment's, in its first run or in a later one."""
+    """Whether hooks on saving belong to a segment, and to its recomputation: asked of the object that has the hooks."""
 
     def __init__(
         self, module: nn.Module, learned: Learned, start: StartingState, repeat: Repeat, keep: tuple[str, ...]
     ) -> None:
-        """``repeat`` runs the forward of ``module`` again; ``start``: where the first run starts from.
+        """Prepare a call of ``module`` that starts from ``start``; ``repeat`` runs its forward again.
 
-        ``keep``: operators whose outputs are kept.
+        ``learned``: what earlier calls have shown; ``keep``: operators whose outputs are kept.
         """
         self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
         self._kept = KeptOutputs(keep) if keep else NothingKept()
         self._began, self._length = this_moment(), present_length()
         self._outermost = outermost_turn() or module
         self._refs: list[ref[_Saved]] = []
-        """What was saved, in order, as far as autograd still has it."""
+        """The saved tensors in order, as far as autograd still has them."""
         self._glance: tuple[int, bytes] | None = None
-        """The place that is compared in every call, and some of what was saved there."""
+        """The place of the saved tensor that is compared in every call, and some of its bytes; ``None`` if none is."""
         self._samples: dict[int, list[Any]] = {}
-        """A few elements of what was saved, by its place."""
+        """Place of a saved tensor -> a few of its elements; empty unless the call is watched."""
         self._watch = _Watch() if start.is_watched else None
         self.is_running = False
         self._was_repeated = False
         self._has_copies = learned.overwrites_input
-        """It was given copies of its inputs: forward may write over them."""
+        """Whether it was given copies of its inputs, since forward may write over them."""
         self.gathers = False
-        """It is one chunk of several, whose batch statistics are those of all."""
+        """Whether it is one chunk of several that share batch statistics."""
         self.saved_inputs: list[_Saved] = []
-        """The tensors among the arguments, if they belong to a segment around."""
+        """The tensors among the arguments, if they belong to a segment around; otherwise empty."""
         self.inputs: Callable[[], list[Tensor]] = list
-        """Gives the tensors among the arguments."""
+        """A function that returns the tensors among the arguments."""
         self.lent: Callable[[], Sequence[Tensor]] = tuple
-        """Gives the tensors of the starting state that it has lent."""
+        """A function that returns the tensors of the starting state that were lent to a segment around."""
 
     # ------------------------------------------------------------------------------------------------- forward
 
@@ -122,7 +122,7 @@ class SegmentRun:
         ``given``: the tensors among its arguments; ``hooks``: those on saving around the segment.  Raises
         :class:`Unrepeatable` where it must run without hooks of the segment's own.
         """
-        versions, before = [version_of(t) for t in given], marks()
+        versions, before = [version_of(t) for t in given], unrepeatable_runs()
         output = self._run(forward)
         if self._kept.changes:
             raise Unrepeatable(self._kept.changes)
@@ -134,7 +134,7 @@ class SegmentRun:
         self._learned.overwrites_input |= overwrites
         for saved in self.saved_inputs:  # the segment around makes them again, and this one overwrites them again
             saved.version = version_of(saved.tensor)
-        if marks() != before:  # it cannot run again, or one within cannot
+        if unrepeatable_runs() != before:  # it cannot run again, or one within cannot
             self._keep(hooks)
         elif overwrites and not (self.saved_inputs or self._has_copies):
             self._keep(None)
@@ -170,22 +170,22 @@ class SegmentRun:
         return self._hold(tensor)
 
     def hold_input(self, tensor: Tensor) -> _Saved:
-        """Save an input of a segment within, in its turn."""
+        """Save ``tensor``, an input of a segment inside this one, and return what stands for it."""
         saved = (self._hold if self._watch is None else self._hold_watched)(tensor)
         saved.is_input = True
         return saved
 
     def note_use(self) -> None:
-        """Forward itself asks for what it saved.  Raises :class:`Unrepeatable` where that gives other gradients."""
+        """Note that forward itself asks for what it saved.  Raises :class:`Unrepeatable` if gradients would differ."""
         if self.gathers:  # to which every chunk adds through the statistics
             raise Unrepeatable("computes gradients in its forward, through batch statistics that its chunks share")
 
     def _give_up(self, handed: Any) -> None:
         """Drop what was saved: forward, which ``handed`` on tensors, can run again."""
         if self._watch is not None:
-            outputs = tensors_of(handed)
-            self._samples = self._watch.samples(self._refs, outputs)
-            self._learned.runs_to_end = self._watch.ends_in_noise(outputs)
+            noise = noise_since(self._watch.first, tensors_of(handed))
+            self._samples = self._watch.samples(self._refs, noise)
+            self._learned.runs_to_end = not noise.isdisjoint(self._watch.last)
             self._learned.compared = self._last_activation()
         else:
             self._look_at_one()
@@ -264,7 +264,7 @@ class SegmentRun:
 
 
 class _Again:
-    """What autograd saves while a forward runs again."""
+    """The tensors that autograd saves while a forward runs again."""
 
     is_of_segment, is_recomputation = True, True
 
@@ -284,7 +284,7 @@ class _Again:
         self._unlike: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Lay ``tensor`` in its place; the last one ends the run."""
+        """Put ``tensor`` in its place; the last one ends the run."""
         made = tensor.detach()
         place, self._count = self._count, self._count + 1
         if place >= len(self._refs):
@@ -352,42 +352,41 @@ _DIFFERS = "computes something else when it runs again for backward"
 
 
 class _Watch:
-    """What is noted of a forward that is watched, to be compared when it runs again."""
+    """Notes on a watched forward, to be compared when it runs again."""
 
     def __init__(self) -> None:
-        self._first = next_node()
-        self._last = range(self._first, self._first)
-        """Numbers of autograd's nodes.  That which saved a tensor last is among them: an operator that is given a view
-        of what was written in place makes a node for the view behind its own.
+        self.first = next_node()
+        """The number of the first node of autograd that forward makes."""
+        self.last = range(self.first, self.first)
+        """Numbers of nodes among which is the one that saved a tensor last.  They can be several, since an operator
+        that is given a view of what was written in place makes a node for the view after its own.
         """
         self._notes: list[tuple[range, list[Any] | None]] = []
 
     def note(self, tensor: Tensor) -> None:
-        """Autograd saves ``tensor`` now."""
+        """Note that autograd saves ``tensor`` now."""
         following = next_node()
-        if following != self._last.stop:
-            self._last = range(self._last.stop, following)
-        self._notes.append((self._last, sample(tensor)))
+        if following != self.last.stop:
+            self.last = range(self.last.stop, following)
+        self._notes.append((self.last, sample(tensor)))
 
-    def samples(self, saved: Sequence[ref[_Saved]], outputs: Sequence[Tensor]) -> dict[int, list[Any]]:
-        """Return a few elements of each tensor by its place, but for those that were written later or have none."""
-        noise = noise_since(self._first, outputs)
+    def samples(self, saved: Sequence[ref[_Saved]], noise: Set[int]) -> dict[int, list[Any]]:
+        """Return a few elements of each tensor by its place, but for those that were written later or have none.
+
+        ``noise``: numbers of the nodes that fill a tensor after they have saved it.
+        """
         found: dict[int, list[Any]] = {}
         for place, (one, (nodes, elements)) in enumerate(zip(saved, self._notes, strict=True)):
             tensor = None if (there := one()) is None else there.tensor
-            if tensor is None or elements is None or noise.intersection(nodes):
+            if tensor is None or elements is None or not noise.isdisjoint(nodes):
                 continue
             if sample(tensor) == elements:
                 found[place] = elements
         return found
 
-    def ends_in_noise(self, outputs: Sequence[Tensor]) -> bool:
-        """Tell whether the operator that saved a tensor last fills it when it has saved it."""
-        return ends_in_noise(outputs, self._last)
-
 
 class Dropped:
-    """What autograd saves in a segment that runs within the recomputation of another: nobody will ask for it."""
+    """Tensors that autograd saves in a segment inside the recomputation of another, for which nobody will ask."""
 
     is_of_segment, is_recomputation = True, True
 
@@ -396,7 +395,7 @@ class Dropped:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Hold it for the time of the block, in which forward itself may ask for it."""
+        """Hold the tensors for the time of the block, in which forward itself may ask for them."""
         try:
             with saved_tensors_hooks(self.hold, give):
                 yield
@@ -441,7 +440,7 @@ def give(saved: _Saved) -> Tensor:
         run.repeat()
     tensor = saved.tensor
     if tensor is None:
-        raise RuntimeError("a tensor was asked for that a recomputation has dropped; please report this")
+        raise RuntimeError("backward asks for a tensor that a recomputation has dropped; please report this")
     if version_of(tensor) != saved.version:
         raise RuntimeError(_overwritten(tensor, saved.version))
     if run is not None and not run.is_running:

@@ -1,6 +1,6 @@
 """Operators whose outputs a segment keeps instead of recomputing (selective checkpointing).
 
-The idea is PyTorch's ``create_selective_checkpoint_contexts``; what is done otherwise here:
+The idea is that of PyTorch's ``create_selective_checkpoint_contexts``, with these differences:
 
 - A kept output that is modified in place later, through whatever view, is copied first.  PyTorch looks at version
   counters alone, and ``aten::_unsafe_view``, the last operator of a matrix product in three dimensions, has one of its
@@ -9,7 +9,7 @@ The idea is PyTorch's ``create_selective_checkpoint_contexts``; what is done oth
 - A second backward through the same graph recomputes what the first has used up.
 - Skipping an operator that draws leaves the generator where the operator left it.
 
-The running statistics of a norm that is kept or recomputed, and its counter, are the segment's business
+The segment itself looks after the running statistics and the counter of a norm, whether that is kept or recomputed
 (:class:`~memopt_cli.runtime.state.StartingState`).
 """
 
@@ -52,16 +52,16 @@ Call = tuple[str, int]
 
 
 _KEPT = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\d*))?")
-"""``aten::convolution``, or ``aten::convolution#2``: of the second call that the segment makes, alone."""
+"""``aten::convolution``, or ``aten::convolution#2`` for the second call of a segment alone."""
 
 
 def keep_refusal(names: Sequence[str]) -> str:
-    """Why the outputs of one of these operators (``aten::convolution``) cannot be kept; empty if they all can."""
+    """Return why outputs of the operators ``names`` (``aten::convolution``) cannot be kept; empty if they all can."""
     return _first_refused(names, _unfit)
 
 
 def misspelled(names: Sequence[str]) -> str:
-    """The same of what is the name of no operator, in any version of PyTorch."""
+    """Return which of ``names`` can be no operator in any version of PyTorch; empty if all can be one."""
     return _first_refused(names, lambda name: "" if _KEPT.fullmatch(name) else _NO_OPERATOR)
 
 
@@ -90,47 +90,45 @@ def _unfit(name: str) -> str:
         return "it writes in place"
     if any(result.alias_info is not None for result in schema_of(overload).returns):
         return "it returns a view, which takes no memory of its own"
-    if (
-        packet is torch.ops.aten._to_copy
-    ):  # autocast keeps what it cast: forward and recomputation differ in how many run
-        return "autocast may run it in forward alone"
-    return ""
+    # Autocast keeps casts of weights, so that forward and recomputation may run different numbers of them.
+    return "autocast may run it in forward alone" if packet is torch.ops.aten._to_copy else ""
 
 
 @dataclass(slots=True)
 class _Output:
-    """What one call of an operator returned."""
+    """The return value of one call of an operator."""
 
     leaves: list[Any]
     spec: TreeSpec | None
-    """How they lie in what it returned; ``None`` of a single one."""
+    """The containers around the leaves; ``None`` for a single leaf."""
     given: tuple[Any, ...]
-    """Shapes and dtypes of the call's tensors: a recomputation that takes another course must not get this."""
+    """Shapes and dtypes of the call's tensors: a recomputation that takes another course must not get this output."""
     drawn: tuple[torch.Generator, Tensor] | None
-    """The generator that the call drew from, and where it left it."""
+    """The generator from which the call drew, and its position afterwards; ``None`` if it drew nothing."""
     watched: list[tuple[Tensor, int]]
     """Tensors through which the memory can be written, and their versions when forward ended."""
 
 
 class KeptOutputs:
-    """What one run of a segment keeps."""
+    """The outputs that one run of a segment keeps."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._calls: dict[str, set[int]] = defaultdict(set)
-        """Operator -> which of its calls, from 1; 0: all."""
+        """Operator -> which of its calls, from 1; 0 stands for all."""
         for name in names:
             operator, _, call = name.partition("#")
             self._calls[operator].add(int(call or 0))
         self._outputs: dict[Call, _Output] = {}
         self._needed = 0
-        """How many of them were there when autograd saved something last: no recomputation comes to the others."""
+        """How many outputs there were when autograd last saved something: a recomputation ends before the others."""
         self._in_storage: dict[int, list[tuple[_Output, int]]] = defaultdict(list)
+        """Storage -> the outputs in it, each with the place of its leaf."""
         self.changes = ""
-        """What runs by another kernel because outputs are kept, a sentence without its subject; empty if nothing."""
+        """Why another kernel runs since outputs are kept, a sentence without its subject; empty if none does."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Forward runs within."""
+        """Keep outputs of the forward that runs in the block."""
         with _innermost(self), _Recording(self):
             yield
         self._in_storage.clear()
@@ -141,16 +139,16 @@ class KeptOutputs:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """A recomputation runs within."""
+        """Hand out the kept outputs to the recomputation that runs in the block."""
         with _innermost(self), _Replaying(self):
             yield
 
     def note_save(self) -> None:
-        """Autograd saves something now."""
+        """Note that autograd saves a tensor now."""
         self._needed = len(self._outputs)
 
     def add(self, key: Call, given: tuple[Any, ...], result: Any, drawn: Any) -> None:
-        """Keep what a call has returned."""
+        """Keep ``result``, which the call ``key`` has returned."""
         leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         output = self._outputs[key] = _Output(leaves, spec, given, drawn, [])
@@ -159,7 +157,7 @@ class KeptOutputs:
                 self._in_storage[memory_of(leaf)].append((output, place))
 
     def copy_before_write(self, tensor: Any) -> None:
-        """``tensor`` is about to be modified in place."""
+        """Copy the kept outputs in the memory of ``tensor``, which is about to be modified in place."""
         if not _has_storage(tensor):
             return
         key = memory_of(tensor)
@@ -168,15 +166,15 @@ class KeptOutputs:
             output.watched = [(t, v) for t, v in output.watched if memory_of(t) != key]
 
     def watch(self, tensor: Any) -> None:
-        """If ``tensor`` lies in the memory of a kept output, whoever modifies it later must be noticed."""
+        """Watch ``tensor`` for later writes if it lies in the memory of a kept output."""
         if _has_storage(tensor):
             for output, _ in self._in_storage.get(memory_of(tensor), ()):
                 output.watched.append((alias(tensor), 0))
 
     def take(self, key: Call, given: tuple[Any, ...]) -> _Output | None:
-        """What the same call returned in forward, once.
+        """Return, once, the output that the call ``key`` had in forward; ``None`` if that is not kept.
 
-        Raises :class:`RuntimeError` if it is another call, or if the output has been modified since forward ended.
+        Raises :class:`RuntimeError` if the call has other arguments now, or the output was modified after forward.
         """
         output = self._outputs.pop(key, None)
         if output is None:
@@ -195,27 +193,27 @@ class KeptOutputs:
         return output
 
     def wants(self, key: Call) -> bool:
-        """Whether the outputs of a call are to be kept."""
+        """Tell whether the outputs of the call ``key`` are to be kept."""
         operator, number = key
         return not self._calls[operator].isdisjoint((0, number))
 
     def counts(self, operator: str) -> bool:
-        """Whether a call that is being made now is one of this segment's own, of an operator that it may keep."""
+        """Tell whether a call of ``operator`` now is this segment's own, and one whose outputs it may keep."""
         return operator in self._calls and getattr(_thread, "innermost", None) is self
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is kept, so nothing can be written."""
+        """Whether nothing is kept, so that no write matters."""
         return not self._in_storage
 
 
 class NothingKept:
-    """What a segment keeps that recomputes everything."""
+    """The stand-in for :class:`KeptOutputs` in a segment that recomputes everything."""
 
     changes = ""
 
     def note_save(self) -> None:
-        """Autograd saves something now."""
+        """Ignore that autograd saves a tensor now."""
 
     def recording(self) -> AbstractContextManager[None]:
         """Have a segment around that keeps outputs not count the operators in the block."""
@@ -225,7 +223,7 @@ class NothingKept:
 
 
 class _Calls(TorchDispatchMode):
-    """Numbers the segment's own calls of every operator of which some outputs are kept."""
+    """A mode that numbers a segment's own calls of the operators some of whose outputs are kept."""
 
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -237,7 +235,7 @@ class _Calls(TorchDispatchMode):
         return True
 
     def _kept_call(self, func: Any) -> Call | None:
-        """The call that is being made, if its outputs are to be kept."""
+        """Return the call that is being made, if its outputs are to be kept."""
         operator = _name_of(func)
         if not self._kept.counts(operator):
             return None
@@ -279,10 +277,10 @@ class _Replaying(_Calls):
 
 
 def _pools_otherwise(func: Any, args: Any) -> bool:
-    """Whether this may be pooling in one dimension on the CPU, and of what needs no gradient.
+    """Tell whether ``func`` may be pooling in one dimension, on the CPU, of a tensor that needs no gradient.
 
-    No mode seen, PyTorch would do that by a kernel that finds no indices, and gives another layout in memory: what
-    follows may draw noise in that order.
+    Without a mode, PyTorch would use a kernel that finds no indices, and gives another layout in memory, in whose order
+    a later operator may draw noise.
     """
     if func is not torch.ops.aten.max_pool2d_with_indices.default:
         return False
@@ -292,7 +290,7 @@ def _pools_otherwise(func: Any, args: Any) -> bool:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Have the operators in the block be no calls that a segment makes."""
+    """Have the operators in the block count as calls of no segment."""
     return _NOTHING if getattr(_thread, "innermost", None) is None else _innermost(None)
 
 
@@ -320,7 +318,7 @@ def _given(args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """Those that an operator is given or returns, which come in tuples and lists; PyTorch's own walk takes longer."""
+    """Return the tensors in ``value``, arguments or result of an operator, which is faster than PyTorch's walk."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
@@ -334,7 +332,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of the arguments that an operator modifies."""
+    """Return place and name of the arguments that the operator ``func`` modifies."""
     arguments = schema_of(func).arguments if has_schema(func) else ()
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
@@ -344,7 +342,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Generator, Tensor] | None:
-    """The generator that a call may have drawn from, and where it stands now."""
+    """Return the generator from which a call of ``func`` may have drawn, and its position; ``None`` if it draws not."""
     if not _draws(func):
         return None
     generator = kwargs.get("generator")
@@ -352,11 +350,9 @@ def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Gen
         first = next(iter(_tensors_in(result)), None)
         if first is None or is_fake(first):  # nothing is drawn without data
             return None
-        device = first.device
-        on_cpu = device.type == "cpu"
-        generator = (
-            torch.default_generator if on_cpu else torch.get_device_module(device).default_generators[device.index]
-        )
+        generator = torch.default_generator
+        if first.device.type != "cpu":
+            generator = torch.get_device_module(first.device).default_generators[first.device.index]
     return generator, position_of(generator)
 
 

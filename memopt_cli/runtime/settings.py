@@ -1,4 +1,4 @@
-"""How PyTorch computes: the settings, global or of a thread, by which the same call gives other bits."""
+"""Settings of PyTorch, global or of a thread, under which one call gives other bits than under others."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def _autocast_kinds() -> tuple[str, ...]:
 
 
 class Settings:
-    """What they are at one moment."""
+    """The values of these settings at one moment."""
 
     def __init__(self) -> None:
         self._present = [read() for read in _READ]
         self._autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _autocast_kinds()]
         self._is_watched = is_watched()
-        # Those of the user's own: whoever put one of memopt's there puts it there again.
+        # The user's own modes: memopt puts its own there again where it needs them.
         self._modes = [mode for mode in function_modes() if type(mode).__module__.partition(".")[0] != _PACKAGE]
-        # What a forward within ``parametrize.cached()`` finds there it does not compute.
+        # A forward inside ``parametrize.cached()`` does not compute what it finds in the cache.
         self._cached = cached_parametrizations() if are_parametrizations_cached() else None
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
-        """Have them be so in the block, and as they were before afterwards."""
+        """Return a context manager in whose block these values hold; afterwards those from before do."""
         present = Settings()
         return _NOTHING if present == self else self._restored_after(present)
 
@@ -74,7 +74,7 @@ class Settings:
                     if cast != there:
                         stack.enter_context(torch.autocast(kind, enabled=cast[0], dtype=cast[1]))
                 if self._is_watched and not present._is_watched:
-                    stack.enter_context(_watching())
+                    stack.enter_context(_Watching())  # type: ignore[no-untyped-call]
                 if self._modes != present._modes:
                     stack.enter_context(with_function_modes(self._modes))
                 yield
@@ -93,7 +93,7 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class _Watching(TorchDispatchMode):
-    """Does nothing: some operators are made of others where somebody watches the dispatcher, such as LSTMs."""
+    """A mode that does nothing, for operators that consist of others under any mode, such as LSTMs."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -101,7 +101,3 @@ class _Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-def _watching() -> TorchDispatchMode:
-    return _Watching()  # type: ignore[no-untyped-call]

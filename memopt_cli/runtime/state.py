@@ -1,10 +1,10 @@
-"""What a module carries besides its parameters: buffers, and what it keeps in attributes and other objects.
+"""State of a module besides its parameters: buffers, attributes, and objects that they refer to.
 
 A recomputed forward must start from the state that the first one started from, and leave no trace: batch statistics,
 neuron membranes and counters advance once a step, however often forward runs.
 
-One segment, two time steps; its membrane ``v``, a matrix, is assigned anew in each (``self.v = 0.5 * self.v + x``), its
-``count`` goes up in place (``self.count.add_(1)``)::
+One segment, two time steps; each assigns its membrane ``v``, a matrix, anew (``self.v = 0.5 * self.v + x``) and counts
+up ``count`` in place (``self.count.add_(1)``)::
 
     forward 1   StartingState(module)   v = A, count = 0    taken: A by reference, and a copy of count
                 ... runs ...            v = B, count = 1
@@ -20,7 +20,7 @@ One segment, two time steps; its membrane ``v``, a matrix, is assigned anew in e
 Tensors are held without the graph that made them: a call must not keep the graphs of earlier ones alive, and with them
 these calls, and so on without end.
 
-A segment within another does not hold its ``v`` from forward to backward, since the one around makes it again.  It
+A segment inside another does not hold its ``v`` from forward to backward, since the outer one makes it again.  It
 *lends* its matrices: :meth:`StartingState.lend` hands them over, and :meth:`StartingState.replay` is given them back.
 """
 
@@ -50,7 +50,7 @@ _DROPOUT: Final = "has a recurrent layer with dropout, which cuDNN draws from a 
 
 
 class StartingState:
-    """The state in which a forward started, kept as long as its recomputation may need it."""
+    """The state from which a forward started, kept as long as its recomputation may need it."""
 
     __slots__ = (
         *("__weakref__", "_generators", "_handed", "_held", "_known", "_learned", "_lost", "_module", "_parameters"),
@@ -66,10 +66,10 @@ class StartingState:
         *,
         watches: bool = True,
     ) -> None:
-        """Note where ``module`` stands.
+        """Note the state of ``module``.
 
-        ``inputs``, ``others``: the tensors among the arguments of forward, and what else is among them.  ``learned``:
-        what earlier calls have shown; ``watches``: look at everything that forward might change all the same.
+        ``inputs``, ``others``: the tensors among the arguments of forward, and the other objects.  ``learned``: the
+        knowledge from earlier calls; ``watches``: look at everything that forward might change all the same.
         """
         self._module = module
         self._learned = learned = Learned() if learned is None else learned
@@ -81,14 +81,14 @@ class StartingState:
             reading = known.read_all()
         self._known = known
         self._stays = reading.stays
-        """Of each owner: the slots that forward leaves alone."""
+        """The slots of each owner that forward leaves alone."""
         self._held: HeldSlots | None = None
-        """What moves; ``None`` if nothing does."""
+        """The slots that move; ``None`` if none do."""
         if reading.moves or others:
             with beside_the_model():
                 self._held = HeldSlots(known, reading, others, is_watched=self.is_watched)
         self._reads = [(t, version_of(t)) for t in known.tensors] if known.tensors else []
-        """The tensors among what stays, and their versions."""
+        """The tensors in slots that forward leaves alone, and their versions."""
         self._settings = Settings()
         self._parameters = Parameters(known.parameters, learned.parameters, is_watched=self.is_watched)
         learned.parameters = None if self.is_watched else self._parameters
@@ -96,13 +96,13 @@ class StartingState:
         devices = {t.device for t in (*inputs, *self._parameters.tensors, *tensors)}
         self._generators = Generators(devices, outside=self.is_watched or learned.draws_outside)
         self._handed: dict[int, Copy] | None = None
-        """By the ``id`` of a tensor: its values before somebody wrote to it later."""
+        """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if none did."""
         self._lost = ""
         self.is_surprised = False
-        """Forward did what no earlier call had shown, so that this one cannot run again."""
+        """Whether forward did what no earlier call had shown, so that this one cannot run again."""
 
     def lend(self) -> list[Tensor]:
-        """Return the matrices of the state, which are not held here any longer; :meth:`replay` is to be given them."""
+        """Return the matrices of the state, and hold them no longer: :meth:`replay` is to be given them."""
         lent = matrices_of(self._module)
         if self._held is not None:
             self._held.lend(lent)
@@ -111,9 +111,9 @@ class StartingState:
     # ------------------------------------------------------------------------------------------- after forward
 
     def settle(self, *, has_failed: bool = False) -> None:
-        """Learn what forward has changed, now that it has ended, and hold no more than a recomputation needs.
+        """Learn what forward, which has ended, has changed, and hold no more than a recomputation needs.
 
-        ``has_failed``: it has raised an error, so that what it did not do may be done in the next call.
+        ``has_failed``: forward raised an error, so that the next call may do more than this one did.
         """
         known, written = self._known, set[int]() if self._held is None else self._held.written()
         if not self.is_watched and self._reads:
@@ -143,7 +143,7 @@ class StartingState:
             self._learned.draws_outside |= self._generators.moved_outside or known.may_draw
 
     def _learn(self, places: Sequence[int], written: set[int]) -> None:
-        """See what forward has changed in the owners at these places."""
+        """Find out what forward has changed in the owners at ``places``."""
         known, found = self._known, dict[int, set[Any]]()
         held = self._held = self._held or HeldSlots(known, Reading(self._stays, {}, {}), (), is_watched=False)
         for place in places:
@@ -164,7 +164,7 @@ class StartingState:
             self.is_surprised |= any(is_object(name, value) for name, value in others)
 
     def _let_go(self, written: set[int]) -> None:
-        """Hold what a recomputation needs alone; hand over what others need, and be handed what this one does."""
+        """Hold only what a recomputation needs; exchange copies of written tensors with other calls that need them."""
         assert self._held is not None
         for tensor, one in self._held.let_go(written):
             if one.copy is not None:
@@ -174,13 +174,13 @@ class StartingState:
                 _readers.setdefault(tensor, WeakSet()).add(self)
 
     def _be_known(self) -> None:
-        """Be known as one who reads tensors without a copy."""
+        """Register as a call that reads tensors of which it has no copy."""
         for tensor, _ in self._reads:
             if self.is_watched or tensor in _ever_written:
                 _readers.setdefault(tensor, WeakSet()).add(self)
 
     def receive(self, number: int, written: HeldTensor) -> None:
-        """Take over what a tensor was before the forward of another call wrote to it."""
+        """Take over the values that the tensor with this ``id`` had before the forward of another call wrote to it."""
         versions = [version for tensor, version in self._reads if id(tensor) == number]
         if self._held is not None and (own := self._held.tensors.get(number)) is not None:
             versions.append(own.version)
@@ -201,8 +201,8 @@ class StartingState:
     def replay(self, lent: Sequence[Tensor] = ()) -> Iterator[list[Any]]:
         """Put the module into the starting state for the time of the block, and yield copies of ``others``.
 
-        ``lent``: the tensors that :meth:`lend` returned, or equal ones.  Raises :class:`RuntimeError` if a parameter,
-        or a tensor of the state, has changed, which cannot be undone.
+        ``lent``: the tensors that :meth:`lend` returned, or equal ones.  Raises :class:`RuntimeError` if a parameter or
+        a tensor of the state has changed in a way that cannot be undone.
         """
         self._parameters.check()
         self._check()
@@ -239,9 +239,9 @@ class StartingState:
     def _put(
         self, lent: Sequence[Tensor], present: Mapping[int, Slots], made_of: Callable[[Slot, Any, Any], Any]
     ) -> list[Any]:
-        """Write the starting state to the slots, where ``present`` stands, and return copies of ``others``.
+        """Write the starting state to the slots, whose values are ``present``, and return copies of ``others``.
 
-        ``made_of``: gives what is to stand in a slot, of what stands there and of a copy of what stood there.
+        ``made_of``: gives the new value of a slot, from its present value and a copy of the one to restore.
         """
         held, handed = self._held, self._handed or {}
         if held is None:
@@ -276,13 +276,13 @@ class StartingState:
 
 
 _readers: MutableMapping[Tensor, WeakSet[StartingState]] = WeakTensorKeyDictionary()
-"""A tensor -> the calls that hold it without a copy, and are handed one if another call writes to it."""
+"""Tensor -> the calls that hold it without a copy, and are handed one if another call writes to it."""
 _ever_written: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
-"""Tensors to which a forward has written.  Of others, calls that are not watched do not tell who reads them."""
+"""Tensors to which a forward has written.  Calls that are not watched register as readers of these alone."""
 
 
 def _hand_over(tensor: Tensor, written: HeldTensor) -> None:
-    """Give the copy of a tensor that forward wrote to those who hold it without one."""
+    """Give the copy of ``tensor``, to which forward wrote, to the calls that hold it without one."""
     _ever_written[tensor] = True
     for reader in _readers.pop(tensor, ()):
         reader.receive(id(tensor), written)

@@ -18,10 +18,9 @@ class _Slot:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of ``value`` with ``function`` applied to every leaf; containers are rebuilt, never changed."""
-
+    """Return a copy of ``value`` with ``function`` applied to every leaf; containers are rebuilt, never changed."""
     kind = type(value)
-    if kind is tuple or kind is list:  # of which PyTorch's walk takes several times as long
+    if kind is tuple or kind is list:  # PyTorch's walk takes several times as long for these
         return kind([map_leaves(function, item) for item in value])
     if kind is dict:
         return {key: map_leaves(function, item) for key, item in value.items()}
@@ -36,18 +35,18 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
             return tuple.__new__(type(leaf), [map_leaves(function, item) for item in leaf])
         return function(leaf)
 
-    if isinstance(value, Tensor):  # as most are, of which a tree of one leaf would take ten times as long
+    if isinstance(value, Tensor):  # as most are; PyTorch's walk takes ten times as long for a single leaf
         return function(value)
     return tree_map(visit, value, is_leaf=_is_own_tuple)
 
 
 def _is_own_tuple(value: Any) -> bool:
-    """A named tuple whose class makes it in a way of its own, as that of packed sequences does."""
+    """Tell whether ``value`` is a named tuple with a constructor of its own, as packed sequences have."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and type(value).__bases__ != (tuple,)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Every tensor in ``value``, in order, repeats included."""
+    """Return every tensor in ``value``, in order, repeats included."""
     found: list[Tensor] = []
 
     def take(leaf: Any) -> Any:
@@ -85,7 +84,7 @@ class Arguments:
     """The arguments of a call, taken apart."""
 
     tensors: list[Tensor]
-    """In order, each once."""
+    """The tensors in order, each once."""
     others: list[Any]
     """Objects that are neither tensors nor constants, each once."""
     skeleton: Any

@@ -1,7 +1,6 @@
-"""Segments that cannot run again, or in chunks: what their forward did once, no recomputation could repeat.
+"""Segments that cannot run again, or in chunks, since their forward did what no recomputation can repeat.
 
-They say so and run plainly, or whole, from then on; with ``memopt_cli.on_unsafe = "raise"`` the forward that did it
-fails instead.
+They warn and run plainly, or whole, from then on; with ``memopt_cli.on_unsafe = "raise"`` that forward fails instead.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from memopt_cli.runtime.module_state import name_of
 _thread = threading.local()
 _moments = itertools.count(1)
 _made = 0
-_marked: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-"""A module that runs plainly -> the number of its mark, in the order in which they were made."""
+_plain: MutableMapping[nn.Module, int] = WeakKeyDictionary()
+"""Module that runs plainly -> the moment from which it does."""
 _whole: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-"""The same of one that runs in one chunk instead of several."""
+"""Module that runs in one chunk instead of several -> the moment from which it does."""
 _reasons: MutableMapping[nn.Module, str] = WeakKeyDictionary()
-"""Of those, why."""
-_told: MutableMapping[nn.Module, str] = WeakKeyDictionary()
-"""Of those of both kinds, what was last said."""
-_WAYS = ("warn", "raise")
+"""Module -> why it runs in one chunk."""
+_warnings: MutableMapping[nn.Module, str] = WeakKeyDictionary()
+"""Module of either kind -> the last warning about it."""
+_REACTIONS = ("warn", "raise")
 
 
 def run_plainly(module: nn.Module, reason: str, *, silently: bool = False) -> None:
@@ -39,70 +38,70 @@ def run_plainly(module: nn.Module, reason: str, *, silently: bool = False) -> No
     ``raise``.
     """
     if silently:
-        _marked.setdefault(module, next(_moments))
-        _told[module] = f"{name_of(module)} {reason}: it runs without recomputation from now on"
+        _plain.setdefault(module, next(_moments))
+        _warnings[module] = f"{name_of(module)} {reason}: it runs without recomputation from now on"
         cannot_repeat()
     else:
-        _mark(_marked, module, f"{reason}, which a recomputation cannot repeat", "without recomputation")
+        _mark(_plain, module, f"{reason}, which a recomputation cannot repeat", "without recomputation")
 
 
 def run_whole(module: nn.Module, reason: str) -> None:
-    """From now on ``module`` runs in one chunk.  As :func:`run_plainly`."""
+    """Have ``module`` run in one chunk from now on, and warn or raise as :func:`run_plainly` does."""
     _mark(_whole, module, reason, "whole")
     _reasons.setdefault(module, reason)
 
 
 def _mark(marked: MutableMapping[nn.Module, int], module: nn.Module, reason: str, how: str) -> None:
-    if module in marked:  # by a run that was going on already, or as of an earlier moment
+    if module in marked:  # by a run that had begun before, or as of an earlier moment
         cannot_repeat()
         return
-    way = sys.modules[__name__.partition(".")[0]].on_unsafe
-    if way not in _WAYS:
-        raise ValueError(f"memopt_cli.on_unsafe is {way!r}; it must be one of: {', '.join(_WAYS)}")
+    reaction = sys.modules[__name__.partition(".")[0]].on_unsafe
+    if reaction not in _REACTIONS:
+        raise ValueError(f"memopt_cli.on_unsafe is {reaction!r}; it must be one of: {', '.join(_REACTIONS)}")
     message = f"{name_of(module)} {reason}"
-    if way == "raise":
+    if reaction == "raise":
         raise RuntimeError(f"{message}; take this module out of the plan")
     marked[module] = next(_moments)
     cannot_repeat()
-    _told[module] = f"{message}: it runs {how} from now on"
-    warnings.warn(_told[module], stacklevel=1)
+    _warnings[module] = f"{message}: it runs {how} from now on"
+    warnings.warn(_warnings[module], stacklevel=1)
 
 
 def cannot_repeat() -> None:
-    """What runs now would do otherwise in a recomputation, this once: the segments around keep all that they save."""
+    """Have the segments around keep all that they save in this call: a recomputation would do something else."""
     global _made
     _made += 1
 
 
-def marks() -> int:
-    """How many runs could not be repeated so far."""
+def unrepeatable_runs() -> int:
+    """Return how many runs so far could not be repeated."""
     return _made
 
 
 def runs_plainly(module: nn.Module) -> bool:
-    """Whether ``module`` was marked; in a recomputation, whether it was when the first run began."""
-    return _is_marked(_marked, module)
+    """Tell whether ``module`` runs plainly; in a recomputation, whether it did when the first run began."""
+    return _is_marked(_plain, module)
 
 
 def runs_whole(module: nn.Module) -> bool:
-    """The same of running in one chunk."""
+    """Tell whether ``module`` runs in one chunk; in a recomputation, whether it did when the first run began."""
     return _is_marked(_whole, module)
 
 
 def why_whole(module: nn.Module) -> str:
-    """The reason, a sentence without its subject; empty if it runs in chunks."""
+    """Return why ``module`` runs in one chunk, a sentence without its subject; empty if it runs in several."""
     return _reasons.get(module, "")
 
 
-def told_of(module: nn.Module) -> list[str]:
-    """What was said of the parts of ``module`` that run plainly or whole: a sentence each."""
-    return [f"{_told[part]}." for part in module.modules() if part in _told]
+def warnings_of(module: nn.Module) -> list[str]:
+    """Return the last warning, as a sentence, about each part of ``module`` that runs plainly or whole."""
+    return [f"{_warnings[part]}." for part in module.modules() if part in _warnings]
 
 
 def forget_marks(module: nn.Module) -> None:
-    """Whatever is in ``module`` is tried anew: nothing that was run waits for its backward."""
+    """Let all parts of ``module`` be recomputed and run in chunks again; no call of them may wait for its backward."""
     for part in module.modules():
-        for marked in (_marked, _whole, _reasons, _told):
+        for marked in (_plain, _whole, _reasons, _warnings):
             marked.pop(part, None)
 
 
@@ -112,13 +111,13 @@ def _is_marked(marked: MutableMapping[nn.Module, int], module: nn.Module) -> boo
 
 
 def this_moment() -> int:
-    """Now, for :func:`as_of`; in a recomputation, when the first run began."""
+    """Return the present moment, for :func:`as_of`; in a recomputation, that at which the first run began."""
     now: int = getattr(_thread, "now", 0)
     return now or next(_moments)
 
 
 class as_of:  # it reads as a statement
-    """Has only what was marked before a moment run plainly in the block."""
+    """A block in which only those modules run plainly or whole that did so before ``moment``."""
 
     __slots__ = ("_moment", "_outer")
 

@@ -1,8 +1,8 @@
-"""What code reads and writes that no object holds: variables of modules and classes, and of the functions around.
+"""Variables that code reads and writes: those of Python modules and classes, and of the functions around it.
 
 They are found by the names in the code, and in the code of the functions and classes that it names.  Code of libraries
-(Python's, PyTorch's, what is installed beside them) is not followed.  A name too many does no harm: a variable that
-does not change is left alone.
+(Python's, PyTorch's, any installed package) is not followed.  A name too many does no harm: a variable that does not
+change is left alone.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _searched(code: Code) -> tuple[tuple[Owner, ...], bool]:
 
 
 class _Search:
-    """From one piece of code on to those that it names."""
+    """A search from one piece of code on to those that it names."""
 
     def __init__(self, code: Code) -> None:
         self._variables: dict[int, Variables] = {}
         self._others: dict[int, Owner] = {}
         self._pending: list[Code] = [code]
         self.may_draw = False
-        """Some code names ``random``, or holds a function of that module or of NumPy's."""
+        """Whether some code names ``random``, or holds a function of that module or of NumPy's."""
         seen = set[int]()
         while self._pending:
             code = self._pending.pop()
@@ -69,7 +69,7 @@ class _Search:
                     self._read_class(code)
 
     def owners(self) -> tuple[Owner, ...]:
-        """Return what was found."""
+        """Return the owners that were found."""
         return (*self._variables.values(), *self._others.values())
 
     def _read_function(self, function: types.FunctionType) -> None:
@@ -100,7 +100,7 @@ class _Search:
                         self._meet(base, name, frozenset())
 
     def _meet(self, owner: dict[str, Any] | type, name: str, names: Set[str]) -> None:
-        """Take up a variable: code is followed, of a module what is named beside it; anything else may be state.
+        """Follow the variable ``name`` of ``owner`` to code, or to names of a module; anything else may be state.
 
         A function with variables around it may be state as well: another one like it can take its place.
         """
@@ -117,7 +117,7 @@ class _Search:
                 self._meet(vars(module), name, names - {name})
 
     def _follow(self, value: Any) -> bool:
-        """Tell whether ``value`` is code, which is then read; so is what it wraps."""
+        """Tell whether ``value`` is code, and read it and what it wraps."""
         self.may_draw |= type(getattr(value, "__self__", None)).__name__ in ("Random", "RandomState")
         for name in _WRAPPED:
             inner = getattr(value, name, None) if not isinstance(value, type) else None
@@ -135,11 +135,11 @@ _DESCRIPTORS: Final = (
     *(*_INERT, types.FunctionType, functools.partialmethod, functools.singledispatchmethod),
     *(types.MemberDescriptorType, types.GetSetDescriptorType),
 )
-"""What stands in a class for code, and keeps nothing itself."""
+"""Kinds of class attributes that are code, and keep no state themselves."""
 
 
 def _behind(value: Any) -> Iterable[Owner]:
-    """Give what a variable stands for beyond its own value."""
+    """Yield the owners of what lies behind ``value``: a variable of the context, or of a thread."""
     if isinstance(value, contextvars.ContextVar):
         yield InContext(value)
     elif isinstance(value, threading.local):

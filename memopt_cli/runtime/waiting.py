@@ -1,4 +1,4 @@
-"""Segments whose backward has begun, or will, and that have not run again: for parameters that are updated in backward.
+"""Segments that wait for their recomputation, for parameters that an optimizer updates in backward.
 
 A parameter's gradient may be whole before backward asks for the first tensor that the segment saves: that of ``bias``
 in ``inner(x) + bias``, whose sum saves none.  The segment is to run again with the value that its forward had::
@@ -19,22 +19,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Remade(Protocol):
-    """What a forward saved, and a later run of it makes again."""
+    """The saved tensors of a forward, which a later run of it makes again."""
 
     def remake(self) -> None:
-        """Have it made now, unless it was before."""
+        """Make the tensors now, unless they were made before."""
 
 
 _waiting: MutableMapping[Tensor, WeakSet[Remade]] = WeakTensorKeyDictionary()
 
 
 def wait_for(parameters: Iterable[Tensor], saved: Remade) -> None:
-    """``saved`` is to be made with the values that these have now."""
+    """Have ``saved`` made again before any of ``parameters`` changes its value."""
     for parameter in parameters:
         _waiting.setdefault(parameter, WeakSet()).add(saved)
 
 
 def remake_with(parameter: Tensor) -> None:
-    """It is about to change: have everything made that waits for its value."""
+    """Make again everything that waits for ``parameter``, whose value is about to change."""
     for saved in list(_waiting.pop(parameter, ())):
         saved.remake()

@@ -65,7 +65,7 @@ def _load(model: nn.Module, folder: Path) -> nn.Module:
         ({"compressor": "own"}, "no x_compressor"),
         ({"through_loss": True}, "runs in one"),
         ({"through_loss": True, "chunks": 2, "axis": 1}, "only the number of chunks"),
-        ({"inexact": True}, "inexact are chunks"),
+        ({"inexact": True}, "inexact is for"),
         ({"recompute_states": True}, "runs in one"),
         ({"path": 5}, "path must be text"),
     ],

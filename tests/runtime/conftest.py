@@ -105,7 +105,7 @@ class Judge:
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """A :class:`Judge`; if it judged gradients, the test must see to it that something was recomputed."""
+    """Yield a :class:`Judge`; a test whose gradients it judged must have recomputed something."""
     judge = Judge()
     recompute = SegmentRun.repeat
 
@@ -120,7 +120,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
 
 @pytest.fixture
 def exactly(judge: Judge) -> Iterator[Judge]:
-    """The judge for float64."""
+    """Return the judge for float64."""
     judge.tolerance = 1e-9
     torch.set_default_dtype(torch.float64)
     yield judge

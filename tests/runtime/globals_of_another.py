@@ -1,4 +1,4 @@
-"""What another module of the program holds in its globals, for forwards to read and write."""
+"""Globals of another module of the program, for forwards to read and write."""
 
 import torch
 

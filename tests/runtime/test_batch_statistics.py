@@ -28,7 +28,7 @@ import memopt_cli
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
-from memopt_cli.runtime.batch_statistics import Met, Statistics, _measured, merged
+from memopt_cli.runtime.batch_statistics import ReachedNorm, Statistics, _measured, merged
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan
@@ -210,7 +210,7 @@ class Functional(nn.Module):
 
 
 class Joined(nn.Module):
-    """What is before its norms is used elsewhere too."""
+    """A module in which the input of its norms is used elsewhere, too."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -814,7 +814,7 @@ def test_what_passes_have_found_is_gone_when_the_whole_runs() -> None:
     block = _block(nn.BatchNorm1d(4), nn.Dropout(0.5))
     found = []
     install_segment(block, EXACT)
-    block[2].register_forward_hook(lambda *_: found.append(sum(isinstance(o, Met) for o in gc.get_objects())))
+    block[2].register_forward_hook(lambda *_: found.append(sum(isinstance(o, ReachedNorm) for o in gc.get_objects())))
     with pytest.warns(UserWarning, match="draws random numbers"):
         block(torch.randn(7, 4))
     chunks, whole = found[:-1], found[-1]
@@ -979,7 +979,7 @@ def test_norms_in_a_segment_within() -> None:
 
 
 def test_one_value_per_channel() -> None:
-    """As batch norm itself refuses it, but of the whole: a chunk may have one value."""
+    """Batch norm itself refuses one value per channel, but of the whole: a chunk may have one."""
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     install_segment(block, SegmentConfig(chunks=6, batch_statistics=True))
     block(torch.randn(6, 4)).sum().backward()

@@ -42,7 +42,7 @@ class TimeLoop(nn.Module):
 
 
 class KeptBeside(TimeLoop):
-    """The same, which leaves its potential in an attribute and never reads it."""
+    """A loop over time that leaves its potential in an attribute and never reads it."""
 
     def forward(self, x: Tensor) -> Tensor:
         potentials = super().forward(x)

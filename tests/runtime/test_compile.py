@@ -50,7 +50,7 @@ def batch_norm() -> nn.Module:
 
 
 def left_behind(model: nn.Module, x: Tensor) -> list[Any]:
-    """Outputs, gradients and state of two steps."""
+    """Return outputs, gradients and state of two steps."""
     found: list[Any] = []
     for _ in range(2):
         model.zero_grad()
@@ -61,7 +61,7 @@ def left_behind(model: nn.Module, x: Tensor) -> list[Any]:
 
 
 def pair(block: nn.Module, config: SegmentConfig) -> tuple[nn.Module, nn.Module]:
-    """A model, and the same with ``block`` a segment."""
+    """Return a model, and a copy in which ``block`` is a segment."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), block)
     optimized = copy.deepcopy(plain)
@@ -130,7 +130,7 @@ class Drawing(nn.Module):
 
 
 def as_it_is(graph: Any, inputs: Any) -> Any:
-    """A backend that nobody knows, which runs what it is given."""
+    """Return the graph as it is, as an unknown backend does that compiles nothing."""
     return graph.forward
 
 
@@ -259,7 +259,7 @@ def test_state_that_moves_once_a_call(make: Callable[[], nn.Module]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(WRITES_TWICE, reason="segments are not compiled: they would write to buffers twice")
 def test_the_segment_is_not_dropped() -> None:
-    """What a compiled step keeps for backward is what a segment keeps."""
+    """A compiled step keeps for backward no more than a segment keeps."""
     plain = nn.Sequential(
         *(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
     )

@@ -25,13 +25,13 @@ NASTY = [0.0, -0.0, 1.0, 2.0, 0.3, -1.0, 255.0, 256.0, 300.0, 1e-8, float("inf")
 
 
 def octets(x: Tensor) -> list[int]:
-    """The bytes of the elements in logical order: what equality to the bit compares."""
+    """Return the bytes of the elements in logical order, by which equality to the bit is judged."""
     flat = torch.empty(x.numel(), dtype=x.dtype).copy_(x.reshape(-1))
     return flat.view(torch.uint8).tolist() if x.numel() else []
 
 
 def round_trip(name: str, x: Tensor) -> Packed:
-    """The one check that every codec must pass for every tensor."""
+    """Check that the codec ``name`` gives back ``x`` to the bit, as every codec must for every tensor."""
     before = octets(x)
     packed = COMPRESSORS[name].compress(x)
     back = COMPRESSORS[name].decompress(packed)

@@ -1,4 +1,4 @@
-"""What only a GPU does: its libraries' own random numbers, its streams, its threads of backward, its allocator."""
+"""Behaviour of GPUs alone: their libraries' own random numbers, streams, threads of backward, and allocator."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ PLANS = {
 
 
 def trained(model: nn.Module, around: str, steps: int = 3) -> dict[str, Tensor]:
-    """What three steps leave behind."""
+    """Return what three steps leave behind."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = torch.amp.GradScaler(enabled=around == "fp16")

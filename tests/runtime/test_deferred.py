@@ -50,7 +50,7 @@ def targets() -> Tensor:
 
 
 def results(layer: nn.Linear, loss: Loss, x: Tensor) -> dict[str, Tensor]:
-    """The loss and every gradient."""
+    """Return the loss and every gradient."""
     x = x.detach().requires_grad_()
     layer.zero_grad()
     value = loss(layer(x))
@@ -81,7 +81,7 @@ def transposed(logits: Tensor, **options: Any) -> Tensor:
 
 
 def shifted(logits: Tensor, **options: Any) -> Tensor:
-    """As Hugging Face's models have it, older and newer ones."""
+    """Return the loss of shifted logits, as older and newer models of Hugging Face compute it."""
     before = logits.double()[..., :-1, :].contiguous()
     return F.cross_entropy(before.view(-1, CLASSES), targets()[..., 1:].reshape(-1), **options)
 
@@ -384,7 +384,7 @@ class LanguageModel(nn.Module):
 
 
 class Scriptable(LanguageModel):
-    """The same without its logits, whose shape a traced dictionary would not tell."""
+    """A language model without logits in its output, whose shape a traced dictionary would not tell."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         logits = self.head(self.body(self.tokens(ids)))

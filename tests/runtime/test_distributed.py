@@ -233,7 +233,7 @@ def fsdp_before(rank: int) -> None:
 
 
 def fsdp_inside(rank: int) -> None:
-    """The children of a segment are sharded, not the segment itself."""
+    """Shard the children of a segment, but not the segment itself."""
     net = _blocks()
     plain = _sharded(copy.deepcopy(net), "0.0", "0.2", "1.0")
     other = _sharded(optimized(net, "0", "1"), "0.0", "0.2", "1.0")
@@ -300,7 +300,7 @@ def _counted_recomputations() -> Callable[[], int]:
 
 
 def _run_all() -> dict[str, str]:
-    """What failed of the cases, in a process of the group."""
+    """Return the failures of the cases in one process of the group."""
     rank = dist.get_rank()
     recomputations = _counted_recomputations()
     failures = {}

@@ -34,7 +34,7 @@ WIDE = 4096
 
 
 def pair(model: nn.Module, config: SegmentConfig, *paths: str) -> tuple[nn.Module, nn.Module]:
-    """The model, and a copy with segments at these paths; without any at the root."""
+    """Return the model, and a copy with segments at ``paths``, or at the root without any."""
     optimized = copy.deepcopy(model)
     for path in paths or ("",):
         install_segment(optimized.get_submodule(path), config)
@@ -545,7 +545,7 @@ def mapped_checkpoint(x: Tensor) -> Tensor:
 
 
 def maps_checkpoints() -> bool:
-    """Whether PyTorch's checkpoint runs under ``torch.vmap``."""
+    """Tell whether PyTorch's checkpoint runs under ``torch.vmap``."""
     try:
         mapped_checkpoint(torch.ones(1))
     except RuntimeError:
@@ -701,7 +701,7 @@ class Reweighted(nn.Module):
 
 
 class Unbiased(Reweighted):
-    """The same of a parameter that is taken off."""
+    """A module whose forward takes a parameter off and puts it back."""
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.layer.bias

@@ -68,7 +68,7 @@ def _parallel() -> nn.Module:
 
 
 def _of_steps() -> nn.Module:
-    """A single-step neuron, called once a time step by its container; it runs scripted functions."""
+    """Return a single-step neuron, which its container calls once a time step and which runs scripted functions."""
     layer, neuron = _jelly()
     return _after_linear(layer.MultiStepContainer(layer.Linear(FEATURES, FEATURES), neuron.LIFNode()))
 

@@ -1,4 +1,4 @@
-"""What a segment's forward saves is held until it ends, but for what it has dropped by then."""
+"""A segment's forward holds what it saves until it ends, but for what it has dropped by then."""
 
 from __future__ import annotations
 

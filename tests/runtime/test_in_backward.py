@@ -74,7 +74,7 @@ def accepted(kind: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained(make: Make, *, in_backward: bool, model: nn.Module | None = None, steps: int = 10) -> dict[str, Any]:
-    """What ten steps leave: the parameters and the optimizer's state."""
+    """Return the parameters and the optimizer's state after ten steps."""
     model = model or a_model()
     optimizer = make(model)
     if in_backward:
@@ -370,7 +370,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 class CallingItsBase(torch.optim.SGD):
-    """As people extend an optimizer; the step of the base has the hooks of this one, too."""
+    """An optimizer that is extended in the usual way; the step of the base calls the hooks of this one, too."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         return super().step(closure)

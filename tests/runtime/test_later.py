@@ -1,4 +1,4 @@
-"""What a forward does for the first time in a later call, when the first one has shown what to look after."""
+"""Forwards that do something for the first time in a later call, when the first one has shown what to watch."""
 
 from __future__ import annotations
 

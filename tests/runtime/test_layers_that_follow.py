@@ -28,7 +28,7 @@ def pair(model: nn.Module, plan: Plan) -> tuple[nn.Module, nn.Module]:
 
 
 def trained(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    """Outputs, parameters and buffers of three steps."""
+    """Return outputs, parameters and buffers of three steps."""
     left: list[Tensor] = []
     for step in range(3):
         torch.manual_seed(step)
@@ -137,7 +137,7 @@ NESTED = Plan(segments=(SegmentPlan(path=""), SegmentPlan(path="1")))
 
 @pytest.mark.parametrize("plan", [recomputed("1"), NESTED], ids=["one", "nested"])
 def test_an_optimizer_that_steps_in_hooks(plan: Plan) -> None:
-    """As soon as a gradient is there its parameter changes, while backward goes on."""
+    """A parameter changes as soon as its gradient is there, while backward goes on."""
     plain, optimized = pair(nn.Sequential(block(), block(), nn.Linear(8, 8)), plan)
     for model in (plain, optimized):
         for parameter in model.parameters():
@@ -155,7 +155,7 @@ def _step(parameter: Tensor) -> None:
 
 
 def test_a_replica_does_the_same() -> None:
-    """As ``DataParallel`` makes one, with no parameters of its own registered; it runs plainly."""
+    """A replica such as ``DataParallel`` makes has no registered parameters of its own; it runs plainly."""
     plain, optimized = pair(nn.Sequential(block(), block()), recomputed("1"))
     x = torch.randn(4, 8)
     for model in (plain, optimized):

@@ -84,7 +84,7 @@ def ids(length: int) -> Tensor:
 
 
 def gradients(model: nn.Module, *losses: Tensor) -> list[Tensor]:
-    """Of losses, the last of which goes backward first."""
+    """Return the gradients of losses, the last of which goes backward first."""
     model.zero_grad()
     for loss in reversed(losses):
         loss.backward()

@@ -16,7 +16,7 @@ from memopt_cli.loading import load
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED
 from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment, remove_segment
 from memopt_cli.runtime.lifted import module as lifted
-from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, code_of, format_text
+from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, dtype_code, format_text
 from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.lifted.source import generate
 
@@ -279,7 +279,7 @@ def test_an_operator_on_lists_means_what_torchscript_means() -> None:
 def test_dtypes_have_torchscripts_numbers() -> None:
     for name in ("uint8", "int64", "float16", "float32", "float64", "complex64", "bool", "bfloat16"):
         assert torch.jit.CompilationUnit(f"def f():\n    return torch.{name} + 0\n").f() == DTYPES.index(name)
-        assert code_of(getattr(torch, name)) == DTYPES.index(name)
+        assert dtype_code(torch.empty(0, dtype=getattr(torch, name))) == DTYPES.index(name)
 
 
 def test_a_segment_is_put_on_and_taken_off(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a lifted program can reach, between its check and its end: data, operators and the methods that were checked."""
+"""Limits of a lifted program, between its check and its end: data, operators and the methods that were checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reading a program takes: time and memory in proportion to its size, and an end to both."""
+"""The cost of reading a program: time and memory in proportion to its size, and a limit to both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Builder:
         return 1, "Model", (("forward", ((0, "x", ()),), tuple(self.hints), block),), ()
 
     def listed(self, nodes: list[Any]) -> tuple[Any, ...]:
-        """A program that returns all values as a list."""
+        """Return a program that returns all values as a list."""
         values = tuple(node[3][0] for node in nodes)
         result = self.value()
         return self.program([*nodes, ("list", None, values, (result,), ())], result)

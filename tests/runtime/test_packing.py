@@ -46,13 +46,13 @@ class Recording(PackedSaves):
 
     @property
     def stored(self) -> list[Any]:
-        """What is held in the end."""
+        """Return what is held in the end."""
         self.settle()
         return [stored.stored if isinstance(stored, _Late) else stored for stored in self._packed]
 
 
 def gradients(run: Callable[[], tuple[Tensor, list[Tensor]]], saves: PackedSaves | None = None) -> tuple[Tensor, ...]:
-    """Of a scalar output; the same random numbers every time."""
+    """Return the gradients of a scalar output, with equal random numbers every time."""
     torch.manual_seed(3)
     with saves.hooks() if saves else nullcontext():
         output, inputs = run()

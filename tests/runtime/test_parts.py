@@ -99,7 +99,7 @@ def test_takes_less_memory_and_as_much_as_a_dry_run_says(make: Callable[[], nn.M
 
 
 def _bytes_after_forward(net: nn.Module, plan: Plan, *args: Tensor) -> int:
-    """Of the storages that the inputs of segments lie in."""
+    """Return the bytes of the storages in which the inputs of segments lie."""
     stored: dict[int, int] = {}
     apply_plan(net, plan)
 
@@ -122,7 +122,7 @@ def _bytes_after_forward(net: nn.Module, plan: Plan, *args: Tensor) -> int:
 
 @pytest.fixture
 def there() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Stores a tensor, for as long as a test takes."""
+    """Yield a function that stores a tensor for as long as a test takes."""
     held: list[Packed] = []
 
     def stored(x: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def test_a_part_that_is_written_afterwards_is_told(there: Callable[[Tensor], Ten
 
 
 def test_nothing_is_held_for_others(there: Callable[[Tensor], Tensor]) -> None:
-    """What was stored and is gone is no part of anything."""
+    """A stored tensor that is gone is no part of anything."""
     part = made(2, 3)
     packed = store(COMPRESSORS["null"], part)
     note_stored(part, packed)
@@ -275,7 +275,7 @@ def test_a_function_of_the_users_that_sets_a_name(plan: Plan) -> None:
 
 
 class Widening(nn.Module):
-    """What is concatenated is saved as views: ``use`` says by whom."""
+    """A module that saves its concatenation as views, by ``use``."""
 
     def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()

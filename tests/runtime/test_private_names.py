@@ -31,7 +31,7 @@ def is_private(name: str) -> bool:
 
 
 def is_alias(owner: object, name: str) -> bool:
-    """Whether a module has only imported it, as PyTorch 2.8's ``torch.cuda`` has ``torch.device`` as ``_device``."""
+    """Tell whether a module only imports ``name``, as PyTorch 2.8 has ``torch.cuda._device``."""
     return isinstance(owner, ModuleType) and getattr(getattr(owner, name), "__name__", name) != name
 
 
@@ -57,7 +57,7 @@ def defined_in(tree: ast.AST) -> set[str]:
 
 
 def of_torch(tree: ast.AST) -> set[str]:
-    """What a file calls the modules and names that it imports from PyTorch."""
+    """Return the names under which a file uses what it imports from PyTorch."""
     found = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
@@ -98,7 +98,7 @@ def has_private(dotted: str) -> bool:
 
 
 def is_of_torch(value: ast.expr, name: str, own: set[str], here: set[str], imported: set[str]) -> bool:
-    """Whether ``value.name`` is one of PyTorch's: by what ``value`` is, or by the name where that cannot be told."""
+    """Tell whether ``value.name`` is PyTorch's, judged by ``value``, or by the name where that is not possible."""
     text = ast.unparse(value)
     if text == "super()":  # an override, which PyTorch calls
         return False

@@ -33,7 +33,7 @@ def a_view() -> Tensor:
 
 
 def names_without_test() -> set[str]:
-    """What the file gives that no test here names."""
+    """Return the names of the file that no test here uses."""
     given = set(p.__all__)
     for node in ast.parse(Path(p.__file__).read_text(encoding="utf-8")).body:
         match node:
@@ -784,14 +784,14 @@ def test_a_script_is_taken_apart() -> None:
     assert isinstance(script, torch.jit.ScriptModule)
     assert script(torch.ones(1)).tolist() == [3]
     assert unit.get_functions() is not None
-    assert p.script_class(script).endswith("Scripted")
+    assert p.program_of(script).qualified_name.endswith("Scripted")
     assert sorted(p.method_names(script)) == ["forward", "scaled"]
     assert p.has_method(script, "scaled")
     assert not p.has_method(script, "missing")
-    assert p.attribute_of(script, "factor") == 3
+    assert p.program_of(script).getattr("factor") == 3
     assert p.hooks_of(script) == []
-    assert p.key_of_script(script) == p.key_of_script(script)
-    assert hash(p.key_of_script(script)) == hash(p.key_of_script(script))
+    assert p.program_of(script) == p.program_of(script)
+    assert hash(p.program_of(script)) == hash(p.program_of(script))
     assert [argument.name for argument in p.method_of(script, "forward").schema.arguments] == ["self", "x"]
 
 

@@ -1,4 +1,4 @@
-"""What a module keeps advances once a step, and each recomputation starts where its forward started."""
+"""The state of a module advances once a step, and each recomputation starts where its forward started."""
 
 from __future__ import annotations
 

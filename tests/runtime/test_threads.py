@@ -35,7 +35,7 @@ def busy() -> Iterator[None]:
 
 
 def in_threads(work: Callable[[int], object]) -> None:
-    """Raises what one of them raised."""
+    """Run the functions in threads of their own, and raise what one of them raised."""
     raised: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -157,7 +157,7 @@ pending: list[Callable[[], Tensor]] = []
 
 
 def trained_beside_a_loader(model: nn.Module, when: str) -> list[Any]:
-    """What both threads leave behind: outputs, parameters, the loader's draws, and where the generators stand."""
+    """Return outputs, parameters, the loader's draws and the generators' positions after both threads."""
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     loader, left = Loader(), list[Any]()
     x = loader()

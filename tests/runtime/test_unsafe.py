@@ -78,7 +78,7 @@ class Banking(_Reading):
 
 
 class BankingAside(Banking):
-    """The same, past the count of writes."""
+    """A bank that is written past the count of writes."""
 
     def written(self) -> Tensor:
         return self.bank.rows.data
@@ -98,7 +98,7 @@ class Teacher(_Reading):
 
 
 class MomentumTeacher(Teacher):
-    """The same, as contrastive learning does it: past the count of writes."""
+    """A teacher that is updated as in contrastive learning: past the count of writes."""
 
     def factor(self) -> Tensor:
         self.teacher.weight.data = self.teacher.weight.data * 0.9 + self.linear.weight.data * 0.1
@@ -357,7 +357,7 @@ def test_what_is_kept_after_all_must_not_be_written() -> None:
 
 
 class Projecting(nn.Module):
-    """The same operator or another, as its input lies in memory."""
+    """A module that runs one operator or another, by how its input lies in memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a user's module says of itself: ``x_compressor``, ``__spatial_split__``, ``n_seq_inputs``, ``n_outputs``."""
+"""Attributes by which a user's module describes itself: ``x_compressor``, ``__spatial_split__``, ``n_seq_inputs`` …"""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def step_of(model: nn.Module, *shape: int) -> Step:
 
 
 def climbed(step: Step, level: int, *targets: str, tried: list[Plan] | None = None) -> Plan:
-    """The plan of a level, every probe run for real in this process."""
+    """Return the plan of a level, with every probe run for real in this process."""
 
     def probe(plan: Plan) -> Counted:
         if tried is not None:
@@ -268,7 +268,7 @@ class Spikes(torch.autograd.Function):
 
 
 class Firing(nn.Module):
-    """What it gives survives every codec, and nothing but what reads it keeps it."""
+    """A layer whose output survives every codec, and is kept by nothing but its readers."""
 
     def forward(self, x: Tensor) -> Tensor:
         fired: Tensor = Spikes.apply(x)

@@ -1,4 +1,4 @@
-"""What forward moves on that no module holds: globals, class attributes, defaults and variables around functions."""
+"""State that forward changes and no module holds: globals, class attributes, defaults and closures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ calls = 0.0
 
 
 class Own:
-    """Of a class."""
+    """A counter of a class."""
 
     generator = torch.Generator()
     calls = 0.0
@@ -50,7 +50,7 @@ class Own:
 
 
 class Held:
-    """Of an object."""
+    """A counter of an object."""
 
     def __init__(self) -> None:
         self.calls = 0.0

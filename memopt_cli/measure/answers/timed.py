@@ -33,7 +33,7 @@ from memopt_cli.measure.jobs import (
 )
 from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, Plan
 from memopt_cli.runtime import find_part
-from memopt_cli.runtime.unsafe import told_of
+from memopt_cli.runtime.unsafe import warnings_of
 from memopt_cli.text.units import format_bytes
 from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.module_calls import module_hooks
@@ -76,7 +76,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         counted = trace.count(step)
     allocated = allocated_by(bench, step)
     left = repeated(first, fingerprint(left_on(bench.model)))
-    not_as_planned = tuple(told_of(bench.model))
+    not_as_planned = tuple(warnings_of(bench.model))
     if job.plan == ORIGINAL:
         bench.tell(full_workspaces, metered(meter, allocated))
         if clock.times:

@@ -1,6 +1,6 @@
-"""The operators that a file's program may call: PyTorch's that only compute, named one by one.
+"""The operators that a file's program may call: those of PyTorch that only compute, named one by one.
 
-What is not here is refused, a new operator too.  Left out are operators that
+Every other operator is refused, a new one too.  Left out are operators that
 
 - read or write files, or reach other processes and other devices (``from_file``, ``save``, the RPC ones);
 - take a tensor apart or put one together unchecked (``_reshape_alias``, ``set_``, ``resize_``, ``*_unsafe``, those that
@@ -9,7 +9,7 @@ What is not here is refused, a new operator too.  Left out are operators that
   others of LAPACK that take pivots, ``fractional_max_pool2d``, everything ``backward``, the kernels of one library);
 - are PyTorch's own inner parts (``_stack``), but for those that exporting makes of ordinary models.
 
-What is on the list may still be given arguments that its kernel handles badly.  Nothing here looks at them: PyTorch
+An operator on the list may still be given arguments that its kernel handles badly.  Nothing here looks at them: PyTorch
 does, and where memopt runs a model, the process is confined.
 
 ``name_`` is allowed where ``name`` is, but for ``as_strided_``, which changes what memory a parameter stands for.
@@ -157,11 +157,11 @@ _NAMES: Final[Mapping[str, str]] = {
 _ALLOWED: Final = {namespace: frozenset(names.split()) for namespace, names in _NAMES.items()}
 
 LIBRARIES: Final = frozenset(_ALLOWED)
-"""Namespaces of those operators."""
+"""Namespaces of the allowed operators."""
 
 
 def is_allowed(operator: str) -> bool:
-    """Whether a program may call an operator, e.g. ``aten::add_``; its overload is not part of the name."""
+    """Tell whether a program may call ``operator``, a name without overload such as ``aten::add_``."""
     library, _, name = operator.partition("::")
     names = _ALLOWED.get(library, frozenset())
     in_place = name.endswith("_") and not name.endswith("__") and name != "as_strided_"

@@ -1,4 +1,4 @@
-"""How values are written: by the names of their variables, or as what gives them, where they are used once."""
+"""The text of values in generated code: the names of their variables, or their own expressions if used once."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from memopt_cli.runtime.lifted.variables import Variables
 from memopt_cli.runtime.private_torch import schema_of
 
 Names = dict[str, Any]
-"""What generated code names besides its own variables and :data:`FUNCTIONS`."""
+"""Name in generated code, besides its own variables and :data:`FUNCTIONS` -> the object it stands for."""
 
 _SIMPLE: Final = (ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Subscript, ast.Tuple, ast.List, ast.Dict)
 
 
 class Expressions:
-    """Those of one function or method."""
+    """The expressions of one function or method."""
 
     def __init__(self, names: Names, arguments: set[str], variables: Variables) -> None:
-        """``names``: of the whole program, to which are added those that are used; ``arguments``: the function's."""
+        """Write a function with these ``arguments``; add to ``names``, those of the whole program, what it uses."""
         self._names = names
         self._arguments = arguments
         self._variables = variables
         self._inline: dict[int, Callable[[], str]] = {}
-        """Values that have no variable: how they are written where they are used."""
+        """Value without a variable -> a function that returns its text where it is used."""
 
     def write_inline(self, node: Node) -> None:
-        """A node's value is written wherever it is used."""
+        """Have the value of ``node`` written wherever it is used."""
         self._inline[node[3][0]] = self.of(node)
 
     def is_inline(self, operand: Any) -> bool:
-        """Whether a value has no variable."""
+        """Tell whether ``operand`` is a value that has no variable."""
         return operand in self._inline
 
     def global_name(self, name: str) -> str:
-        """One of :data:`FUNCTIONS` or a library of operators, also where an argument has its name."""
+        """Return the text for ``name``, of :data:`FUNCTIONS` or a library, though an argument may have that name."""
         known = FUNCTIONS.get(name, self._names.get(name))
         if known is None or name not in self._arguments:
             return name
@@ -51,7 +51,7 @@ class Expressions:
         return name
 
     def text(self, operand: Any) -> str:
-        """A value, where it stands alone."""
+        """Return the text of ``operand`` where it stands alone."""
         if type(operand) is tuple:
             return literal(operand[0], self.global_name("math"))
         if operand in self._inline:
@@ -61,12 +61,12 @@ class Expressions:
         return name
 
     def _operand(self, operand: Any) -> str:
-        """As part of a larger expression."""
+        """Return the text of ``operand`` as part of a larger expression."""
         text = self.text(operand)
         return text if isinstance(ast.parse(text, mode="eval").body, _SIMPLE) else f"({text})"
 
     def of(self, node: Node) -> Callable[[], str]:
-        """How a node is written as an expression, when its operands have their variables."""
+        """Return a function that returns the text of ``node`` as an expression, once its operands have variables."""
         kind, detail, operands, _, blocks = node
 
         def listed() -> str:
@@ -137,7 +137,7 @@ class Expressions:
         return self.text(operand)
 
     def _choice(self, condition: Any, blocks: tuple[Block, ...]) -> str:
-        """``a and b``, ``a or b`` or ``b if a else c``."""
+        """Return ``a and b``, ``a or b`` or ``b if a else c``."""
         for block in blocks:
             self._inline |= {node[3][0]: self.of(node) for node in block[1]}
         then, otherwise = (block[2][0] for block in blocks)
@@ -161,18 +161,18 @@ class Expressions:
         return f"{tuple_name(name)}({', '.join(map(self.text, operands))})"
 
     def attribute(self, path: tuple[str, ...]) -> str:
-        """One of the module, or of a module within."""
+        """Return the text of the attribute at ``path``, of the module or of a module in it."""
         owner, name = _path(path[:-1]), path[-1]
         return f"{owner}.{name}" if is_name(name) else f"{self.global_name('parameter_of')}({owner}, {name!r})"
 
 
 def _path(path: tuple[str, ...]) -> str:
-    """A module; ``self.layers[0]`` would index: one whose name is no identifier is found by it."""
+    """Return the text of the module at ``path``; a name that is no identifier, such as ``0``, is looked up."""
     return "self" + "".join(f".{name}" if is_name(name) else f"._modules[{name!r}]" for name in path)
 
 
 def literal(value: Any, math: str = "math") -> str:
-    """A constant; ``math``: how the code names that module."""
+    """Return the text of the constant ``value``; ``math``: the name of that module in the code."""
     if type(value) is tuple:
         return f"[{', '.join(literal(item, math) for item in value)}]"
     if type(value) is float and (value != value or value in (float("inf"), -float("inf"))):

@@ -1,4 +1,13 @@
-"""Which nodes of a program are written into one statement, and until when each value is needed."""
+"""The layout of generated code: which nodes of a program share a statement, and until when each value is needed.
+
+A node whose value has one user is written into the user's statement if nothing in between can change that value::
+
+    aten::mul.int(a, b) -> c, aten::floordiv.int(c, 2) -> d    becomes    d = a * b // 2
+
+The product depends on numbers alone, and may move any distance.  An attribute or an item of a list, which a statement
+in between could change, moves only if there is none.  Operators on tensors never move, so that they run in their order;
+only the last one of a function may stand in its ``return``.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +21,13 @@ Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
 Node = tuple[str, Any, tuple[Any, ...], tuple[int, ...], tuple[Block, ...]]
 
 ATOMS: Final = ("parameter", "tensor", "device", "home", "none")
-"""Kinds that are written where they are used, however often."""
+"""Kinds of nodes that are written where they are used, however often."""
 _HIGHEST: Final = 32
-"""Expressions within one another: Python's parser has an end."""
+"""Most expressions nested in each other, since Python's parser has a limit."""
 
 
 class Layout:
-    """Of one method.  Each question about a block is answered once."""
+    """The layout of one method.  Each question about a block is computed once."""
 
     def __init__(self) -> None:
         self._uses: dict[int, frozenset[int]] = {}
@@ -26,7 +35,7 @@ class Layout:
         self._heights: dict[int, int] = {}
 
     def uses(self, block: Block) -> frozenset[int]:
-        """The values that a block uses and does not compute; its parameters may be among them."""
+        """Return the values that ``block`` uses and does not compute; its parameters may be among them."""
         if id(block) not in self._uses:
             _, nodes, results = block
             used = values_of(results).union(*map(self.used_by, nodes))
@@ -34,15 +43,15 @@ class Layout:
         return self._uses[id(block)]
 
     def used_inside(self, node: Node) -> set[int]:
-        """The values that the blocks of a node use, of those computed before it."""
+        """Return the values that the blocks of ``node`` use and that were computed before it."""
         return set().union(*(self.uses(block) - set(block[0]) for block in node[4]))
 
     def used_by(self, node: Node) -> set[int]:
-        """The values that a node uses, in its blocks too."""
+        """Return the values that ``node`` uses, in its blocks too."""
         return values_of(node[2]) | self.used_inside(node) if node[4] else values_of(node[2])
 
     def places(self, block: Block, *, tail: bool = False) -> list[int]:
-        """For each node, the index of the node into whose statement it is written: its own, or that of its only user.
+        """Return, for each node of ``block``, the index of the node whose statement has it: itself or its only user.
 
         The number of nodes stands for the block's end; in a ``tail`` that is a ``return``.
         """
@@ -52,7 +61,7 @@ class Layout:
         return self._places[key]
 
     def is_expression(self, node: Node) -> bool:
-        """Whether a node with blocks is a choice between two expressions."""
+        """Tell whether ``node``, which has blocks, is a choice between two expressions."""
         if node[0] != "if" or len(node[3]) != 1:
             return False
         return all(
@@ -79,7 +88,7 @@ class Layout:
         return places
 
     def _users(self, block: Block) -> dict[int, list[int]]:
-        """The indices of the nodes that use each value; the block's end is one, too."""
+        """Return the indices of the nodes in ``block`` that use each value; the block's end is one, too."""
         users: dict[int, list[int]] = {}
         for index, node in enumerate((*block[1], ("end", None, block[2], (), ()))):
             for value in (v for v in node[2] if type(v) is int):
@@ -89,7 +98,7 @@ class Layout:
         return users
 
     def _measure(self, block: Block, users: dict[int, list[int]]) -> list[int]:
-        """How many expressions would stand in each node's, one within another, if all moved that can."""
+        """Return how deep the expression of each node would be nested if every node that can moved to its user."""
         heights: list[int] = []
         of_value: dict[int, int] = {}
         for node in block[1]:
@@ -120,7 +129,7 @@ def _only(users: Sequence[int]) -> int | None:
 
 
 class Needed:
-    """The values that are needed after a statement: by later ones of its block, or outside when that has ended."""
+    """The values that are needed after a statement, by later ones of its block or by what follows the block."""
 
     def __init__(self, last: dict[int, int], index: int, outer: Container[int], ending: Iterable[int] = ()) -> None:
         self._last = last

@@ -31,7 +31,7 @@ class LiftedModule(nn.Module):
     _constants: tuple[Tensor, ...]
     """Tensors that are part of the program; they follow the module to its device and keep their dtype."""
     _device: torch.device | None
-    """Where the module was moved."""
+    """The device to which the module was moved; ``None`` if it never was."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return restore_lifted, (self._program, vars(self))
@@ -43,7 +43,7 @@ class LiftedModule(nn.Module):
         return twin
 
     def _home(self, stored: str) -> torch.device:
-        """Where the module is; ``stored`` if it has no tensors and was never moved."""
+        """Return the device of the module; ``stored`` if it has no tensors and was never moved."""
         tensors = itertools.chain(self.parameters(), self.buffers(), self._constants)
         return next((t.device for t in tensors), self._device or torch.device(stored))
 
@@ -56,7 +56,7 @@ class LiftedModule(nn.Module):
 
 
 def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
-    """The class of a program, always the same one for the same program.
+    """Return the class of ``program``, one for each program.
 
     Raises :class:`BadProgram` before any code is made of data that is no program.
     """
@@ -70,11 +70,11 @@ def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
 
 _CLASSES: dict[str, type[LiftedModule]] = {}
 _NUMBERS = itertools.count()
-"""One for each class: traceback and ``torch.compile`` find its code by it."""
+"""Numbers of classes, by which tracebacks and ``torch.compile`` find their code."""
 
 
 def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedModule:
-    """A lifted module for an unpickler.  Saved models refer to this function: a file format.
+    """Return a lifted module for an unpickler.  Saved models refer to this function: a file format.
 
     ``program`` is described in :mod:`memopt_cli.runtime.lifted.program`; ``state`` are the module's attributes.
     Raises :class:`BadProgram` unless both are data that such a module can have.
@@ -89,10 +89,10 @@ def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedMod
 
 
 def check_lifted(module: LiftedModule) -> None:
-    """Raises :class:`BadProgram` unless its attributes, as they are now, are data that its program can have.
+    """Raise :class:`BadProgram` unless the present attributes of ``module`` are data that its program can have.
 
-    What a program calls must be modules, and what it reads and sets data: then it can reach nothing but operators.
-    No program can change what was found here, for it sets only data, and only what is no module.
+    A program must call modules, and read and set data: then it can reach nothing but operators.  It cannot undo this
+    check, since it sets nothing but data, and never a module.
     """
     _check_state(module)
     _, _, methods, functions = type(module)._program
@@ -102,14 +102,17 @@ def check_lifted(module: LiftedModule) -> None:
 
 
 def make_module(program: tuple[Any, ...], constants: tuple[Tensor, ...]) -> LiftedModule:
-    """A module of a program's class, without parameters, buffers and children.  Raises :class:`BadProgram`."""
+    """Return a module of the class of ``program``, without parameters, buffers and children.
+
+    Raises :class:`BadProgram`.
+    """
     module = lifted_class(program)()
     module._constants, module._device = constants, None
     return module
 
 
 def operators_of(module: nn.Module) -> list[str]:
-    """The operators that a lifted module's own methods and functions call, e.g. ``aten::linear``; of others none."""
+    """Return the operators, such as ``aten::linear``, that the own methods of a lifted ``module`` call; else none."""
     _, _, methods, functions = module._program if isinstance(module, LiftedModule) else (0, "", (), ())
     nodes = (node for method in (*methods, *functions) for node in nodes_of(method[3]))
     return [detail for kind, detail, *_ in nodes if kind == "operator"]
@@ -151,10 +154,10 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
 
 
 def _namespace(number: int, names: dict[str, Any]) -> dict[str, Any]:
-    """The globals of generated code, those of a module of their own, which Python can import.
+    """Return the globals of generated code, those of a module of its own, which Python can import.
 
-    ``torch.compile`` reads globals by the module's name, and Python's builtins of whoever is compiled there, for what
-    PyTorch's and our own functions use; PyTorch imports lazily, with the import found there.
+    ``torch.compile`` looks globals up by the name of that module, and finds Python's builtins there for the functions
+    of PyTorch and memopt that it compiles into it; PyTorch imports lazily, by the import that it finds there.
     """
     module = types.ModuleType(f"{__package__}.program_{number}")
     sys.modules[module.__name__] = module
@@ -163,7 +166,7 @@ def _namespace(number: int, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _running_further_calls(methods: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """A forward that runs another method in its place if it is told to (:data:`FURTHER_CALL`)."""
+    """Return a forward that runs another of ``methods`` in its place if a keyword names one (:data:`FURTHER_CALL`)."""
     forward = methods.get("forward", nn.Module.forward)
     further = {name: method for name, method in methods.items() if is_further_call(name)}
 
@@ -199,12 +202,12 @@ def _check_state(module: LiftedModule) -> None:
 
 
 def _is_of_class(module: nn.Module, name: str) -> bool:
-    """Whether a module's class has such a method, property or other attribute."""
+    """Tell whether the class of ``module`` has a method, property or other attribute ``name``."""
     return any(name in vars(kind) for kind in type(module).__mro__)
 
 
 def _check_node(node: tuple[Any, ...], module: LiftedModule) -> None:
-    """A program reaches into lifted modules only; of others it may call no method but forward."""
+    # A program reaches into lifted modules only; of others it may call no method but forward.
     kind, detail = node[0], node[1]
     if kind == "tensor" and detail >= len(vars(module).get("_constants", ())):
         raise BadProgram("a constant tensor is missing")
@@ -219,7 +222,7 @@ def _check_node(node: tuple[Any, ...], module: LiftedModule) -> None:
 
 
 def _owner(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
-    """The module at a path, which is also what Python finds there."""
+    """Return the module at ``path`` in ``module``, which must also be what Python finds there."""
     for name in path:
         child = children_of(module).get(name)
         if child is None or name in vars(module) or _is_of_class(module, name):
@@ -237,7 +240,7 @@ def _check_call(owner: nn.Module, path: tuple[str, ...], method: str) -> None:
 
 
 def _can_get(owner: nn.Module, name: str) -> bool:
-    """Whether an attribute is there, and data."""
+    """Tell whether ``owner`` has an attribute ``name`` that is data."""
     for held in (parameters_of(owner), buffers_of(owner)):
         if name in held:
             return is_data(held[name]) and not _is_of_class(owner, name)
@@ -245,6 +248,6 @@ def _can_get(owner: nn.Module, name: str) -> bool:
 
 
 def _can_set(owner: nn.Module, name: str) -> bool:
-    """Whether a program may set it: data that is there, or, on a module that is its own, a new name."""
+    """Tell whether a program may set ``name`` of ``owner``: data that is there, or a new name in a lifted module."""
     is_new = isinstance(owner, LiftedModule) and not any(name in held for held in (vars(owner), children_of(owner)))
     return _can_get(owner, name) or (is_new and not _is_of_class(owner, name))

@@ -1,7 +1,7 @@
-"""What a lifted program may call: PyTorch's operators that only compute, and Python's own for numbers and containers.
+"""The operators of lifted programs: PyTorch's that only compute, and Python's own for numbers and containers.
 
 TorchScript's operators on numbers, strings, lists and dicts mean what Python's mean, so they become Python
-expressions; an operator that takes or gives tensors is called as it is (``torch.ops``), the same kernel that the
+expressions; an operator that takes or gives tensors is called as it is (``torch.ops``), with the kernel that the
 original called.
 """
 
@@ -34,16 +34,16 @@ from memopt_cli.runtime.private_torch import (
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """An operator as a Python expression; ``{0}``, ``{1}`` … stand for its operands."""
+    """An operator as a Python expression, in which ``{0}``, ``{1}`` … stand for its operands."""
 
     template: str
     pure: bool = False
-    """It depends on nothing that can change: it may move to where its result is used."""
+    """Whether it depends on nothing that can change, so that it may move to where its result is used."""
     alias: bool = False
-    """A statement that changes its first operand, which is also its result."""
+    """Whether it is a statement that changes its first operand, which is also its result."""
 
     def operands(self) -> int:
-        """How many operands it needs."""
+        """Return how many operands the operator needs."""
         return max((int(slot) + 1 for slot in re.findall(r"\{(\d+)\}", self.template)), default=0)
 
 
@@ -216,7 +216,7 @@ EXPRESSIONS: Final[Mapping[str, Expression]] = _table()
 READING: Final = frozenset(
     key for names, overloads in _READING for name in names.split() for key in _overloads(name, overloads)
 )
-"""Those that read what may change later: they move only past nothing."""
+"""Operators that read what may change later, so that no other statement may come in between."""
 
 
 # ---------------------------------------------------------------------------------------------- PyTorch's
@@ -224,8 +224,7 @@ READING: Final = frozenset(
 
 @functools.cache
 def find_operator(key: str) -> OpOverload | None:
-    """The operator on tensors named ``aten::add.Tensor`` or ``aten::relu``; ``None`` if there is none, or it is not
-    allowed."""
+    """Return the operator on tensors named ``key`` (``aten::add.Tensor``); ``None`` if none is allowed."""
     name, _, overload = key.partition(".")
     namespace, _, operator = name.partition("::")
     if not is_allowed(name):
@@ -252,53 +251,48 @@ DTYPES: Final = (
     *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
     *("complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"),
 )
-"""Names of dtypes by the number that TorchScript knows them by."""
+"""Names of dtypes, in the order of TorchScript's numbers for them."""
 
 _DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPES)}
 _LAYOUTS: Final = {torch.strided: 0, torch.sparse_coo: 1, LAYOUT_OF_MKLDNN: 4}
 
 
 def dtype_code(tensor: Tensor) -> int:
-    """TorchScript's number of a tensor's dtype.  Raises :class:`KeyError` for one that it has no number for."""
+    """Return TorchScript's number for the dtype of ``tensor``.  Raises :class:`KeyError` if it has none."""
     return _DTYPE_CODES[tensor.dtype]
 
 
 def layout_code(tensor: Tensor) -> int:
-    """TorchScript's number of a tensor's layout.  Raises :class:`KeyError` for one that it has no number for."""
+    """Return TorchScript's number for the layout of ``tensor``.  Raises :class:`KeyError` if it has none."""
     return _LAYOUTS[tensor.layout]
 
 
-def code_of(dtype: torch.dtype) -> int:
-    """TorchScript's number of a dtype.  Raises :class:`KeyError` for one that it has no number for."""
-    return _DTYPE_CODES[dtype]
-
-
 def number_tensor(number: int | float | bool) -> Tensor:
-    """A number as a tensor without dimensions, as wide as a Python number is."""
+    """Return ``number`` as a tensor without dimensions, as wide as a Python number."""
     return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
 
 
 def make_tensor(data: Any, dtype: int | None, device: torch.device | None, requires_grad: bool) -> Tensor:
-    """``torch.tensor`` with TorchScript's number of a dtype."""
+    """Return ``torch.tensor`` of ``data``, with TorchScript's number for ``dtype``."""
     kind = None if dtype is None else getattr(torch, DTYPES[dtype])
     return torch.tensor(data, dtype=kind, device=device, requires_grad=requires_grad)
 
 
 def format_text(pattern: str, *values: Any) -> str:
-    """Put the values in the places of ``{}``, and nothing more: ``str.format`` would read their attributes."""
+    """Put ``values`` in the places of ``{}``, and nothing more: ``str.format`` would read their attributes."""
     first, *pieces = pattern.split("{}")
     return first + "".join(f"{value}{piece}" for value, piece in zip(values, pieces, strict=False))
 
 
 def key_of(value: Any) -> Any:
-    """A key as it is.  Raises :class:`ScriptError` for what is none: Python hashes tuples however deep they lie."""
+    """Return ``value`` if it may be a key.  Raises :class:`ScriptError` if not: Python hashes tuples of any depth."""
     if not isinstance(value, _KEYS_OF_DICTS):
         raise ScriptError(f"the program uses a {type(value).__name__} as a key")
     return value
 
 
 def dict_of(value: Any) -> dict[Any, Any]:
-    """A dict as it is.  Raises :class:`ScriptError` for anything else, whose keys nobody has looked at."""
+    """Return ``value`` if it is a dict.  Raises :class:`ScriptError` if not, since nobody has checked its keys."""
     if not isinstance(value, dict):
         raise ScriptError(f"the program uses a {type(value).__name__} as a dict")
     return value
@@ -308,7 +302,7 @@ _KEYS_OF_DICTS: Final = (bool, int, float, complex, str, Tensor)
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """A parameter or buffer whose name is no identifier, as in a ``ParameterList``."""
+    """Return the parameter or buffer ``name``, which is no identifier, as in a ``ParameterList``."""
     held = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
     tensor: Tensor | None = held[name]
     return tensor
@@ -336,7 +330,7 @@ _DATA: Final = (Tensor, bool, int, float, str, torch.dtype, torch.device)
 
 
 def checked_data(value: Any) -> Any:
-    """What a program sets as an attribute.  Raises :class:`ScriptError` for what is no data, a module above all."""
+    """Return ``value``, which becomes an attribute.  Raises :class:`ScriptError` if it is no data but a module, say."""
     if not is_data(value):
         raise ScriptError(f"the program sets an attribute to a {type(value).__name__}, which is no data")
     return value
@@ -357,4 +351,4 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     "is_grad_enabled": torch.is_grad_enabled,
     "set_grad_enabled": torch.set_grad_enabled,
 }
-"""What generated code may name, besides its own variables and the operators that it uses."""
+"""Names that generated code may use, besides its own variables and operators -> their objects."""

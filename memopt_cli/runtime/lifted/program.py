@@ -37,11 +37,11 @@ from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS, find_ope
 from memopt_cli.runtime.private_torch import schema_of
 
 VERSION: Final = 1
-"""Of the stored form; raised when it changes."""
+"""The version of the stored form, which rises when that changes."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FURTHER_CALL: Final = "forward_as"
-"""The keyword by which a module is told to run another method as its forward."""
+"""The keyword that names the method which a module is to run as its forward."""
 _OF_MODULES: Final = frozenset({*dir(nn.Module), *vars(nn.Module())}) - {"forward", "training"}
 _OF_LIFTED: Final = frozenset({"_constants", "_device", "_home", "_program"})
 _RESERVED: Final = _OF_MODULES | _OF_LIFTED
@@ -50,20 +50,20 @@ _RESERVED: Final = _OF_MODULES | _OF_LIFTED
 _LARGEST: Final = 2**22
 """Most items and characters of one program; those of large models take a tenth of it."""
 _DEEPEST: Final = 400
-"""Most tuples within one another."""
+"""Most tuples nested in each other."""
 _WIDEST: Final = 1024
 """Most bits of a number."""
 _BLOCKS: Final = 48
 _LOOPS: Final = 16
-"""Most blocks within one another, and loops among them: Python's compiler knows 100 and 20."""
+"""Most blocks nested in each other, and loops among them; the limits of Python's compiler are 100 and 20."""
 
 
 class BadProgram(ValueError):
-    """Stored data that is no program, or one that names what is not allowed; the message says what."""
+    """Stored data is no program, or the program names something that is not allowed; the message says what."""
 
 
 def is_name(text: Any) -> bool:
-    """Whether generated code may use a text as the name of an attribute, a method or an argument."""
+    """Tell whether generated code may use ``text`` as the name of an attribute, a method or an argument."""
     return (
         isinstance(text, str)
         and _NAME.fullmatch(text) is not None
@@ -73,9 +73,9 @@ def is_name(text: Any) -> bool:
 
 
 def is_attribute(text: Any) -> bool:
-    """Whether a program may use a text as the name of a module's attribute.
+    """Tell whether a program may use ``text`` as the name of a module's attribute.
 
-    That of a child or a parameter need not be an identifier: it is looked up by its name.
+    The name of a child or a parameter need not be an identifier, since it is looked up.
     """
     if not isinstance(text, str) or text in _RESERVED or text.startswith("__"):
         return False
@@ -83,36 +83,36 @@ def is_attribute(text: Any) -> bool:
 
 
 def is_method(text: Any) -> bool:
-    """Whether a program may use a text as the name of a method or a function."""
+    """Tell whether a program may use ``text`` as the name of a method or a function."""
     return is_name(text) and text not in _RESERVED
 
 
 def is_further_call(method: str) -> bool:
-    """Whether a method is what tracing or exporting made of a module's second, third … call."""
+    """Tell whether tracing or exporting has made ``method`` of a module's second, third … call."""
     return re.fullmatch(r"forward_?\d+", method) is not None
 
 
 def is_parameter(text: Any) -> bool:
-    """Whether a program may use a text as the name of an argument."""
+    """Tell whether a program may use ``text`` as the name of an argument."""
     return is_name(text) and text not in ("self", FURTHER_CALL)
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a program may hold the value as a constant."""
+    """Tell whether a program may hold ``value`` as a constant."""
     if type(value) is tuple:
         return all(is_constant(item) for item in value)
     return value is None or type(value) in (bool, int, float, str)
 
 
 def tuple_name(name: str) -> str:
-    """What generated code calls a named tuple."""
+    """Return the name in generated code of the named tuple ``name``."""
     return f"{name}Tuple"
 
 
 def check_size(program: Any) -> None:
-    """Raise :class:`BadProgram` unless it is plain data and small enough that going through it takes little time.
+    """Raise :class:`BadProgram` unless ``program`` is plain data, and small enough to be walked in little time.
 
-    What the same tuple holds counts wherever it stands.
+    The items of a tuple count once for each place in which it stands.
     """
     size, level = 0, (program,)
     for _ in range(_DEEPEST):
@@ -133,9 +133,9 @@ def _is_plain(item: Any) -> bool:
 
 
 def check_program(program: Any) -> None:
-    """Raise :class:`BadProgram` unless it has the form above and names only operators on the list.
+    """Raise :class:`BadProgram` unless ``program`` has the form above and names only allowed operators.
 
-    It is one that :func:`check_size` let pass.
+    It must have passed :func:`check_size`.
     """
     _require(_is_tuple(program, 4), "it is no program")
     version, name, methods, functions = program
@@ -149,7 +149,7 @@ def check_program(program: Any) -> None:
 
 
 def nodes_of(block: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Every node of a block and of the blocks in it."""
+    """Yield every node of ``block`` and of the blocks in it."""
     for node in block[1]:
         yield node
         for inner in node[4]:
@@ -157,7 +157,7 @@ def nodes_of(block: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def free_values(blocks: Iterable[tuple[Any, ...]]) -> set[int]:
-    """Values that the blocks use and do not define."""
+    """Return the values that ``blocks`` use and do not define."""
     used: set[int] = set()
     for parameters, nodes, results in blocks:
         inside = values_of(results).union(*map(used_values, nodes))
@@ -166,24 +166,24 @@ def free_values(blocks: Iterable[tuple[Any, ...]]) -> set[int]:
 
 
 def used_values(node: tuple[Any, ...]) -> set[int]:
-    """Values that a node uses, in its blocks too."""
+    """Return the values that ``node`` uses, in its blocks too."""
     return values_of(node[2]) | free_values(node[4])
 
 
 def values_of(operands: Iterable[Any]) -> set[int]:
-    """The operands that are values."""
+    """Return those of ``operands`` that are values."""
     return {operand for operand in operands if type(operand) is int}
 
 
 def is_pure(kind: str, detail: Any) -> bool:
-    """Whether a node of a kind does nothing but give its value."""
+    """Tell whether a node of ``kind`` with ``detail`` does nothing but give its value."""
     if kind == "operator":
         return detail in EXPRESSIONS and EXPRESSIONS[detail].pure
     return kind in ("get", "parameter", "tensor", "device", "home", "tuple", "list", "dict", "named", "item", "none")
 
 
 def without_unused(nodes: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-    """The nodes of a block less those that only give what nobody uses."""
+    """Return ``nodes`` without those that only give values that neither others nor ``results`` use."""
     needed, kept = values_of(results), []
     for node in reversed(nodes):
         if not is_pure(node[0], node[1]) or needed & set(node[3]):
@@ -238,7 +238,7 @@ def _is_named(detail: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How many operands, outputs (``None``: any number) and blocks a kind of node has, and what its detail may be."""
+    """The numbers of operands, outputs (``None``: any) and blocks of a kind of node, and a check of its detail."""
 
     operands: int | None
     outputs: int | None
@@ -277,15 +277,15 @@ class _Checker:
         self.functions = functions
         self._arguments: set[str] = set()
         self._tuples: set[str] = set()
-        """Names of named tuples in generated code."""
+        """The names of named tuples in generated code."""
         self._values = 0
         self._defined: set[int] = set()
         self._visible: dict[int, None] = {}
         self._kinds: list[str] = []
-        """Of the nodes whose blocks are being checked."""
+        """The kinds of the nodes whose blocks are being checked, the outermost first."""
 
     def check(self, name: str, parameters: Any, hints: Any, block: Any) -> None:
-        """One method or function."""
+        """Check the method or function ``name``."""
         _require(_is_tuple(hints, kind=tuple), f"{name} has malformed hints")
         _require(all(_is_tuple(h, 2) and type(h[0]) is str and type(h[1]) is bool for h in hints), "a malformed hint")
         self._values, self._defined, self._visible = len(hints), set(), {}
@@ -299,7 +299,7 @@ class _Checker:
         _require(len(block[2]) <= 1, f"{name} has several results")
 
     def check_names(self) -> None:
-        """Names in the generated module are of one thing each: what is called there is what was checked."""
+        """Check that each name in the generated module stands for one thing, so that code calls what was checked."""
         taken = {*FUNCTIONS, *(f"{library}{end}" for library in LIBRARIES for end in ("", "_")), *self._tuples}
         clashes = self.functions & {*self.methods, *taken, *self._arguments} | self._arguments & self._tuples
         _require(not clashes, f"{', '.join(sorted(clashes))} is the name of two things, or of a built-in")
@@ -351,7 +351,7 @@ class _Checker:
             _require(detail[1] in self.methods, f"there is no method {detail[1]}")
 
     def _define(self, values: Any, count: int | None = None) -> None:
-        """Values that are made here, and nowhere else."""
+        """Define ``values``, which must be defined nowhere else."""
         _require(_is_tuple(values, count, int), "values are malformed")
         _require(all(0 <= v < self._values for v in values), "a value has no hint")
         _require(len(set(values)) == len(values) and self._defined.isdisjoint(values), "a value is made twice")
@@ -367,7 +367,7 @@ class _Checker:
 
 
 def _check_operator(key: str, operands: tuple[Any, ...]) -> None:
-    """Raise :class:`BadProgram` unless there are as many operands as the operator takes."""
+    """Raise :class:`BadProgram` unless there are as many ``operands`` as the operator ``key`` takes."""
     if key in EXPRESSIONS:
         _require(len(operands) >= EXPRESSIONS[key].operands(), f"the operator {key} has too few operands")
         return
@@ -379,7 +379,7 @@ def _check_operator(key: str, operands: tuple[Any, ...]) -> None:
 
 
 def _check_recursion(methods: Sequence[tuple[Any, ...]]) -> None:
-    """TorchScript has none; that of modules that hold each other ends as Python's does."""
+    # TorchScript has no recursion.  Modules that hold and call each other end as in Python, by a RecursionError.
     calls: dict[str, set[str]] = {name: set() for name, *_ in methods}
     for name, _, _, block in methods:
         for kind, detail, *_ in nodes_of(block):

@@ -3,9 +3,9 @@
 A variable lives as long as its value is needed and no longer: its name goes to the next value of that name, or it is
 deleted, so that a lifted model holds in memory what a model written by hand holds.
 
-Why text, and no interpreter that walks the nodes and frees each value after its last use: one was written, with a step
-a node (``frame[i] = f(*arguments(frame))``), and gave the same bits, but was slower by more than 3 % where steps are
-short, and ``torch.compile`` made nothing of it.  CPU time of a training step, one thread, medians of 40 to 60
+It is text, and not an interpreter that walks the nodes and frees each value after its last use.  One was written, with
+a step a node (``frame[i] = f(*arguments(frame))``), and gave the same bits, but was slower by more than 3 % where steps
+are short, and ``torch.compile`` made nothing of it.  CPU time of a training step, one thread, medians of 40 to 60
 interleaved steps (of gpt 12), interpreted over generated, PyTorch 2.13:
 
 ==================  ============  ===================
@@ -48,7 +48,7 @@ _METHODS: Final = ("prim::type", "prim::index")
 
 
 def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
-    """The functions and methods of a program that was checked, as a module's text, and the names that it needs."""
+    """Return ``program``, which was checked, as the text of a Python module, and the names that this needs."""
     _, _, methods, functions = program
     names: Names = {}
     known = {text for name in (*FUNCTIONS, *LIBRARIES) for text in (name, f"{name}_")}
@@ -66,7 +66,7 @@ def _raises(block: Block) -> bool:
 
 
 class _Writer:
-    """Writes one function or method."""
+    """A function or method, while it is written."""
 
     def __init__(self, method: tuple[Any, ...], names: Names, taken: frozenset[str], owner: str) -> None:
         self._name, self._parameters, self.hints, self._block = method
@@ -76,13 +76,13 @@ class _Writer:
         self.lines: list[str] = []
         self.indent = 1
         self.variables = Variables(taken)
-        """They hold the values that are still needed."""
+        """The variables of the values that are still needed."""
         self.expressions = Expressions(names, {parameter[1] for parameter in self._parameters}, self.variables)
         self._wishes: dict[int, str] = {}
-        """The variable that a value should have if it is free by then."""
+        """Value -> the variable that it should have if that is free by then."""
 
     def write(self) -> str:
-        """The function's text."""
+        """Return the function's text."""
         declared = [self._owner] * bool(self._owner)
         used = self.layout.uses(self._block)
         for value, name, default in self._parameters:
@@ -98,10 +98,10 @@ class _Writer:
     # ------------------------------------------------------------------------------------------ blocks
 
     def _emit(self, block: Block, outer: Container[int], ending: Iterable[int], *, tail: bool) -> Iterable[int]:
-        """Write a block's statements, and return the values that only its results still need.
+        """Write the statements of ``block``, and return the values that only its results still need.
 
-        ``outer``: values needed when it has ended, besides its results; ``ending``: those that may not be needed even
-        in it.  A ``tail`` ends by returning its result: no variable needs to be deleted then.
+        ``outer``: values needed when it has ended, besides its results; ``ending``: values that perhaps even the block
+        does not need.  A ``tail`` ends by returning its result: no variable needs to be deleted then.
         """
         nodes, results = block[1], block[2]
         places = self.layout.places(block, tail=tail)
@@ -123,7 +123,7 @@ class _Writer:
         return needed[len(nodes)].ending
 
     def _needed(self, block: Block, places: list[int], outer: Container[int]) -> list[Needed]:
-        """The values needed after the statement at each place, and, at the very end of the list, before the first."""
+        """Return the values needed after the statement at each place; the last item: those needed before the first."""
         last: dict[int, int] = {}
         for place, node in zip(places, (*block[1], ("end", None, block[2], (), ())), strict=True):
             for value in self.layout.used_by(node):
@@ -148,7 +148,7 @@ class _Writer:
         *,
         tail: bool = False,
     ) -> list[str]:
-        """The lines of a block that ends by assigning operands to variables, one level further in."""
+        """Return the indented lines of ``block``, which ends by assigning operands to variables, ``targets``."""
         lines, self.lines = self.lines, []
         self.indent += 1
         self._wishes |= {operand: name for name, operand in targets.items() if type(operand) is int}
@@ -168,7 +168,7 @@ class _Writer:
             self.line(f"{', '.join(p[0] for p in pairs)} = {', '.join(p[1] for p in pairs)}")
 
     def _forget(self, values: Iterable[int], needed: Container[int]) -> None:
-        """Let go of those of the values that are not needed any more."""
+        """Release the variables of those of ``values`` that are not ``needed`` any more."""
         dead = self.variables.held(value for value in values if value not in needed)
         names = [(self.variables.name(value), self.hints[value][1]) for value in dead]
         for name, _ in names:
@@ -179,7 +179,7 @@ class _Writer:
     # ------------------------------------------------------------------------------------------ variables
 
     def define(self, values: Iterable[int], after: Needed) -> list[str]:
-        """Variables for values that a statement gives, after which those in ``after`` are still needed."""
+        """Return variables for ``values``, which a statement gives; those in ``after`` are needed after it."""
         for value in after.ending:
             if value not in after and (ended := self.variables.name(value)):
                 self.variables.offer(ended)
@@ -229,7 +229,7 @@ def _write_raise(writer: _Writer, node: Node, after: Needed) -> None:
 
 
 def _outputs(writer: _Writer, node: Node, after: Needed) -> dict[str, int]:
-    """Variables of those outputs of a node with blocks that are needed, and their positions."""
+    """Return the variables of those outputs of ``node``, which has blocks, that are needed, and their positions."""
     positions = [position for position, value in enumerate(node[3]) if value in after]
     return dict(zip(writer.define([node[3][i] for i in positions], after), positions, strict=True))
 
@@ -304,7 +304,7 @@ def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
 
 
 def _carried(writer: _Writer, node: Node, after: Needed) -> list[str]:
-    """The variables that go through a loop: those of the values that they start with, if these end here."""
+    """Return the variables that the loop ``node`` carries: those of its starting values, if these end here."""
     starts, inside = node[2][2:], writer.layout.used_inside(node)
     times = collections.Counter(start for start in starts if type(start) is int)
     names: dict[str, None] = {}
@@ -321,12 +321,12 @@ def _carried(writer: _Writer, node: Node, after: Needed) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _NeededInLoop:
-    """What is needed when a round of a loop has ended: all that was there before the loop, for the next one."""
+    """The values needed after a round of a loop: all from before the loop, since the next round may use them."""
 
     variables: Variables
     mark: int
     own: frozenset[int]
-    """The values that the block's parameters are."""
+    """The values that are parameters of the block."""
     after: Needed
 
     def __contains__(self, value: object) -> bool:
@@ -336,9 +336,9 @@ class _NeededInLoop:
 
 
 def _known_data(block: Block, known: set[int]) -> set[int]:
-    """The values that can be nothing but data: what operators and attributes give.
+    """Return the values in ``block`` that can only be data, as results of operators and attributes are.
 
-    An argument, or what a module returns, may be anything, and so may what is found in a container.
+    An argument and the return value of a module may be anything, and so may an item of a container.
     """
     for kind, detail, operands, outputs, blocks in block[1]:
         for inner in blocks:

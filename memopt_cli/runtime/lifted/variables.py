@@ -1,4 +1,4 @@
-"""Which variable of generated code holds which value."""
+"""The variables of generated code, and the values that they hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUMBERED = re.compile(r"(.+)_([1-9][0-9]*)")
 class Variables:
     """The variables of one function, while it is written.
 
-    A variable that is let go is free for the next value.  Everything takes constant time, but for a logarithm.
+    A variable that is released is free for the next value.  Every method takes constant or logarithmic time.
     """
 
     def __init__(self, taken: Collection[str]) -> None:
@@ -20,47 +20,47 @@ class Variables:
         self._values: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._since: dict[str, int] = {}
-        """Variable -> when it came to hold something."""
+        """Variable -> the moment from which it has held something."""
         self._bound: dict[int, int] = {}
-        """Value -> when a variable came to hold it."""
+        """Value -> the moment from which a variable has held it."""
         self._trail: list[tuple[str, int | None, int]] = []
-        """What each change replaced."""
+        """The variable, value and moment that each change replaced, in order; its length is the present moment."""
         self._next: dict[str, int] = {}
-        """Base of names -> the number that was never looked at; of those below, the free ones are in the heap."""
+        """Base of names -> the first number never tried; the free ones among lower numbers are in the heap."""
         self._free: dict[str, list[int]] = {}
 
     # ------------------------------------------------------------------------------------------ what they hold
 
     def name(self, value: int) -> str | None:
-        """The variable that holds a value."""
+        """Return the variable that holds ``value``; ``None`` if none does."""
         return self._names.get(value)
 
     def held(self, values: Iterable[int]) -> list[int]:
-        """Those of the values that a variable holds, in the order of their variables."""
+        """Return those of ``values`` that a variable holds, in the order of their variables."""
         found = [value for value in values if value in self._names]
         return sorted(found, key=lambda value: self._since[self._names[value]])
 
     def holds_since(self, value: int, mark: int) -> bool:
-        """Whether a variable held a value at a mark, and still does."""
+        """Tell whether a variable held ``value`` at ``mark``, and still does."""
         return value in self._names and self._bound[value] < mark
 
     def bind(self, name: str, value: int) -> None:
-        """From now on the variable holds the value, and no other."""
+        """Make the variable ``name`` hold ``value``, and no other, from now on."""
         self._change(name, value, self._since.get(name, len(self._trail)))
         self._bound[value] = len(self._trail)
 
     def release(self, name: str) -> None:
-        """From now on the variable holds nothing."""
+        """Make the variable ``name`` hold nothing from now on."""
         if name in self._values:
             self._change(name, None, 0)
 
     def mark(self) -> int:
-        """A moment to go back to."""
+        """Return the present moment, to go back to."""
         self._trail.append(("", None, 0))  # so that what is bound from now on is later
         return len(self._trail)
 
     def back(self, mark: int) -> None:
-        """Make every variable hold what it held at a mark."""
+        """Make every variable hold what it held at ``mark``."""
         while len(self._trail) > mark:
             name, value, since = self._trail.pop()
             if name:
@@ -83,14 +83,14 @@ class Variables:
     # ------------------------------------------------------------------------------------------ new names
 
     def is_free(self, name: str, needed: Container[int] | None = None) -> bool:
-        """Whether a variable is nobody's, or holds a value that is not needed."""
+        """Tell whether the variable ``name`` holds nothing, or a value that is not ``needed``."""
         if name in self._taken:
             return False
         value = self._values.get(name)
         return value is None or (needed is not None and value not in needed)
 
     def pick(self, base: str, is_free: Callable[[str], bool]) -> str:
-        """The first of ``base``, ``base_1``, ``base_2`` … that is free."""
+        """Return the first of ``base``, ``base_1``, ``base_2`` … that is free."""
         heap = self._free.setdefault(base, [])
         while heap:
             if is_free(name := _numbered(base, heap[0])):
@@ -103,7 +103,7 @@ class Variables:
         return name
 
     def offer(self, name: str) -> None:
-        """A variable that was not free may be so now."""
+        """Note that the variable ``name``, which was not free, may be free now."""
         places = [(name, 0)]
         if numbered := _NUMBERED.fullmatch(name):
             places.append((numbered[1], int(numbered[2])))
