@@ -387,32 +387,10 @@ padding_of: Final[Callable[[Any], list[int]]] = attrgetter("_reversed_padding_re
 """The padding of a convolution as ``F.pad`` takes it."""
 
 
-def output_padding(convolution: Any, x: Tensor, output_size: list[int] | None) -> list[int]:
-    """Return the output padding by which a transposed ``convolution`` of ``x`` gives ``output_size``.
-
-    Raises :class:`ValueError` if it cannot give that size.
-    """
-    kernel, dimensions = convolution.kernel_size, len(convolution.kernel_size)
-    extra: list[int] = convolution._output_padding(
-        x, output_size, convolution.stride, convolution.padding, kernel, dimensions, convolution.dilation
-    )
-    return extra
-
-
 def convolve(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return what ``convolution`` makes of ``x``, its padding included, with another ``weight`` and ``bias``."""
     y: Tensor = convolution._conv_forward(x, weight, bias)
     return y
-
-
-def check_dimensions(norm: Any, x: Tensor) -> None:
-    """Raise :class:`ValueError` if the batch norm ``norm`` does not take as many dimensions as ``x`` has."""
-    norm._check_input_dim(x)
-
-
-def dimensions_of_one_sample(norm: Any) -> int:
-    """Return how many dimensions an input of the instance norm ``norm`` has when it has no batch axis."""
-    return int(norm._get_no_batch_dim())
 
 
 def self_attention(layer: Any, *arguments: Any) -> Any:
