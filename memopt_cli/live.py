@@ -443,6 +443,7 @@ def _searched(
             lengths=lengths,
             search_limit_s=limit_s,
             recommend_batch=recommend_batch,
+            confirm_batch=recommend_batch,
             card=card,
         )
         found = found_and_proven(request, prepared)

@@ -246,12 +246,12 @@ Rank = Annotated[
 ]
 
 RecommendBatch = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--recommend-batch/--no-recommend-batch",
         rich_help_panel=OUTPUT,
-        show_default="on",
-        help="Also find the largest batch that fits with the plan.",
+        show_default="predicted by dry runs",
+        help="Run steps of the largest batch that fits with the plan, or say nothing of it.",
     ),
 ]
 LongestStep = Annotated[
@@ -272,7 +272,7 @@ LongestAdvisedStep = Annotated[
         parser=seconds(0.001),
         rich_help_panel=OUTPUT,
         show_default="2.5 times the plan's step, at least 1 s (GPU: 5 s), at most 10 s",
-        help="Recommend no batch whose step takes longer than this.",
+        help="Run the recommended batch, and no step that takes longer than this.",
     ),
 ]
 

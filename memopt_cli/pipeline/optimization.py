@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.batch_advice import begin_advice
+from memopt_cli.pipeline.batch_advice import begin_advice, predicted
 from memopt_cli.pipeline.batch_probes import check_varied
 from memopt_cli.pipeline.by_length import find_by_length
 from memopt_cli.pipeline.climb import Climb
@@ -172,7 +172,10 @@ class _Job:
             check_varied(prepared)
             prepared.progress.stage("estimating the batch that fits")
             begun = begin_advice(request, prepared, row.plan, row.outcome, sessions)
-            begun.search.foresee()
+            if request.confirm_batch:
+                begun.search.foresee()
+            else:
+                predicted(begun.search)
             self.found.advice = begun
         except UsageError:  # the advice says so
             return

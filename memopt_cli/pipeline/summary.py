@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.pipeline.batch_advice import BegunAdvice
-from memopt_cli.pipeline.prepare import Prepared, turned_off
+from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, inputs_note, turned_off
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend, resolve
 from memopt_cli.plan.ways import spent_by
 from memopt_cli.records import (
     BatchAdvice,
+    BatchEstimate,
     Dropped,
     LevelRow,
     Measurement,
@@ -55,6 +56,8 @@ class Findings:
     verification: Verification | None = None
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    """As in :class:`~memopt_cli.records.MemOptSummary`."""
     budget_bytes: int | None = None
     frontier: list[ParetoPoint] = field(default_factory=list)
     interrupted: bool = False
@@ -82,7 +85,7 @@ class Findings:
     @classmethod
     def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
         """Before anything is searched."""
-        resolved = resolve(request.search)
+        resolved, inputs = resolve(request.search), inputs_note(prepared.subject.spec)
         return cls(
             resolved=resolved,
             asked_codecs=prepared.facts.asked_codecs,
@@ -90,7 +93,8 @@ class Findings:
             device=prepared.subject.settings.device,
             by_goal=request.goal != SearchGoal(),
             turns_off=turned_off(prepared),
-            notes=[*resolved.notes, *prepared.notes],
+            notes=[*resolved.notes, *(note for note in prepared.notes if note != inputs)],
+            details=[inputs],
         )
 
     @property
@@ -98,6 +102,11 @@ class Findings:
         """See :attr:`memopt_cli.records.MemOptSummary.decisive`."""
         failed = self.verification is not None and not self.verification.passed
         return decisive(self.dropped) if failed or self.plan.is_empty else None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the model is another than that of its file: it has a plan, or not the one that it carried."""
+        return not self.plan.is_empty or TAKEN_OFF in self.notes
 
     @property
     def is_run(self) -> bool:
@@ -110,7 +119,7 @@ class Findings:
         return _measured(self.rows, self.applied_level)
 
 
-def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = None) -> MemOptSummary:
+def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEstimate | None = None) -> MemOptSummary:
     """The summary of one optimization, as it is shown and written; its counters are those of the plan.
 
     ``spent_s``: wall time of all of it.  ``advice``: the batch that fits, if it was looked for.
@@ -171,6 +180,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
         parallel=found.parallel,
         ranges=found.ranges,
         dropped=found.dropped,
+        details=found.details,
     )
 
 

@@ -48,7 +48,9 @@ class OptimizeRequest(StepRequest):
     longest_step_s: float | None = None
     """The step that verifies the recommended batch is to take no longer; ``None``: see ``pipeline.batch_advice``."""
     recommend_batch: bool = True
-    """Find the batch that fits, too."""
+    """Say which batch fits, too, by dry runs."""
+    confirm_batch: bool = False
+    """Run steps of that batch, too."""
     record_steps: bool = False
     """Record a step before and after, for a report that shows them."""
     search_limit_s: float | None = None
@@ -106,6 +108,8 @@ class OptimizeResult:
     summary: MemOptSummary
     files: tuple[str, ...]
     """Paths written; empty for a dry run."""
+    use: str = ""
+    """Line of Python that trains with what was written; empty where nothing is to be used."""
     steps: RecordedSteps | None = None
     """``None`` unless asked for."""
     ended_by: MemoptError | None = None
