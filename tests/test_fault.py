@@ -383,7 +383,7 @@ def test_fault_ctrl_c_once_there_is_a_plan(
 ) -> None:
     monkeypatch.setattr(prepare, "Session", Attended)
     press_ctrl_c(stage, moment, monkeypatch)
-    done = memopt(*"optimize good.pt -i 8x6 --level 0 -o good.memopt.pt --snapshot s.pickle".split())
+    done = memopt(*"optimize good.pt -i 8x6 --level 0 -o good.memopt.pt --recommend-batch --snapshot s.pickle".split())
     assert (done.code, done.changed) == (130, written)
     assert "\nwrote good.memopt." in done.out
     assert done.err.endswith(
