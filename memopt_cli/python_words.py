@@ -122,7 +122,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "trust-pickle": "trust=memopt_cli.Trust(pickle=True)",
 }
 """Flags whose arguments have other names."""
-_SWITCHES: Final = frozenset({"fake", "force", "search", "unverified"})
+_SWITCHES: Final = frozenset({"fake", "force", "recommend-batch", "search", "unverified"})
 _COMMANDS_ALONE: Final = frozenset(
     {
         *("code-path", "weights", "allow-package", "allow-global", "no-sandbox"),  # functions are given the model
