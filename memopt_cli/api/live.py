@@ -440,12 +440,13 @@ def _searched(
             lengths=lengths,
             search_limit_s=limit_s,
             recommend_batch=recommend_batch,
+            confirm_batch=recommend_batch,
             card=card,
         )
         found = found_and_proven(request, prepared)
         advice = None
         if recommend_batch and goal.applies:
-            advice = advise(request, prepared, found.plan, found.measured, found.advice, found.notes)
+            advice = advise(request, prepared, found.plan, found.measured, found.advice, found.notes, found.details)
         if found.verification is not None:
             _replace_plan(model, found)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)

@@ -36,7 +36,7 @@ def optimize(
     step: StepOptions,
     spread: SpreadOptions,
     timeout: float = 600.0,
-    recommend_batch: bool = True,
+    recommend_batch: bool | None = None,
     longest_step: float | None = None,
     loading: LoadingOptions,
     config: str | None = None,  # its callback has done the work
@@ -77,7 +77,8 @@ def optimize(
         unverified=unverified,
         force=force,
         timeout_s=timeout,
-        recommend_batch=recommend_batch,
+        recommend_batch=recommend_batch is not False,
+        confirm_batch=recommend_batch or (recommend_batch is None and longest_step is not None),
         longest_step_s=longest_step,
         record_steps=files.wanted,
         search_limit_s=search_time,
@@ -91,7 +92,7 @@ def optimize(
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         result = pipeline.optimize(request, progress=progress, ask=ask)
-    report: Report = JsonReport() if json else TextReport()
+    report: Report = JsonReport() if json else TextReport(verbose=verbose)
     written: tuple[str, ...] = ()
     try:
         report.optimized(result, sys.stdout)

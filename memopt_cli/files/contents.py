@@ -15,6 +15,7 @@ from memopt_cli.records import (
     SCHEMA_VERSION,
     Baseline,
     BatchAdvice,
+    BatchEstimate,
     BatchProbe,
     FastestTraining,
     FileHeader,
@@ -283,8 +284,23 @@ def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: M
     return yaml_text({**_header(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}).encode()
 
 
-def recommended_data(advice: BatchAdvice) -> dict[str, Any]:
-    """Return ``advice`` as it is written below ``recommended``; sizes in bytes, times in seconds."""
+def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int) -> dict[str, Any]:
+    """Return ``advice`` as it stands below ``recommended``; sizes in bytes, times in seconds.
+
+    ``described``: the batch of the inputs, whose step was measured.  It stands where memory does not limit the batch,
+    and where nothing is known of others.
+    """
+    if advice is None:
+        return {"batch_size": described, "verified": True}
+    if isinstance(advice, BatchEstimate):
+        batch = advice.batch if advice.is_limited_by_memory else described
+        return {
+            "batch_size": batch,
+            "verified": batch == described,
+            "estimated_batch_size": advice.batch,
+            "predicted_peak_bytes": advice.predicted_peak_bytes,
+            "budget_bytes": advice.budget_bytes,
+        }
     return {
         "batch_size": advice.recommended_batch,
         "verified": True,  # by a run: memopt recommends nothing else

@@ -21,7 +21,7 @@ from memopt_cli.loading.module_pickle import ModulePickle
 from memopt_cli.loading.pretrained import load_pretrained
 from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
-from memopt_cli.loading.trust import Unvouched, as_python, together
+from memopt_cli.loading.trust import Unvouched, together
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.text.documents import read_bytes
@@ -89,7 +89,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     except Unvouched as err:
         if err.remedy == Trust():
             raise
-        hint = f"If you trust where it came from: load(path, trust={as_python(together((trust, err.remedy)))})"
+        hint = f"If you trust where it came from: load(path, trust={together((trust, err.remedy)).in_python})"
         raise UnsafeFileError(err.message, hint=hint) from err
 
 

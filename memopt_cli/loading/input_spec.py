@@ -31,6 +31,7 @@ from memopt_cli.inputs.spec_text import (
     require_used,
 )
 from memopt_cli.loading.archive import check_archive
+from memopt_cli.loading.configured import guess_by_configuration
 from memopt_cli.loading.interface import require_same
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
@@ -158,7 +159,13 @@ def _beside(source: ModelSource, stem: str) -> InputSpec | None:
 
 
 def guessed_spec(module: nn.Module) -> InputSpec | None:
-    """By the first layer whose shape tells of its input; ``None`` if there is none."""
+    """Guess the inputs of ``module`` from its configuration, else from the first layer whose shape tells of its input.
+
+    ``None`` if nothing does.
+    """
+    configured = guess_by_configuration(module)
+    if configured is not None:
+        return configured
     for path, layer in module.named_modules():
         tensor = _guess_tensor(layer)
         if tensor is not None:

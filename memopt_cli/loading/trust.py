@@ -13,7 +13,6 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
@@ -85,12 +84,6 @@ def as_flags(trust: Trust) -> str:
     """``--allow-package mymodels --code-path train.py``."""
     flags = {"--allow-package": trust.packages, "--allow-global": trust.globals, "--code-path": trust.code_paths}
     return " ".join(quoted_flag(flag, value) for flag, values in flags.items() for value in values)
-
-
-def as_python(trust: Trust) -> str:
-    """``Trust(packages=('mymodels',), code_paths=('train.py',))``."""
-    given = {f.name: getattr(trust, f.name) for f in fields(trust) if getattr(trust, f.name) != f.default}
-    return f"Trust({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 def together(trusts: Iterable[Trust]) -> Trust:

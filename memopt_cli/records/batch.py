@@ -63,6 +63,8 @@ class BatchEstimate:
     batch: int
     predicted_peak_bytes: int
     budget_bytes: int
+    is_limited_by_memory: bool = True
+    """Whether anybody might train with so large a batch; if not, memory is no reason to choose another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from memopt_cli.records.inputs import InputSpec
@@ -30,6 +30,12 @@ class Trust:
     sandbox: bool = True
     """Whether subprocesses that load and run the model are confined (not with ``--no-sandbox``, nor if nothing is
     checked)."""
+
+    @property
+    def in_python(self) -> str:
+        """Expression that makes it: ``Trust(packages=('mymodels',), code_paths=('train.py',))``."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"Trust({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

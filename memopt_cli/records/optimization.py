@@ -49,7 +49,9 @@ class OptimizeRequest(StepRequest):
     longest_step_s: float | None = None
     """Longest seconds of the step that verifies the recommended batch; ``None`` for the default of the advice."""
     recommend_batch: bool = True
-    """Whether to find the batch that fits as well."""
+    """Whether to predict the batch that fits as well, by dry runs."""
+    confirm_batch: bool = False
+    """Whether to run steps of that batch, too."""
     record_steps: bool = False
     """Whether to record a step before and after, for a report that shows them."""
     search_limit_s: float | None = None
@@ -107,6 +109,8 @@ class OptimizeResult:
     summary: MemOptSummary
     files: tuple[str, ...]
     """Paths written; empty for a dry run."""
+    use: str = ""
+    """Line of Python that trains with what was written; empty where nothing is to be used."""
     steps: RecordedSteps | None = None
     """Recorded steps; ``None`` unless asked for."""
     ended_by: MemoptError | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memopt_cli.records.batch import BatchAdvice
+from memopt_cli.records.batch import BatchAdvice, BatchEstimate
 from memopt_cli.records.device import PlanEstimates
 from memopt_cli.records.dropped import Dropped, decisive
 from memopt_cli.records.measurement import Counted, Failure, Measurement
@@ -13,6 +13,9 @@ from memopt_cli.records.plan import Plan
 from memopt_cli.records.rank import PlannedRanks
 from memopt_cli.records.verification import Verification
 from memopt_cli.text.units import format_bytes
+
+_MOSTLY = 0.5
+"""Share of a peak that no plan makes smaller, from which on that is named as the reason why none was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,7 @@ class MemOptSummary:
     applied_steps: list[str] = field(default_factory=list)
     skipped_steps: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    """Sentences that whoever trains the model should know."""
     gc_wrap_count: int = 0
     manual_compressor_count: int = 0
     bit_compressor_count: int = 0
@@ -148,7 +152,8 @@ class MemOptSummary:
     levels: list[LevelRow] = field(default_factory=list)
     plan: Plan | None = None
     verification: Verification | None = None
-    advice: BatchAdvice | None = None
+    advice: BatchAdvice | BatchEstimate | None = None
+    """Of the batch that fits, by runs or by dry runs alone; ``None``: it was not looked for, or a note says why not."""
     model_format: str = ""
     spent_s: float = 0.0
     """Wall time of the whole optimization."""
@@ -170,6 +175,8 @@ class MemOptSummary:
     """Ranges of a plan by length, shortest first; all other fields are about the longest."""
     dropped: list[Dropped] = field(default_factory=list)
     """Plans that were found and are not applied, in the order in which they were dropped."""
+    details: list[str] = field(default_factory=list)
+    """Sentences that change no decision, such as the inputs, and what is left out of the peak."""
 
     @property
     def is_applied(self) -> bool:
@@ -200,7 +207,9 @@ class MemOptSummary:
             most = self.options.get("max_slowdown")
             quick = f" in at most {most:g} times the step" if self.smaller is not None and most is not None else ""
             peak = format_bytes(original.allocated_peak_bytes)
-            return f"no plan that was found lowers the peak of {peak}{quick}: the model stays as it is"
+            share = original.resident_bytes / original.allocated_peak_bytes
+            fixed = f", {share:.0%} of which are parameters, gradients, buffers and inputs" if share > _MOSTLY else ""
+            return f"no plan that was found lowers the peak of {peak}{fixed}{quick}: the model stays as it is"
         if self.gc_selection_policy == "no_candidates":
             return f"The model stays as it is. {self.gc_selection_explanation}"
         return ""

@@ -42,7 +42,7 @@ class JsonReport:
 
     def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
         # Steps are for looking at (--html, --snapshot), and what ended it is on stderr.
-        data = {name: getattr(result, name) for name in ("header", "summary", "files")}
+        data = {name: getattr(result, name) for name in ("header", "summary", "files", "use")}
         stream.write(json_text(to_data(data)))
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+from memopt_cli.inputs.spec_text import format_tensor
+from memopt_cli.records import InputSpec
 from memopt_cli.text.documents import COMMAND
 
 _KEPT = 4096
 """Characters of an unfinished line that are looked at again when it goes on."""
+
+
+def guess(spec: InputSpec) -> str:
+    """Return what a headline adds where nobody gave the inputs of ``spec``: an answer is only as good as they are."""
+    if not spec.is_guess:
+        return ""
+    sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())
+    return f"; the inputs are a guess: {', '.join(map(format_tensor, spec.tensors))}{sizes} (-i gives yours)"
 
 
 class GuardedStream:

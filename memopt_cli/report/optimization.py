@@ -1,19 +1,25 @@
-"""What ``memopt optimize`` shows: the levels, the frontier, and what was verified."""
+"""Say what ``memopt optimize`` did, for people.
+
+In short: what the plan gives, a row for each different plan, what is to be known, and the line of Python that uses it.
+With ``-v`` every level with all of its peaks, how the plan was verified, and what else was found.
+"""
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
 from memopt_cli.records import (
     BatchAdvice,
+    BatchEstimate,
     Differs,
-    Dropped,
     FingerprintCheck,
     LevelRow,
     Measurement,
     MemOptSummary,
+    OptimizeResult,
     ParetoPoint,
     Plan,
     PlanEstimates,
@@ -21,7 +27,7 @@ from memopt_cli.records import (
     describe,
 )
 from memopt_cli.report.rank import planned_headline, planned_lines
-from memopt_cli.text.units import format_bytes, format_seconds
+from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 _COLUMNS = (
     "allocated\npeak",
@@ -37,9 +43,25 @@ _ROUGH = 0.15
 
 
 def headline(summary: MemOptSummary) -> str:
-    """``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×)``; where no plan is applied, why."""
+    """``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), same bits in 83 tensors``; without a plan, why."""
     if summary.unchanged:
         return summary.unchanged
+    found = _in_bytes(summary)
+    return f"{found}, {_equal(summary.verification)}" if summary.is_applied else found
+
+
+def _equal(found: Verification | None) -> str:
+    """Return whether ``found`` computes the same: ``same bits in 83 tensors``, and at what sizes if not as asked."""
+    if found is None:
+        return "not verified"
+    measured = found.measured
+    is_to_the_bit = found.exact and (measured is None or measured.equal == measured.compared)
+    compared = max(found.compared, measured.compared if measured is not None else 0)
+    at = "" if found.full_size or measured is not None else f" at {found.sizes}, not the size that was asked for"
+    return f"{'same bits' if is_to_the_bit else 'same within rounding'} in {counted(compared, 'tensor')}{at}"
+
+
+def _in_bytes(summary: MemOptSummary) -> str:
     if summary.parallel is not None:
         return planned_headline(summary.parallel)
     if summary.estimates is not None:
@@ -74,8 +96,68 @@ def _outcome(summary: MemOptSummary, level: int) -> object:
     return next((row.outcome for row in summary.levels if row.level == level), None)
 
 
-def table(summary: MemOptSummary) -> Table:
-    """A row for every level."""
+def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
+    """Yield the tables of ``summary``: of its plans, of its ranges of lengths and of its frontier."""
+    if verbose:
+        yield level_table(summary)
+    elif summary.is_applied and not summary.ranges and len(summary.levels) > 1:
+        yield plan_table(summary)
+    if summary.ranges:
+        yield ranges(summary)
+    if summary.frontier:
+        yield frontier(summary)
+
+
+def plan_table(summary: MemOptSummary) -> Table:
+    """Return a row for each different plan of ``summary``: what was measured of it, and what was predicted."""
+    original = _outcome(summary, 0)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("level", "plan"):
+        table.add_column(heading, no_wrap=heading == "level")
+    for heading in ("measured", "step", "predicted", "step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rows in _by_plan(summary):
+        levels = [row.level for row in rows]
+        applied = summary.is_applied and summary.applied_level in levels
+        span = f"{levels[0]}–{levels[-1]}" if len(levels) > 1 else f"{levels[0]}"
+        cells = (*_measured_cells(rows[-1], original), *_predicted_cells(rows[-1]))
+        table.add_row(
+            f"{span}{' *' if applied else ''}", in_words(rows[-1].plan), *cells, style="bold" if applied else None
+        )
+    return table
+
+
+def _by_plan(summary: MemOptSummary) -> list[list[LevelRow]]:
+    """Levels that follow each other and give the same plan, those that give none beside the original."""
+    groups: list[list[LevelRow]] = []
+    for row in summary.levels:
+        if groups and groups[-1][-1].plan == row.plan:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _measured_cells(row: LevelRow, original: object) -> tuple[str, str]:
+    """Its allocated peak, and the time of its step over that of the original where both ran."""
+    match row.outcome, original:
+        case Measurement() as found, Measurement() as base:
+            return format_bytes(found.allocated_peak_bytes), _slowdown(found, base)
+        case Measurement() as found, _:
+            return format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s)
+        case None, _:
+            return "", ""
+        case failure, _:
+            return {"OutOfMemory": "out of memory", "TimedOut": "too slow"}.get(type(failure).__name__, "failed"), ""
+
+
+def _predicted_cells(row: LevelRow) -> tuple[str, str]:
+    peak, slowdown = row.predicted_allocated_peak_bytes, row.predicted_slowdown
+    return "" if peak is None else format_bytes(peak), "" if slowdown is None else f"{slowdown:.2f}×"
+
+
+def level_table(summary: MemOptSummary) -> Table:
+    """Return a row for each level of ``summary``, with all of its peaks."""
     original = _outcome(summary, 0)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("level", no_wrap=True)
@@ -209,24 +291,64 @@ def in_words(plan: Plan) -> str:
 
 
 def remarks(summary: MemOptSummary) -> Iterator[str]:
-    """What is to be said of the plans, below their tables."""
-    if summary.frontier and summary.verification is None:
-        yield "nothing is applied; choose a plan with --budget, or with --pick N, which searches again"
-    else:
+    """Yield what whoever trains the model of ``summary`` should know beside its headline."""
+    if summary.budget_bytes is not None and summary.is_applied:
+        yield f"within the budget of {format_bytes(summary.budget_bytes)}"
+    if summary.parallel is not None:
+        yield from planned_lines(summary.parallel, verified=summary.verification is not None)
+    elif summary.estimates is not None:
+        there = summary.estimates.planned.device
+        how = f"; memopt apply --confirm measures the plan on {there}" if summary.is_applied else ""
+        yield f"estimated for {there}, not measured{how}"
+    found = summary.verification
+    if found is not None and not found.passed and summary.decisive is None:  # else the headline says so
+        yield verification(found)
+    if found is not None and summary.is_applied:
+        yield from inexact(found)
+    yield from _parts_left_out(summary)
+    yield from summary.notes
+
+
+def details(summary: MemOptSummary) -> Iterator[str]:
+    """Yield what ``-v`` adds to :func:`remarks`: how the plan was verified, and what else was found."""
+    if summary.verification is not None or not summary.frontier:
         yield from _of_the_applied_plan(summary)
     beaten = _beaten(summary.frontier)
     if beaten:
         yield f"not shown, as another plan is no slower and no larger: pick {', '.join(map(str, beaten))}"
     yield from _rough_times(summary)
-    yield from unapplied(summary, but=summary.decisive)
-    yield from summary.notes
+    yield from (dropped.sentence for dropped in summary.dropped if dropped is not summary.decisive)
+    yield from summary.details
 
 
-def unapplied(summary: MemOptSummary, *, but: Dropped | None = None) -> Iterator[str]:
-    """Tell of the plans that are not applied, and of the parts that are at fault; ``but``: told already."""
+def outlook(result: OptimizeResult) -> Iterator[str]:
+    """Yield what was written, the batch that fits, and last the line of Python that uses the plan."""
+    summary = result.summary
+    written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
+    yield f"{written} in {format_seconds(summary.spent_s)}"
+    if summary.advice:
+        yield _batch(summary.advice)
+    if summary.frontier and summary.verification is None:
+        yield "nothing is applied; choose a plan with --budget, or with --pick N, which searches again"
+    elif result.use:
+        yield f"use it: {result.use}"
+
+
+def in_short(files: Sequence[str]) -> str:
+    """Return the paths of ``files``, of those after the first only how they end: ``a/m.pt, .summary.json``."""
+    first, *others = files
+    stem = os.path.commonprefix(files).rpartition(".")[0]  # noqa: RUF071 of names, not of folders
+    return ", ".join([first, *(other.removeprefix(stem) for other in others)])
+
+
+def unapplied(summary: MemOptSummary) -> Iterator[str]:
+    """Tell of the plans that are not applied, and of the parts that are at fault."""
+    yield from (dropped.sentence for dropped in summary.dropped)
+    yield from _parts_left_out(summary)
+
+
+def _parts_left_out(summary: MemOptSummary) -> Iterator[str]:
     for dropped in summary.dropped:
-        if dropped is not but:
-            yield dropped.sentence
         if isinstance(dropped.why, Differs):
             yield from (part.sentence for part in dropped.why.left_out)
 
@@ -235,26 +357,16 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     applied = f"level {summary.applied_level}" if summary.is_applied else "no plan"
     yield f"* {applied} is applied{_less_than(summary)}"
     yield from _of_the_ranges(summary)
-    if summary.budget_bytes is not None:
-        yield f"within the budget of {format_bytes(summary.budget_bytes)}"
     for row in summary.levels:
         if row.outcome is not None and not isinstance(row.outcome, Measurement):
             yield f"level {row.level}: {describe(row.outcome)}"
         if row.repeats is not None and row.repeats > 0:  # the table says "no segments" of what repeats level 0
             yield f"level {row.level}: the plan of level {row.repeats}"
-    if summary.parallel is not None:
-        yield from planned_lines(summary.parallel, verified=summary.verification is not None)
-    elif summary.estimates is not None:
-        there = summary.estimates.planned.device
-        how = f"; memopt apply --confirm measures the plan on {there}" if summary.is_applied else ""
-        yield f"estimated for {there}, not measured{how}"
-    elif any(row.outcome is None for row in summary.levels):
+    if any(row.outcome is None for row in summary.levels):
         yield "~ predicted by a dry run; --measure-levels measures every level"
     if summary.verification and summary.verification.measured:
         yield _measured_steps(summary.verification.measured)
     yield verification(summary.verification) if summary.verification else "not verified"
-    if summary.advice:
-        yield _batch(summary.advice)
     if summary.recommendation:
         yield summary.recommendation
     yield from _neighbours(summary)
@@ -315,7 +427,7 @@ def verification(found: Verification) -> str:
         where += ", not the size that was asked for"
     if not found.passed:
         return f"verification failed: {found.difference}, allowed {_allowed(found)}, at {where}"
-    return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{_further(found)}{_inexact(found)}"
+    return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{_further(found)}"
 
 
 def _measured_steps(found: FingerprintCheck) -> str:
@@ -341,11 +453,11 @@ def _further(found: Verification) -> str:
     return said
 
 
-def _inexact(found: Verification) -> str:
-    if not found.inexact:
-        return ""
-    names = ", ".join(found.inexact)
-    return f"\nNOT exact, as allowed: in {names} every chunk has batch statistics of its own (compared at fixed ones)"
+def inexact(found: Verification) -> Iterator[str]:
+    """Yield what of ``found`` is not exact, which was allowed; nothing where all of it is."""
+    if found.inexact:
+        names = ", ".join(found.inexact)
+        yield f"NOT exact, as allowed: in {names} every chunk has batch statistics of its own (compared at fixed ones)"
 
 
 def _allowed(found: Verification) -> str:
@@ -354,9 +466,14 @@ def _allowed(found: Verification) -> str:
     return f"within {found.tolerance:.0e}{' in float64' if found.precision == 'fp64' else ''}"
 
 
-def _batch(advice: BatchAdvice) -> str:
+def _batch(advice: BatchAdvice | BatchEstimate) -> str:
+    if isinstance(advice, BatchEstimate):
+        if not advice.is_limited_by_memory:
+            return "batch: memory does not limit it, as dry runs predict"
+        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes)
+        return f"batch: up to about {advice.batch} predicted to fit, {peak} of {room}; --recommend-batch runs it"
     budget = f"{format_bytes(advice.budget_bytes)} of the {format_bytes(advice.device_bytes)} here"
-    text = f"batch {advice.recommended_batch} recommended: it was run and fits {budget}; limited by {advice.limited_by}"
+    text = f"batch: {advice.recommended_batch} was run and fits {budget}; limited by {advice.limited_by}"
     if advice.estimated_batch == advice.recommended_batch:
         return text
     return f"{text}; a line through {len(advice.probes)} runs says that about {advice.estimated_batch} would fit"

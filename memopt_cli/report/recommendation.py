@@ -22,29 +22,48 @@ from memopt_cli.text.units import format_bytes, format_copies, format_seconds
 
 
 def headline(found: BatchRecommendation) -> Iterator[str]:
-    """The answer, and what it was asked of."""
+    """Yield what fits, what of that trains fastest, and within what memory."""
     main = _main(found)
-    where, batch = _case(main), f"batch {found.batch}"
-    if not main.planned and any(row.planned for row in found.rows):
-        where += ", without the plan"
-    if main.replicas is not None:
-        batch = f"{format_copies(main.replicas.fastest)} × {batch}"
-    if found.card:
-        yield f"{batch}{where} should fit on {found.card}: an estimate"
-    elif not found.verified:
-        yield f"about {batch}{where} would fit: an estimate, it was not run"
-    elif found.objective == "throughput":
-        yield f"recommended: {batch}{where}, the fastest of those run within the limit"
-    elif found.interrupted or _larger_may_fit(main):
-        yield f"recommended: {batch}{where}, the largest of those run within the limit"
-    else:
-        yield f"recommended: {batch}{where}, the largest that fits; it was run"
+    yield _fits(found, main)
+    if (fastest := _fastest(main)) is not None:
+        yield fastest
     if main.replicas is not None:
         yield _gain(main.replicas)
     if found.accumulation is not None:
         steps = found.accumulation.steps
         yield f"global batch {found.accumulation.global_batch}: {steps} × batch {found.accumulation.batch}"
     yield f"memory limit: {found.limit}"
+
+
+def _fits(found: BatchRecommendation, main: BatchRow) -> str:
+    """``batch 40 fits at S=128, the largest that does; it was run``; of what was not run, that it was not."""
+    where = _case(main)
+    if not main.planned and any(row.planned for row in found.rows):
+        where += ", without the plan"
+    copies = f"{format_copies(main.replicas.fastest)} × " if main.replicas is not None else ""
+    if not isinstance(main.outcome, BatchAdvice) or not found.verified:
+        estimate = f"{copies}batch {found.batch}{where}"
+        if found.card:
+            return f"{estimate} should fit on {found.card}: an estimate"
+        return f"about {estimate} would fit: an estimate, it was not run"
+    largest, estimated = main.outcome.recommended_batch, main.outcome.estimated_batch
+    if estimated > largest:
+        run = f"the largest that was run is {largest}, limited by {main.outcome.limited_by}"
+        return f"about {copies}batch {estimated} fits{where}, as dry runs predict; {run}"
+    end = "the largest of those run" if found.interrupted else "the largest that does; it was run"
+    return f"{copies}batch {largest} fits{where}, {end}"
+
+
+def _fastest(main: BatchRow) -> str | None:
+    """``fastest of those run: batch 20, 200 samples/s; batch 40: 160``; ``None`` where the largest is that."""
+    if not isinstance(main.outcome, BatchAdvice):
+        return None
+    runs = {run.batch: run for run in main.outcome.probes}
+    fastest, largest = runs[main.outcome.fastest_batch], runs[main.outcome.recommended_batch]
+    if fastest is largest:
+        return None
+    beside = f"batch {largest.batch}: {_rate(largest)}"
+    return f"fastest of those run: batch {fastest.batch}, {_rate(fastest)} samples/s; {beside}"
 
 
 def _gain(advice: ReplicaAdvice) -> str:
@@ -149,6 +168,9 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
     device = "cuda" if found.card else found.step.device
     if _main(found).planned and found.plan:
         yield f"memopt_cli.apply_plan(model, {found.plan!r})  # before it trains"
+    fastest = _fastest(_main(found))
+    if fastest is not None and found.objective == "max":
+        yield f"# {fastest}"
     advice = _main(found).replicas
     if advice is not None and advice.fastest > 1:
         yield from _replica_settings(advice, batch, steps, found.step, device)
@@ -197,11 +219,6 @@ def remarks(found: BatchRecommendation) -> Iterator[str]:
 def _main(found: BatchRecommendation) -> BatchRow:
     """The case that the recommendation is of."""
     return found.rows[found.chosen]
-
-
-def _larger_may_fit(row: BatchRow) -> bool:
-    """Something other than memory bounds the largest batch that was run."""
-    return isinstance(row.outcome, BatchAdvice) and row.outcome.estimated_batch > row.outcome.recommended_batch
 
 
 def _case(row: BatchRow) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TextIO, cast
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from memopt_cli.records import (
     Explanation,
     FastestTraining,
     GroupMeasurement,
+    InputSpec,
     Inspection,
     OptimizeResult,
     RanksRecommendation,
@@ -39,15 +41,19 @@ from memopt_cli.report import (
     recommendation,
     strategies,
 )
-from memopt_cli.report.lines import guarded
+from memopt_cli.report.lines import guarded, guess
 from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _PLOT_COLUMNS = 72
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextReport:
     """Sizes in binary units; a ratio is against level 0, the original."""
+
+    verbose: bool = False
+    """Shows all that was found, not what to do with it alone."""
 
     def inspected(self, found: Inspection, stream: TextIO) -> None:
         console = _console(stream)
@@ -66,7 +72,7 @@ class TextReport:
 
     def profiled(self, found: StepProfile, stream: TextIO) -> None:
         console = _console(stream)
-        _print_headline(console, profiling.headline(found))
+        _print_headline(console, profiling.headline(found), found.header.spec)
         exchanged = [rank.collective_table(found.rank)] if found.rank is not None else []
         tables = (
             *exchanged,
@@ -99,7 +105,7 @@ class TextReport:
         line = f"{peaks}{format_bytes(memory.allocated_peak_bytes)}, step {format_seconds(memory.step_s)}"
         if result.baseline.conditions is not None and result.baseline.conditions.layout is not None:
             line = f"{rank.TENSOR_PEAK}: {format_bytes(memory.tensor_peak_bytes)}"
-        _print(_console(stream), line, style="bold")
+        _print_headline(_console(stream), [line], result.baseline.header.spec)
         for step in result.baseline.shorter:
             _print(_console(stream), f"at {step.name}: tensor peak {format_bytes(step.memory.tensor_peak_bytes)}")
         for note in result.notes:
@@ -108,24 +114,20 @@ class TextReport:
 
     def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
         console, summary = _console(stream), result.summary
-        _print(console, optimization.headline(summary), style="bold")
-        _print(console)
-        console.print(optimization.table(summary))
-        _print(console)
-        if summary.ranges:
-            console.print(optimization.ranges(summary), markup=False)
+        _print_headline(console, [optimization.headline(summary)], result.header.spec)
+        for table in optimization.tables(summary, verbose=self.verbose):
             _print(console)
-        if summary.frontier:
-            console.print(optimization.frontier(summary))
+            console.print(table, markup=False)
+        if self.verbose or not summary.unchanged:
             _print(console)
-        for line in optimization.remarks(summary):
+        for line in optimization.details(summary) if self.verbose else ():
             _print(console, line)
-        _written(console, result.files)
-        _print(console, f"total time {format_seconds(summary.spent_s)}")
+        for line in (*optimization.remarks(summary), *optimization.outlook(result)):
+            _print(console, line)
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
         console = _console(stream)
-        _print_headline(console, recommendation.headline(found))
+        _print_headline(console, recommendation.headline(found), found.header.spec)
         ways = [recommendation.length_table(found)] if found.lengths else []
         copies = recommendation.replica_tables(found)
         for part in (*copies, recommendation.case_table(found), recommendation.run_table(found), *ways):
@@ -151,7 +153,7 @@ class TextReport:
 
     def fastest_found(self, found: FastestTraining, stream: TextIO) -> None:
         console = _console(stream)
-        _print_headline(console, fastest.headline(found))
+        _print_headline(console, fastest.headline(found), found.header.spec)
         _print(console)
         console.print(fastest.run_table(found), markup=False)
         for lines in (fastest.settings(found), fastest.remarks(found)):
@@ -175,10 +177,9 @@ class TextReport:
         console = _console(stream)
         for line in confirmation.lines(result.confirmation) if result.confirmation is not None else ():
             _print(console, line)
-        for found in result.shorter:
-            _print(console, optimization.verification(found))
-        if result.verification is not None:
-            _print(console, optimization.verification(result.verification))
+        for found in (*result.shorter, *([result.verification] if result.verification is not None else [])):
+            for line in (optimization.verification(found), *optimization.inexact(found)):
+                _print(console, line)
         _written(console, result.files)
 
     def tested(self, found: SelftestReport, stream: TextIO) -> None:
@@ -263,9 +264,12 @@ def _console(stream: TextIO) -> Console:
     return Console(file=cast(TextIO, guarded(stream)), width=None if stream.isatty() else 1000, highlight=False)
 
 
-def _print_headline(console: Console, lines: Iterable[str]) -> None:
-    for number, line in enumerate(lines):
-        _print(console, line, style=None if number else "bold")
+def _print_headline(console: Console, lines: Iterable[str], spec: InputSpec | None = None) -> None:
+    """Print ``lines``, the first one in bold and with a word on the inputs if they are a guess."""
+    first, *others = lines
+    _print(console, first + (guess(spec) if spec is not None else ""), style="bold")
+    for line in others:
+        _print(console, line)
 
 
 def _print(console: Console, text: str = "", *, style: str | None = None) -> None:

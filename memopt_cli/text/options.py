@@ -438,13 +438,13 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "With --ranks or --for: write the plan without proof, where the model does not fit here.", OUTPUT
     ),
     "recommend_batch": Option(
-        "Also find the largest batch that fits with the plan.",
+        "Run steps of the largest batch that fits with the plan, or say nothing of it.",
         OUTPUT,
-        default="on",
+        default="predicted by dry runs",
         flags=("--recommend-batch/--no-recommend-batch",),
     ),
     "optimize.longest_step": Option(
-        "Recommend no batch whose step takes longer than this.",
+        "Run the recommended batch, and no step that takes longer than this.",
         OUTPUT,
         "SECONDS",
         Real(0.001, LONGEST_S, unit="seconds"),

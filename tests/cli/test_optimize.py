@@ -93,6 +93,22 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "wanted", "by_runs"),
+    [
+        ((), True, False),
+        (("--recommend-batch",), True, True),
+        (("--longest-step", "3"), True, True),
+        (("--no-recommend-batch", "--longest-step", "3"), False, False),
+    ],
+)
+def test_the_batch_is_run_where_that_is_asked_for(
+    flags: tuple[str, ...], wanted: bool, by_runs: bool, optimize: Optimize
+) -> None:
+    request = optimize(*flags)
+    assert (request.recommend_batch, request.confirm_batch) == (wanted, by_runs)
+
+
 def test_a_range_of_lengths(optimize: Optimize) -> None:
     request = optimize(
         "--dim", "S=64:2048", "--dim", "B=4", "--lengths", "l.txt", "--budget", "1GiB", "-i", "BxS@int64"
@@ -300,7 +316,7 @@ def test_what_ended_it_is_told_after_the_report(pipeline: Any, capsys: pytest.Ca
     assert "wrote model.memopt.pt" in out
     assert diagnostics.endswith("error: no room\nhint: Make some.\n")
     assert main(["optimize", "model.pt", "--json"]) == 3
-    assert json.loads(capsys.readouterr().out).keys() == {"header", "summary", "files"}
+    assert json.loads(capsys.readouterr().out).keys() == {"header", "summary", "files", "use"}
 
 
 def test_apply(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from memopt_cli.files.write import check_targets, output_paths, pair_paths, writ
 from memopt_cli.inputs.spec_text import DTYPES
 from memopt_cli.records import (
     BatchAdvice,
+    BatchEstimate,
     BatchProbe,
     CompressorName,
     FileHeader,
@@ -525,7 +526,7 @@ ADVICE = BatchAdvice(
 
 
 def test_batch_configuration() -> None:
-    text = batch_yaml(HEADER, shaping={"validation": {"strict_mode": True}}, recommended=recommended_data(ADVICE))
+    text = batch_yaml(HEADER, shaping={"validation": {"strict_mode": True}}, recommended=recommended_data(ADVICE, 4))
     data = yaml.safe_load(text)
     assert next(iter(data)) == "schema_version"
     assert list(data)[-2:] == ["batch_shaping", "recommended"]
@@ -534,6 +535,14 @@ def test_batch_configuration() -> None:
     assert data["recommended"]["fastest_batch_size"] == 8
     assert data["recommended"]["estimated_batch_size"] == 52
     assert data["recommended"]["peak_fit"] == {"intercept_bytes": 200.0, "bytes_per_sample": 200.0}
+
+
+@pytest.mark.parametrize(("is_limited", "batch"), [(True, 37), (False, 8)])
+def test_a_batch_of_dry_runs_is_written_as_one_that_was_not_run(is_limited: bool, batch: int) -> None:
+    found = BatchEstimate(batch=37, predicted_peak_bytes=7, budget_bytes=9, is_limited_by_memory=is_limited)
+    data = recommended_data(found, 8)
+    assert (data["batch_size"], data["verified"]) == (batch, not is_limited)
+    assert data["estimated_batch_size"] == 37
 
 
 def test_a_baseline_of_modules_within_each_other_without_end_is_refused(tmp_path: Path) -> None:

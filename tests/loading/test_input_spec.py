@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
 from memopt_cli.inputs.batch_axis import with_batch
@@ -22,6 +23,7 @@ from memopt_cli.inputs.spec_text import format_tensor
 from memopt_cli.loading.input_spec import (
     batch_of,
     find_spec,
+    guessed_spec,
     make_inputs,
     parse_dims,
     parse_tensor,
@@ -97,6 +99,86 @@ def test_a_guess_from_the_first_layer_fits_it(layer: nn.Module, shape: tuple[int
     assert found.source == f"a guess from 1 ({type(layer).__name__})"
     args, kwargs = made(found)
     layer(*args, **kwargs)
+
+
+class Configured(nn.Module):
+    """As models of transformers are: a configuration, the name of the main input, labels among the arguments."""
+
+    def __init__(self, main_input: str, **config: object) -> None:
+        super().__init__()
+        self.main_input_name, self.config = main_input, SimpleNamespace(**config)
+        self.embedding = nn.Embedding(9, 4)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.embedding(input_ids)
+
+
+class TinyForCausalLM(Configured):
+    pass
+
+
+class TinyForTokenClassification(Configured):
+    pass
+
+
+class TinyForSequenceClassification(Configured):
+    pass
+
+
+class TinyModel(Configured):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "tensors", "dims"),
+    [
+        (
+            TinyForCausalLM("input_ids", vocab_size=9, max_position_embeddings=131072),
+            "input_ids:BxS@int64=0..9 labels:BxS@int64=0..9",
+            {"B": 2, "S": 1024},
+        ),
+        (
+            TinyForTokenClassification("input_ids", vocab_size=9, max_position_embeddings=514, num_labels=5),
+            "input_ids:BxS@int64=0..9 labels:BxS@int64=0..5",
+            {"B": 2, "S": 512},
+        ),
+        (
+            TinyForSequenceClassification("input_ids", vocab_size=9, n_positions=64, num_labels=1),  # a regression
+            "input_ids:BxS@int64=0..9",
+            {"B": 2, "S": 64},
+        ),
+        (
+            TinyForSequenceClassification("pixel_values", image_size=32, num_labels=7),
+            "pixel_values:Bx3x32x32 labels:B@int64=0..7",
+            {"B": 2},
+        ),
+        (TinyModel("input_ids", vocab_size=9), "input_ids:BxS@int64=0..9", {"B": 2, "S": 1024}),
+    ],
+)
+def test_a_guess_by_a_configuration(module: nn.Module, tensors: str, dims: dict[str, int]) -> None:
+    found = guessed_spec(module)
+    assert found is not None
+    assert found.is_guess
+    assert found.source == f"a guess from the configuration of {type(module).__name__}"
+    assert " ".join(map(format_tensor, found.tensors)) == tensors
+    assert found.dims == dims
+
+
+def test_a_guess_by_what_timm_says_that_a_model_was_made_for() -> None:
+    module = nn.Conv2d(3, 4, 3)
+    vars(module)["pretrained_cfg"] = {"input_size": (3, 224, 224)}
+    found = guessed_spec(module)
+    assert found is not None
+    assert [format_tensor(tensor) for tensor in found.tensors] == ["Bx3x224x224"]
+
+
+@pytest.mark.parametrize(
+    "module", [TinyModel("input_ids", vocab_size="many"), TinyModel("input_features", vocab_size=9)]
+)
+def test_a_configuration_of_another_kind_leaves_the_guess_to_the_layers(module: nn.Module) -> None:
+    found = guessed_spec(module)
+    assert found is not None
+    assert found.source == "a guess from embedding (Embedding)"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
     row = LevelRow(level=0, plan=ORIGINAL, outcome=original, dry_runs=0, search_s=0.0)
     first = counted(1000)
     return StartedSearch(
-        traced=SimpleNamespace(has_dry_runs=True),  # type: ignore[arg-type]
+        traced=SimpleNamespace(has_dry_runs=True, trace=SimpleNamespace(ops=(), batch=1)),  # type: ignore[arg-type]
         first=first,
         original=row.predicted(first),
         probes=SearchProbes(nobody, limit_s=None),

@@ -72,7 +72,8 @@ def shown(found: BatchRecommendation) -> list[str]:
 
 def test_the_whole_report() -> None:
     assert shown(FOUND) == [
-        "recommended: batch 40, the largest that fits; it was run",
+        "batch 40 fits, the largest that does; it was run",
+        "fastest of those run: batch 20, 200 samples/s; batch 40: 160",
         "memory limit: 100.0 MiB (--memory 100MiB)",
         "",
         "largest            fastest",
@@ -83,6 +84,7 @@ def test_the_whole_report() -> None:
         "       20  52.0 MiB  100.0 ms        200",
         "       40  99.0 MiB  250.0 ms        160",
         "",
+        "# fastest of those run: batch 20, 200 samples/s; batch 40: 160",
         "# Lightning",
         "loader = DataLoader(dataset, batch_size=40, shuffle=True)",
         "trainer = Trainer(accumulate_grad_batches=1)",
@@ -100,14 +102,23 @@ def test_the_whole_report() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"objective": "throughput", "batch": 20}, "recommended: batch 20, the fastest of those run within the limit"),
-        ({"interrupted": True}, "recommended: batch 40, the largest of those run within the limit"),
+        ({"objective": "throughput", "batch": 20}, "fastest of those run: batch 20, 200 samples/s; batch 40: 160"),
+        ({"interrupted": True}, "batch 40 fits, the largest of those run"),
         ({"verified": False}, "about batch 40 would fit: an estimate, it was not run"),
         ({"accumulation": Accumulation(global_batch=512, batch=32, steps=16)}, "global batch 512: 16 × batch 32"),
     ],
 )
 def test_the_answer(change: dict[str, object], line: str) -> None:
     assert line in shown(replace(FOUND, **change))  # type: ignore[arg-type]
+
+
+def test_what_trains_fastest_is_pasted_without_a_word_on_the_largest() -> None:
+    lines = shown(replace(FOUND, objective="throughput", batch=20))
+    assert "loader = DataLoader(dataset, batch_size=20, shuffle=True)" in lines
+    assert not any(line.startswith("# fastest") for line in lines)
+    largest = replace(ADVICE, fastest_batch=40)
+    lines = shown(replace(FOUND, rows=(BatchRow(planned=False, dims={}, outcome=largest),)))
+    assert not any("fastest of those run" in line for line in lines)
 
 
 def test_accumulation_as_code_runs() -> None:
@@ -138,8 +149,11 @@ def test_plans_sizes_and_what_was_not_run() -> None:
         BatchRow(planned=True, dims={"S": 512}, outcome=NoBatchFits(batch=8, budget_bytes=4, reason="it took 9.0 GiB")),
     )
     lines = shown(replace(FOUND, rows=rows))
-    assert lines[0] == "recommended: batch 40 at S=128, without the plan, the largest of those run within the limit"
-    assert [" ".join(line.split()) for line in lines[4:8]] == [
+    assert lines[0] == (
+        "about batch 55 fits at S=128, without the plan, as dry runs predict; the largest that was run is 40, limited "
+        "by the time"
+    )
+    assert [" ".join(line.split()) for line in lines[5:9]] == [
         "plan S batch peak batch samples/s per sample limited by",
         "without 128 40 99.0 MiB 20 200 2.5 MiB the time; about 55 would fit (an estimate)",
         "without 256 ~9 ~3.0 MiB – – – an estimate: it was not run",
@@ -180,8 +194,9 @@ def test_copies() -> None:
     runs = tuple(replace(run, replicas=4, route="fused") for run in ADVICE.probes)
     row = BatchRow(planned=False, dims={}, outcome=replace(ADVICE, probes=runs), replicas=REPLICAS)
     lines = shown(replace(FOUND, rows=(row,)))
-    assert lines[:12] == [
-        "recommended: 4 copies × batch 40, the largest that fits; it was run",
+    assert lines[:13] == [
+        "4 copies × batch 40 fits, the largest that does; it was run",
+        "fastest of those run: batch 20, 800 samples/s; batch 40: 640",
         "4 copies at batch 20: 2.5 times as many samples/s as 1 copy (fused); tried up to 16: --memory 100MiB",
         "memory limit: 100.0 MiB (--memory 100MiB)",
         "",
@@ -205,8 +220,8 @@ def test_copies() -> None:
 def test_copies_that_are_not_worth_it() -> None:
     slower = replace(REPLICAS, fastest=1, probes=REPLICAS.probes[:1], limited_by="more copies train no faster")
     lines = shown(replace(FOUND, rows=(BatchRow(planned=False, dims={}, outcome=ADVICE, replicas=slower),)))
-    assert lines[0].startswith("recommended: 1 copy × batch 40, ")
-    assert lines[1] == (
+    assert lines[0].startswith("1 copy × batch 40 fits, ")
+    assert lines[2] == (
         "1 copy at batch 20: the fewest that were run are the fastest; tried up to 1: more copies train no faster"
     )
     assert "# Lightning" in lines

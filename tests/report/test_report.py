@@ -10,6 +10,7 @@ import pytest
 from memopt_cli.records import (
     ApplyResult,
     BatchAdvice,
+    BatchEstimate,
     BatchProbe,
     Breakdown,
     Differs,
@@ -32,6 +33,7 @@ from memopt_cli.records import (
     SavesTooLittle,
     SegmentPlan,
     StepFailed,
+    TensorSpec,
     TooSlow,
     Verification,
     from_data,
@@ -134,6 +136,7 @@ def summary() -> MemOptSummary:
         True,
         notes=["inputs are a [guess] from conv1"],
         recommendation="Try level 4.",
+        details=["Inputs: 4x3@float32 (--input)."],
         levels=[
             row(0, measured(617.9, 1.09)),
             row(1, OutOfMemory(detail="limit 400 MiB"), Plan(segments=SEGMENTS[:1])),
@@ -159,7 +162,8 @@ def result(
         seed=0,
         device="cpu",
     )
-    return OptimizeResult(header=header, summary=summary, files=files)
+    use = "model = memopt_cli.load('model.memopt.pt')"
+    return OptimizeResult(header=header, summary=summary, files=files, use=use)
 
 
 def shown(report: Report, result: OptimizeResult) -> str:
@@ -168,8 +172,22 @@ def shown(report: Report, result: OptimizeResult) -> str:
     return stream.getvalue()
 
 
-EXPECTED = """\
-617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×)
+DETAILED = TextReport(verbose=True)
+SHORT = """\
+617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), same bits in 83 tensors
+
+level  plan                                    measured   step  predicted  step
+0      no segments                            617.9 MiB  1.00×
+1      1 segment, 1 packed                out of memory         310.0 MiB
+3 *    3 segments, 2 in chunks, 2 packed      294.6 MiB  1.37×  310.0 MiB
+
+inputs are a [guess] from conv1
+wrote model.memopt.pt, .plan.yaml in 1 min 5 s
+batch: 16 was run and fits 8.0 GiB of the 10.0 GiB here; limited by the budget
+use it: model = memopt_cli.load('model.memopt.pt')
+"""
+LONG = """\
+617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), same bits in 83 tensors
 
                                           allocated                  of     tensor  activation
 level  plan                                    peak  predicted  level 0       peak        peak    step  ratio
@@ -181,18 +199,70 @@ level  plan                                    peak  predicted  level 0       pe
 level 1: out of memory (limit 400 MiB)
 level 3: the plan of level 2
 verified: 83 tensors equal bit for bit, at batch 4
-batch 16 recommended: it was run and fits 8.0 GiB of the 10.0 GiB here; limited by the budget
 Try level 4.
+Inputs: 4x3@float32 (--input).
 inputs are a [guess] from conv1
-wrote model.memopt.pt
-wrote model.memopt.plan.yaml
-total time 1 min 5 s
+wrote model.memopt.pt, .plan.yaml in 1 min 5 s
+batch: 16 was run and fits 8.0 GiB of the 10.0 GiB here; limited by the budget
+use it: model = memopt_cli.load('model.memopt.pt')
 """
 
 
-def test_text_in_a_pipe(summary: MemOptSummary) -> None:
-    lines = [line.rstrip() for line in shown(TextReport(), result(summary)).splitlines()]
-    assert lines == EXPECTED.splitlines()
+@pytest.mark.parametrize(("verbose", "expected"), [(False, SHORT), (True, LONG)])
+def test_text_in_a_pipe(verbose: bool, expected: str, summary: MemOptSummary) -> None:
+    lines = [line.rstrip() for line in shown(TextReport(verbose=verbose), result(summary)).splitlines()]
+    assert lines == expected.splitlines()
+
+
+def test_a_guess_of_the_inputs_stands_in_the_headline(summary: MemOptSummary) -> None:
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 2}, source="a guess from fc")
+    found = result(summary)
+    lines = shown(TextReport(), replace(found, header=replace(found.header, spec=spec))).splitlines()
+    assert lines[0].endswith(", same bits in 83 tensors; the inputs are a guess: Bx3, B=2 (-i gives yours)")
+    assert "guess" not in shown(TextReport(), found).splitlines()[0]
+
+
+def test_levels_that_give_one_plan_share_a_row(summary: MemOptSummary) -> None:
+    predicted = replace(row(1, measured(300, 1.0), Plan(segments=SEGMENTS)), outcome=None, predicted_slowdown=1.25)
+    summary.levels = [summary.levels[0], predicted, replace(predicted, level=2), summary.levels[-1]]
+    lines = shown(TextReport(), result(summary)).splitlines()
+    assert [line.split()[0] for line in lines[3:5]] == ["0", "1–3"]
+    summary.levels[-1] = replace(summary.levels[-1], plan=Plan(segments=SEGMENTS[:1]))
+    lines = shown(TextReport(), result(summary)).splitlines()
+    assert lines[4].split() == "1–2 3 segments, 2 in chunks, 2 packed 310.0 MiB 1.25×".split()
+
+
+def test_where_nothing_is_applied_three_lines_say_so(summary: MemOptSummary) -> None:
+    unchanged = replace(summary, plan=Plan(), applied_level=0, notes=[])
+    text = shown(TextReport(), replace(result(unchanged, files=("m.summary.json", "m.plan.yaml")), use=""))
+    assert text.splitlines() == [
+        "no plan that was found lowers the peak of 617.9 MiB: the model stays as it is",
+        "wrote m.summary.json, .plan.yaml in 1 min 5 s",
+        "batch: 16 was run and fits 8.0 GiB of the 10.0 GiB here; limited by the budget",
+    ]
+
+
+def test_what_no_plan_makes_smaller_is_named_where_it_is_most_of_the_peak(summary: MemOptSummary) -> None:
+    unchanged = replace(summary, plan=Plan(), levels=[row(0, measured(120, 1.0))])
+    assert " of 120.0 MiB, 83% of which are parameters, gradients, buffers and inputs: " in unchanged.unchanged
+
+
+@pytest.mark.parametrize(
+    ("is_limited", "said"),
+    [
+        (True, "batch: up to about 37 predicted to fit, 7.9 GiB of 8.0 GiB; --recommend-batch runs it"),
+        (False, "batch: memory does not limit it, as dry runs predict"),
+    ],
+)
+def test_a_batch_of_dry_runs_is_called_predicted(is_limited: bool, said: str, summary: MemOptSummary) -> None:
+    summary.advice = BatchEstimate(
+        batch=37,
+        predicted_peak_bytes=int(7.9 * 2**30),
+        budget_bytes=8 * 2**30,
+        is_limited_by_memory=is_limited,
+    )
+    assert said in shown(TextReport(), result(summary)).splitlines()
+    assert from_data(MemOptSummary, json.loads(json.dumps(to_data(summary)))) == summary
 
 
 @pytest.mark.parametrize(
@@ -205,7 +275,7 @@ def test_text_in_a_pipe(summary: MemOptSummary) -> None:
 def test_a_model_that_stays_as_it_is_has_no_plan_applied(budget: int | None, said: str, summary: MemOptSummary) -> None:
     rows = [row(0, measured(617.9, 1.09)), row(3, measured(617.9, 1.09))]
     unchanged = replace(summary, levels=rows, budget_bytes=budget, plan=Plan())
-    lines = shown(TextReport(), result(unchanged)).splitlines()
+    lines = shown(DETAILED, result(unchanged)).splitlines()
     assert lines[0] == said
     assert "* no plan is applied; 4 was asked for" in lines
 
@@ -232,14 +302,14 @@ def test_colour_on_a_terminal_only_if_wanted(summary: MemOptSummary, monkeypatch
 
 def test_original_that_does_not_run(summary: MemOptSummary) -> None:
     summary.levels[0] = row(0, OutOfMemory(detail=""))
-    text = shown(TextReport(), result(summary))
-    assert text.startswith("does not run → 294.6 MiB, step 1.49 s\n")
+    text = shown(DETAILED, result(summary))
+    assert text.startswith("does not run → 294.6 MiB, step 1.49 s, same bits in 83 tensors\n")
     assert "level 0: out of memory\n" in text
 
 
 def test_nothing_measured(summary: MemOptSummary) -> None:
     summary.levels = [row(3, OutOfMemory(detail=""))]
-    assert shown(TextReport(), result(summary)).startswith("level 3 has no measurement\n")
+    assert shown(DETAILED, result(summary)).startswith("level 3 has no measurement, ")
 
 
 @pytest.mark.parametrize(
@@ -317,21 +387,21 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
 )
 def test_verification_in_words(verification: Verification | None, line: str, summary: MemOptSummary) -> None:
     summary.verification = verification
-    assert line in shown(TextReport(), result(summary)).splitlines()
+    assert line in shown(DETAILED, result(summary)).splitlines()
 
 
 def test_an_untested_batch_is_called_an_estimate(summary: MemOptSummary) -> None:
     summary.advice = replace(ADVICE, estimated_batch=52, limited_by="the time limit of a run")
-    text = shown(TextReport(), result(summary))
+    text = shown(DETAILED, result(summary))
     assert "limited by the time limit of a run; a line through 3 runs says that about 52 would fit\n" in text
 
 
 def test_step_times_that_vary_are_called_rough(summary: MemOptSummary) -> None:
     steady, busy = (replace(measured(9, 1.0), step_times_s=times) for times in ((1.0, 1.1, 1.2), (1.0, 1.5, 2.0)))
     summary.levels = [row(0, steady), row(3, steady)]
-    assert "rough" not in shown(TextReport(), result(summary))
+    assert "rough" not in shown(DETAILED, result(summary))
     summary.levels = [row(0, busy), row(3, steady)]
-    assert "the steps of one plan differ by 33% among themselves" in shown(TextReport(), result(summary))
+    assert "the steps of one plan differ by 33% among themselves" in shown(DETAILED, result(summary))
 
 
 @pytest.mark.parametrize(("beside", "said"), [((1.0, 1.1), False), ((0.3, 0.6), True)])
@@ -349,7 +419,7 @@ def test_ratios_are_to_what_the_original_took_beside_the_plan(
         for seconds in beside
     ]
     line = "each ratio is to the original's step as it was timed beside the plan: 300.0 ms to 600.0 ms"
-    assert (line in shown(TextReport(), result(summary)).splitlines()) == said
+    assert (line in shown(DETAILED, result(summary)).splitlines()) == said
 
 
 def test_a_frontier_has_its_notes(summary: MemOptSummary) -> None:
@@ -357,7 +427,7 @@ def test_a_frontier_has_its_notes(summary: MemOptSummary) -> None:
         plan=Plan(), predicted_allocated_peak_bytes=9, predicted_slowdown=1.0, outcome=measured(617.9, 1.09)
     )
     summary.frontier, summary.verification = [point], None
-    text = shown(TextReport(), result(summary, files=()))
+    text = shown(DETAILED, result(summary, files=()))
     assert "nothing is applied; choose a plan with --budget, or with --pick N, which searches again" in text
     assert "inputs are a [guess] from conv1" in text
 
@@ -377,7 +447,7 @@ def test_a_frontier_is_against_the_original_and_without_plans_that_another_beats
         for outcome in outcomes
     ]
     summary.verification = None
-    lines = shown(TextReport(), result(summary, files=())).splitlines()
+    lines = shown(DETAILED, result(summary, files=())).splitlines()
     cells = [line.split() for line in lines if "1.0 MiB" in line]
     assert [(line[0], line[1]) for line in cells] == [("1", "–"), ("2", "500.0"), ("4", "400.0")]
     assert [word for line in cells for word in line if word.endswith("×")] == ["1.20×", "1.80×"]
@@ -385,12 +455,12 @@ def test_a_frontier_is_against_the_original_and_without_plans_that_another_beats
 
 
 def test_dry_run(summary: MemOptSummary) -> None:
-    assert "\nnothing written\n" in shown(TextReport(), result(summary, files=()))
+    assert "\nnothing written in 1 min 5 s\n" in shown(DETAILED, result(summary, files=()))
 
 
 def test_json_is_one_document_of_the_records(summary: MemOptSummary) -> None:
     data = json.loads(shown(JsonReport(), result(summary)))
-    assert list(data) == ["header", "summary", "files"]
+    assert list(data) == ["header", "summary", "files", "use"]
     assert from_data(OptimizeResult, data) == result(summary)
 
 
@@ -411,13 +481,13 @@ def test_files_of_apply(report: Report, expected: str | None) -> None:
 
 def test_a_run_that_changes_nothing_says_so_first(summary: MemOptSummary) -> None:
     summary.applied_level, summary.plan = 0, Plan()
-    assert shown(TextReport(), result(summary)).startswith("no plan that was found lowers the peak of 617.9 MiB")
+    assert shown(DETAILED, result(summary)).startswith("no plan that was found lowers the peak of 617.9 MiB")
 
 
 def test_a_level_that_was_not_measured_shows_what_is_predicted(summary: MemOptSummary) -> None:
     predicted = replace(row(2, measured(300, 1.0)), outcome=None, predicted_slowdown=1.25)
     summary.levels.insert(2, predicted)
-    lines = shown(TextReport(), result(summary)).splitlines()
+    lines = shown(DETAILED, result(summary)).splitlines()
     (line,) = (line for line in lines if line.startswith("2 "))
     assert line.split() == "2 no segments – 310.0 MiB ~50 % – – – ~1.25×".split()
     assert "~ predicted by a dry run; --measure-levels measures every level" in lines
@@ -440,10 +510,10 @@ def test_the_neighbours_on_the_frontier_are_told(
     summary.levels[-1] = replace(summary.levels[-1], predicted_slowdown=1.5)
     summary.faster, summary.smaller = faster, smaller
     summary.options = {"max_slowdown": 1.33}
-    assert said in shown(TextReport(), result(summary)).splitlines()
+    assert said in shown(DETAILED, result(summary)).splitlines()
     point = ParetoPoint(plan=Plan(), predicted_allocated_peak_bytes=9, predicted_slowdown=1.0, outcome=measured(9, 1.0))
     summary.frontier = [point]  # all of it is shown
-    assert said not in shown(TextReport(), result(summary)).splitlines()
+    assert said not in shown(DETAILED, result(summary)).splitlines()
 
 
 DROPPED_PLAN = Plan(segments=SEGMENTS)
@@ -492,7 +562,7 @@ def test_a_plan_that_was_found_and_is_not_applied_is_the_headline(
     why: Reason, said: str, summary: MemOptSummary
 ) -> None:
     unchanged = replace(summary, plan=Plan(), applied_level=0, dropped=[dropped_for(why)])
-    lines = shown(TextReport(), result(unchanged)).splitlines()
+    lines = shown(DETAILED, result(unchanged)).splitlines()
     assert lines[0] == said
     assert not any("is not applied" in line for line in lines)
     assert from_data(MemOptSummary, json.loads(json.dumps(to_data(unchanged)))) == unchanged
@@ -503,7 +573,7 @@ def test_a_plan_that_was_found_and_is_not_applied_is_the_headline(
 
 def test_beside_a_plan_that_is_applied_it_is_a_remark(summary: MemOptSummary) -> None:
     dropped = [dropped_for(why) for why, _ in REASONS]
-    lines = shown(TextReport(), result(replace(summary, dropped=dropped))).splitlines()
+    lines = shown(DETAILED, result(replace(summary, dropped=dropped))).splitlines()
     assert lines[0].startswith("617.9 MiB → 294.6 MiB")
     assert sum(line.startswith("A plan of 147.0 MiB is not applied: ") for line in lines) == len(REASONS)
 
@@ -520,7 +590,7 @@ def test_what_failed_verification_comes_before_what_was_slow(summary: MemOptSumm
 def test_an_optimizer_that_cannot_run_in_backward_is_no_plan_that_was_found(summary: MemOptSummary) -> None:
     why = NotRun(failure=StepFailed(message="it looks at all gradients"))
     dropped = Dropped(plan=Plan(in_backward=True), peak_bytes=None, original_bytes=None, why=why)
-    lines = shown(TextReport(), result(replace(summary, plan=Plan(), applied_level=0, dropped=[dropped]))).splitlines()
+    lines = shown(DETAILED, result(replace(summary, plan=Plan(), applied_level=0, dropped=[dropped]))).splitlines()
     assert lines[0] == "no plan that was found lowers the peak of 617.9 MiB: the model stays as it is"
     assert any(
         line.startswith("The optimizer does not run in backward: its step cannot be run: it looks") for line in lines
@@ -531,6 +601,6 @@ def test_a_plan_that_was_asked_for_and_fails_is_not_called_applied(summary: MemO
     why, said = REASONS[-1]
     assert isinstance(why, Differs)
     failed = replace(summary, verification=why.verification, dropped=[dropped_for(why)], budget_bytes=150 * MIB)
-    lines = shown(TextReport(), result(failed)).splitlines()
+    lines = shown(DETAILED, result(failed)).splitlines()
     assert lines[0] == said
     assert "* no plan is applied; 4 was asked for" in lines

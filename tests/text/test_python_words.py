@@ -185,7 +185,9 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def test_what_fits_nowhere_says_what_to_change_in_python() -> None:
     with pytest.raises(NothingFitsError) as caught:
         memopt_cli.optimize(net(), X, budget=1024)
-    assert caught.value.hint == 'Raise budget or level, or take a smaller batch (dims={"B": …} where the shape says B).'
+    raised, held = caught.value.hint.splitlines()
+    assert raised == 'Raise budget or level, or take a smaller batch (dims={"B": …} where the shape says B).'
+    assert held.startswith("No plan makes smaller what it holds: ")
 
 
 @pytest.mark.usefixtures("in_process")

@@ -8,10 +8,22 @@ from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measurement, NoBatchFits, OptimizeRequest, Plan
+from memopt_cli.records import (
+    LONGEST_STEP_S,
+    BatchAdvice,
+    BatchEstimate,
+    BatchProbe,
+    Measurement,
+    NoBatchFits,
+    OptimizeRequest,
+    Plan,
+)
 from memopt_cli.search.batch_size.memory_limit import limits_of_device
 from memopt_cli.search.batch_size.search import BatchSearch
 
+_FAR = 1000
+"""Memory does not limit the batch where so many times the one described would fit, or one whose step, in proportion,
+takes longer than :data:`LONGEST_STEP_S`: 360,000 sequences of a small recurrent network, say, where 128 are trained."""
 _PROBES = 2
 """Batch sizes that the advice rests on, at least, where so many can be run."""
 _AIM = 0.7
@@ -33,18 +45,20 @@ def advise(
     measured: Measurement | None,
     begun: BegunAdvice | None,
     notes: list[str],
-) -> BatchAdvice | None:
-    """Return the largest batch that was run within the device's memory; or ``None``, and add to ``notes`` why.
+    details: list[str],
+) -> BatchAdvice | BatchEstimate | None:
+    """Return how large a batch ``plan`` allows; ``None``, and a note among ``notes``, if there is none to name.
 
-    ``measured``: under ``plan`` at the batch as described, which counts as the first run.  ``begun``: the search so
-    far, perhaps of another plan.
+    By dry runs alone, or by runs where ``request`` wants the batch confirmed: then ``measured``, the step under
+    ``plan`` at the batch as described, is the first of them.  ``begun``: the search so far, perhaps of another plan.
+    ``details`` gains what the peaks leave out.
     """
     assert measured is not None, "it is applied"
     advice = _advice(request, prepared, plan, measured, begun, notes)
     if isinstance(advice, str):
         notes.append(f"No batch recommendation: {advice}.")
         return None
-    notes.extend(memory_left_out(prepared))
+    details.extend(memory_left_out(prepared))
     return advice
 
 
@@ -55,9 +69,8 @@ def _advice(
     measured: Measurement,
     begun: BegunAdvice | None,
     notes: list[str],
-) -> BatchAdvice | str:
+) -> BatchAdvice | BatchEstimate | str:
     """Return the advice; or why there is none, in words."""
-    batch = prepared.batch
     prepared.progress.stage("finding the batch that fits")
     try:
         check_varied(prepared)
@@ -67,17 +80,40 @@ def _advice(
     with Sessions(prepared, "small batch", notes) as session:
         if begun is None or begun.probes.plan != plan:
             begun = begin_advice(request, prepared, plan, measured, session)
-        begun.probes.session, search = session, begun.search
-        if refusal := why_fixed(search, prepared):
+        begun.probes.session = session
+        if refusal := why_fixed(begun.search, prepared):
             return refusal
-        search.find()
-        for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
-            if len(search.runs.measured) < _PROBES:
-                search.also_run([size])
-        if refusal := search.refusal():
-            return f"the model runs at batch {batch} only: {refusal}"
-        outcome = search.outcome()
-    match outcome:
+        return (_confirmed if request.confirm_batch else predicted)(begun.search)
+
+
+def predicted(search: BatchSearch) -> BatchEstimate | str:
+    """Return the largest batch that fits by dry runs, corrected by the run at the batch described; or why none does."""
+    if search.model.predict is None:
+        return "the step cannot run on tensors without data; --recommend-batch finds the batch by runs"
+    if refusal := search.refusal():
+        return f"the model runs at batch {search.batch} only: {refusal}"
+    budget_bytes, described = search.runs.limits.budget_bytes, search.runs.measured[0]
+    batch = search.model.largest_within(budget_bytes)
+    if not batch:
+        return f"not even batch {search.model.least} fits into {search.runs.limits.text}"
+    return BatchEstimate(
+        batch=batch,
+        predicted_peak_bytes=round(search.model.peak_bytes(batch)),
+        budget_bytes=budget_bytes,
+        is_limited_by_memory=batch <= _FAR * described.batch
+        and batch / described.batch * described.step_s <= LONGEST_STEP_S,
+    )
+
+
+def _confirmed(search: BatchSearch) -> BatchAdvice | str:
+    """Return the largest batch that was run within the device's memory; or why there is none."""
+    search.find()
+    for size in (search.batch, search.batch * 2, search.batch // 2, search.batch // 4, search.batch * 3):
+        if len(search.runs.measured) < _PROBES:
+            search.also_run([size])
+    if refusal := search.refusal():
+        return f"the model runs at batch {search.batch} only: {refusal}"
+    match search.outcome():
         case BatchEstimate(batch=batch):
             return f"none could be run; about {batch} would fit (an estimate)"
         case NoBatchFits(batch=batch, reason=reason):

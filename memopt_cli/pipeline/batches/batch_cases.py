@@ -124,7 +124,10 @@ class CaseSearch:
         """Look whether the step loops over its batch; if so, say it and run shorter steps."""
         runs, model = case.search.runs, case.search.model
         if model.predict is not None:
-            model.largest_within(runs.limits.budget_bytes)  # dry runs, which the search would begin with
+            foreseen = model.largest_within(runs.limits.budget_bytes)  # by dry runs, which the search would begin with
+            if foreseen and runs.limits.probes:
+                said = f"By dry runs, about batch {foreseen} fits{case.text}; runs confirm it."
+                self.prepared.progress.note(said)
         if not (said := looped_over(case.probes)):
             return
         if runs.limits.probes:

@@ -357,7 +357,7 @@ def _recommended(found: BatchRecommendation) -> Mapping[str, Any]:
     row = found.rows[found.chosen]
     data: dict[str, Any] = {}
     if isinstance(row.outcome, BatchAdvice):
-        data |= recommended_data(row.outcome)
+        data |= recommended_data(row.outcome, found.batch)
         if row.replicas is not None:
             data |= replicas_data(row.replicas)
     data |= {"batch_size": found.batch, "verified": found.verified}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.pipeline.batches.batch_advice import BegunAdvice
-from memopt_cli.pipeline.prepare import Prepared, turned_off
+from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, inputs_note, turned_off
 from memopt_cli.records import (
     Dropped,
     LevelRow,
@@ -46,6 +46,8 @@ class Findings:
     verification: Verification | None = None
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    """Sentences that change no decision; see :attr:`~memopt_cli.records.MemOptSummary.details`."""
     budget_bytes: int | None = None
     frontier: list[ParetoPoint] = field(default_factory=list)
     interrupted: bool = False
@@ -73,7 +75,7 @@ class Findings:
     @classmethod
     def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
         """Before anything is searched."""
-        resolved = resolve(request.search)
+        resolved, inputs = resolve(request.search), inputs_note(prepared.subject.spec)
         return cls(
             resolved=resolved,
             asked_codecs=prepared.facts.asked_codecs,
@@ -81,7 +83,8 @@ class Findings:
             device=prepared.subject.settings.device,
             by_goal=request.goal != SearchGoal(),
             turns_off=turned_off(prepared),
-            notes=[*resolved.notes, *prepared.notes],
+            notes=[*resolved.notes, *(note for note in prepared.notes if note != inputs)],
+            details=[inputs],
         )
 
     @property
@@ -89,6 +92,11 @@ class Findings:
         """See :attr:`memopt_cli.records.MemOptSummary.decisive`."""
         failed = self.verification is not None and not self.verification.passed
         return decisive(self.dropped) if failed or self.plan.is_empty else None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the model is another than that of its file: it has a plan, or not the one that it carried."""
+        return not self.plan.is_empty or TAKEN_OFF in self.notes
 
     @property
     def is_run(self) -> bool:

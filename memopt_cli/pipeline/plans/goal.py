@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, UsageError
@@ -13,7 +13,18 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.started_search import StartedSearch
-from memopt_cli.records import Budget, Failure, LevelRow, Measurement, NotRun, OutOfMemory, ParetoPoint
+from memopt_cli.records import (
+    Budget,
+    Counted,
+    Failure,
+    LevelRow,
+    Measurement,
+    NotRun,
+    OpTrace,
+    OutOfMemory,
+    ParetoPoint,
+)
+from memopt_cli.search.plan.levels import KEPT
 from memopt_cli.search.plan.planner import Planner, nondominated
 from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_apart, format_bytes
@@ -31,6 +42,8 @@ _APART = 0.02
 """Of two plans on the frontier the smaller one is shown if it saves that share of the other's peak, or more."""
 _TRIED = 8
 """Dry runs of plans with the optimizer in backward for a budget, at most."""
+_MUCH = 0.2
+"""Share of a peak from which on the workspaces of kernels are named as a reason for it."""
 _FAR = 2.0
 """A step that takes so many times what it was to says that the prediction is wrong, or the machine busy."""
 
@@ -111,8 +124,15 @@ class GoalSearch:
                 hint="Lower --budget, or take a smaller batch (--dim B=… where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
-        least_bytes = min(measured) if measured else self._lower(least or self._planner.least(self._level)).peak_bytes
-        raise nothing_fits(budget_bytes, least_bytes)
+        lowest = self._lower(least or self._planner.least(self._level))
+        trace = self.search.traced.trace
+        raise nothing_fits(
+            budget_bytes,
+            min(measured) if measured else lowest.peak_bytes,
+            stays=tuple(what_stays(lowest.counted, trace.ops)),
+            can_rise=self._level < KEPT,
+            can_shrink=trace.batch > 1,
+        )
 
     def _fastest(self, target_bytes: int) -> Priced | None:
         """The fastest plan within so many bytes; one with the optimizer in backward where none without is as fast.
@@ -229,12 +249,52 @@ class GoalSearch:
         return replace(row, outcome=outcome)
 
 
-def nothing_fits(budget_bytes: int, least_bytes: int, how: str = "") -> NothingFitsError:
-    """The error where no plan fits; ``how``: how that is known, in words."""
+def nothing_fits(
+    budget_bytes: int,
+    least_bytes: int,
+    how: str = "",
+    *,
+    stays: Sequence[str] = (),
+    can_rise: bool = True,
+    can_shrink: bool = True,
+) -> NothingFitsError:
+    """Make the error where no plan fits into ``budget_bytes``, whose hint names what would help.
+
+    ``how``: how the least is known, in words.  ``stays``: sentences on what it is made of.  ``can_rise``: there is a
+    higher level.  ``can_shrink``: the batch has more than one sample.
+    """
     budget, least = format_apart(budget_bytes, least_bytes)
+    flags = "--budget or --level" if can_rise else "--budget"
+    smaller = ", or take a smaller batch (--dim B=… where the shape says B)" if can_shrink else ""
     return NothingFitsError(
         f"no plan found takes {budget} or less{how}; the smallest that was found takes about {least}",
-        hint="Raise --budget or --level, or take a smaller batch (--dim B=… where the shape says B).",
+        hint="\n".join([f"Raise {flags}{smaller}.", *stays]),
+    )
+
+
+def what_stays(least: Counted, operators: Sequence[OpTrace]) -> Iterator[str]:
+    """Yield what the peak of the ``least`` plan is made of, as far as no plan makes it smaller, and what would help.
+
+    ``operators``: of the original's step, with the workspaces that their kernels were seen to take.
+    """
+    parts = {
+        "parameters": least.breakdown.parameters_bytes,
+        "gradients": least.breakdown.gradients_bytes,
+        "the optimizer's state": least.breakdown.optimizer_bytes,
+        "buffers": least.breakdown.buffers_bytes,
+        "inputs": least.breakdown.inputs_bytes,
+    }
+    named = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
+    if named:
+        yield f"No plan makes smaller what it holds: {named}."
+    workspace_bytes = least.allocated_peak_bytes - least.tensor_peak_bytes
+    if workspace_bytes < _MUCH * least.allocated_peak_bytes:
+        return
+    largest = max(operators, key=lambda op: op.workspace_bytes, default=None)
+    where = f", most of all {largest.name} in '{largest.module or '(root)'}'" if largest is not None else ""
+    yield (
+        f"Kernels hold {format_bytes(workspace_bytes)} of it for themselves{where}. Others may take less: with another "
+        "batch, channels_last, another --precision, or on the CPU under torch.backends.mkldnn.flags(enabled=False)."
     )
 
 

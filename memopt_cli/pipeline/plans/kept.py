@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memopt_cli.errors import Interrupted, MemoptError, Terminated
@@ -20,12 +20,14 @@ from memopt_cli.pipeline.prepare import Prepared, file_header, reader_notes, sav
 from memopt_cli.records import (
     STEP,
     BatchAdvice,
+    BatchEstimate,
     Measurement,
     MemOptSummary,
     OptimizeRequest,
     OptimizeResult,
     PredictedStep,
     RecordedSteps,
+    Trust,
 )
 
 
@@ -41,7 +43,7 @@ class Kept:
     """By the monotonic clock."""
     files: list[Path] = field(default_factory=list)
     """Those written so far."""
-    advice: BatchAdvice | None = None
+    advice: BatchAdvice | BatchEstimate | None = None
     steps: RecordedSteps | None = None
 
     def result(self) -> OptimizeResult:
@@ -54,6 +56,7 @@ class Kept:
             header=file_header(self.prepared),
             summary=self._summary(),
             files=tuple(str(path) for path in self.paths.all() if path in self.files),
+            use=self._use(),
             steps=self.steps,
             ended_by=ended_by,
         )
@@ -83,11 +86,12 @@ class Kept:
         is_run = self.found.is_run
         if passed and is_run and self.request.recommend_batch and not self.found.interrupted:
             found = self.found
-            self.advice = advise(self.request, self.prepared, found.plan, found.measured, found.advice, found.notes)
+            self.advice = advise(
+                self.request, self.prepared, found.plan, found.measured, found.advice, found.notes, found.details
+            )
         if writes:
             if is_run:
-                measured = {"batch_size": self.prepared.batch, "verified": True}
-                recommended = recommended_data(self.advice) if self.advice else measured
+                recommended = recommended_data(self.advice, self.prepared.batch)
                 self._keep(self.paths.batch, batch_file(file_header(self.prepared), recommended))
             self._keep_summary()
         if self.request.record_steps:
@@ -104,8 +108,6 @@ class Kept:
         self.prepared.progress.stage("writing the plan")
         if not self.request.force:
             self._step_aside()
-        if self.paths.plan_only:
-            self.found.notes.append(self._how_to_apply())
         header, found = file_header(self.prepared), self.found
         predicted, turns_off = self._predicted(), () if found.plan.is_empty else found.turns_off
         text = plan_yaml(header, found.plan, found.applied_level, predicted, self.request.layout, turns_off)
@@ -124,13 +126,24 @@ class Kept:
             return None
         return PredictedStep(estimate=self.found.estimates.planned, settings=self.prepared.subject.settings)
 
-    def _how_to_apply(self) -> str:
-        plan = repr(str(self.paths.plan))
-        if self.found.model_format == STEP:
+    def _use(self) -> str:
+        """Return the line of Python that trains with what was written; empty where no plan was.
+
+        The model is loaded from its file, unless the script builds it or gives the plan an optimizer.
+        """
+        if self.found.plan.is_empty or self.paths.plan not in self.files:
+            return ""
+        plan, kind = repr(str(self.paths.plan)), self.found.model_format
+        if kind == STEP:
             _, make = parse_factory(self.request.source.location) or ("", "make_step")
-            return f"In the training script: step = {make}(); memopt_cli.apply_plan(step, {plan})."
-        given = ", optimizer=optimizer" if self.found.plan.in_backward else ""
-        return f"No model is written, as asked. In the training script: memopt_cli.apply_plan(model, {plan}{given})."
+            return f"step = {make}(); memopt_cli.apply_plan(step, {plan})"
+        if self.found.plan.in_backward:
+            return f"memopt_cli.apply_plan(model, {plan}, optimizer=optimizer)"
+        if self.paths.model not in self.files or kind in ("factory", "pretrained"):
+            return f"memopt_cli.apply_plan(model, {plan})"
+        trust = replace(self.prepared.subject.source.trust, sandbox=True)  # which loading does without
+        trusting = "" if trust == Trust() else f", trust=memopt_cli.{trust.in_python}"
+        return f"model = memopt_cli.load({str(self.paths.model)!r}{trusting})"
 
     def _step_aside(self) -> None:
         """Nobody's file is replaced, and none that has come to exist since the search began costs the plan."""
@@ -142,12 +155,17 @@ class Kept:
             self.paths = paths
 
     def _keep_model(self) -> None:
-        if self.paths.plan_only:
+        """Write the model, but not a copy of one that stays as it is.
+
+        That is written all the same where ``--output`` names it, and over a model with a plan of an earlier run.
+        """
+        is_named = self.request.output is not None or self.paths.model.exists()
+        if self.paths.plan_only or not (is_named or self.found.is_changed):
             return
         self.prepared.progress.stage("writing the model")
         source, timeout_s = self.prepared.subject.source, self.prepared.timeout_s
         self._keep(self.paths.model, saved_model(source, self.found.plan, timeout_s))
-        self.found.notes += reader_notes(self.found.model_format, self.paths.model)
+        self.found.details += reader_notes(self.found.model_format, self.paths.model)
 
     def _keep_summary(self) -> None:
         self._keep(self.paths.summary, content(summary_json(file_header(self.prepared), self._summary())))

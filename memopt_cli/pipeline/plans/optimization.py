@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.files.write import check_targets, output_paths
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.batches.batch_advice import begin_advice
+from memopt_cli.pipeline.batches.batch_advice import begin_advice, predicted
 from memopt_cli.pipeline.batches.batch_probes import check_varied
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
@@ -172,7 +172,10 @@ class _Job:
             check_varied(prepared)
             prepared.progress.stage("estimating the batch that fits")
             begun = begin_advice(request, prepared, row.plan, row.outcome, sessions)
-            begun.search.foresee()
+            if request.confirm_batch:
+                begun.search.foresee()
+            else:
+                predicted(begun.search)
             self.found.advice = begun
         except UsageError:  # the advice says so
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from memopt_cli.pipeline.plans.findings import Findings, measured_at
 from memopt_cli.records import (
     BatchAdvice,
+    BatchEstimate,
     LevelRow,
     Measurement,
     MemOptSummary,
@@ -20,7 +21,7 @@ _SLOW = 2.0
 """A step that takes so many times as long asks for a compromise."""
 
 
-def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = None) -> MemOptSummary:
+def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEstimate | None = None) -> MemOptSummary:
     """The summary of one optimization, as it is shown and written; its counters are those of the plan.
 
     ``spent_s``: wall time of all of it.  ``advice``: the batch that fits, if it was looked for.
@@ -81,6 +82,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
         parallel=found.parallel,
         ranges=found.ranges,
         dropped=found.dropped,
+        details=found.details,
     )
 
 

@@ -51,7 +51,7 @@ def outcome_of(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOutco
 def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) -> tuple[str, bool]:
     """Name the limit of the largest batch that ran; return, too, whether a larger one fits by the model."""
     if not runs.is_in_time(runs.fitting[-1]):  # no step was in time, which matters more than any other limit
-        return f"the time of a step ({_longest(runs, runs.fitting[-1])})", estimate > runs.best
+        return f"memopt's own time limit of a step ({_longest(runs, runs.fitting[-1])})", estimate > runs.best
     if failed := runs.failed:
         return f"a run at batch {min(failed)}: {runs.failure(min(failed))}", False
     best = runs.best
@@ -62,7 +62,7 @@ def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) ->
         return "the interruption", True
     budget, runnable = runs.limits.budget_bytes, runs.limits.runnable_bytes
     if runs.affordable() < model.largest_within(min(budget, runnable)):
-        return f"the time of a step ({_longest(runs, runs.fitting[-1])})", True
+        return f"memopt's own time limit of a step ({_longest(runs, runs.fitting[-1])})", True
     if runnable < budget:
         return f"this machine, where {format_bytes(runnable)} are free", True
     return f"the number of runs ({len(runs)})", True

@@ -84,7 +84,7 @@ class ReplicaSearch:
             free = format_bytes(self.limits.runnable_bytes)
             return f"this machine, where {free} are free and choosing a route takes {CHOOSING} times a step's memory"
         if last.step_s * size / last.replicas > self.limits.longest_step_s:
-            return f"the time of a step ({self.limits.longest_step_s:g} s)"
+            return f"memopt's own time limit of a step ({self.limits.longest_step_s:g} s)"
         return ""
 
     def _run(self, size: int) -> str:

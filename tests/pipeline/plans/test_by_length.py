@@ -108,7 +108,6 @@ def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, me
     heading = next(number for number, line in enumerate(lines) if line.startswith("S from"))
     assert lines[heading + 1].split()[:2] == ["16", lines[heading + 1].split()[1]]
     assert "no segments" in lines[heading + 1]
-    assert f"the table of levels is for S={HIGH}" in done.out
 
     # It goes onto another copy, and each range is verified there.
     torch.save(deep_net(), "other.pt")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
-from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
+from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick, nothing_fits, what_stays
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
 from memopt_cli.records import (
     Budget,
@@ -21,6 +21,7 @@ from memopt_cli.records import (
     LevelRow,
     Measurement,
     NotRun,
+    OpTrace,
     OutOfMemory,
     Plan,
     Reason,
@@ -226,10 +227,34 @@ def test_nothing_fits() -> None:
     ) as error:
         search.within(200)
     assert error.value.exit_code == 6
+    assert error.value.hint == "Raise --budget or --level."  # there is one sample
     search, asked = goal(lambda peak: measured(peak + 1000))
     with pytest.raises(NothingFitsError, match="the smallest that was found"):
         search.within(750)
     assert len(asked) <= 6
+
+
+@pytest.mark.parametrize(
+    ("can_rise", "can_shrink", "said"),
+    [
+        (True, True, "Raise --budget or --level, or take a smaller batch (--dim B=… where the shape says B)."),
+        (False, False, "Raise --budget."),
+    ],
+)
+def test_what_would_not_help_is_not_proposed(can_rise: bool, can_shrink: bool, said: str) -> None:
+    assert nothing_fits(200, 300, can_rise=can_rise, can_shrink=can_shrink).hint == said
+
+
+def test_what_stays_is_named() -> None:
+    least = counted(1000, gradients=300)
+    assert list(what_stays(least, ())) == ["No plan makes smaller what it holds: 300 B of gradients."]
+    operators = [
+        OpTrace(name=name, module=module, phase="forward", workspace_bytes=size)
+        for name, module, size in (("aten::mm", "fc", 10), ("aten::convolution", "features.0", 400))
+    ]
+    _, kernels = what_stays(replace(least, allocated_peak_bytes=1400), operators)
+    assert kernels.startswith("Kernels hold 400 B of it for themselves, most of all aten::convolution in 'features.0'.")
+    assert len(list(what_stays(replace(least, allocated_peak_bytes=1100), operators))) == 1  # too little to matter
 
 
 def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:

@@ -171,7 +171,7 @@ def test_a_run_that_would_take_too_long_makes_an_estimate() -> None:
     advice = machine.advise(4)
     assert advice.recommended_batch == 40 == machine.asked[-1]
     assert advice.estimated_batch == 800
-    assert "time of a step (20 s)" in advice.limited_by
+    assert "time limit of a step (20 s)" in advice.limited_by
 
 
 def test_small_batches_that_are_slow_per_sample_do_not_hold_it_back() -> None:
@@ -246,7 +246,7 @@ def test_a_step_that_took_too_long_is_not_recommended(power: float) -> None:
     assert any(machine.seconds(batch) > 11 for batch in machine.asked)
     assert machine.seconds(advice.recommended_batch) <= 11
     assert machine.seconds(2 * advice.recommended_batch) > 10
-    assert advice.limited_by == "the time of a step (10 s)"
+    assert advice.limited_by == "memopt's own time limit of a step (10 s)"
     assert advice.estimated_batch == 800
 
 
@@ -255,7 +255,7 @@ def test_a_batch_described_whose_step_takes_too_long() -> None:
     assert advice.recommended_batch == 10
     slow = Machine(peak=lambda batch: 10 * batch, seconds=lambda batch: 30.0 + batch).advise(4, longest_step_s=10.0)
     assert slow.recommended_batch == 1
-    assert slow.limited_by == "the time of a step (10 s; batch 1 takes 31.00 s)"
+    assert slow.limited_by == "memopt's own time limit of a step (10 s; batch 1 takes 31.00 s)"
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
@@ -265,7 +265,7 @@ def test_a_step_longer_than_allowed_is_never_passed_over(most: int) -> None:
     advice = machine.advise(16, longest_step_s=10.0, probes=most)
     assert all(machine.seconds(batch) > 11 for batch in machine.asked)
     taken = f"batch {advice.recommended_batch} takes 21.50 s"
-    assert advice.limited_by == f"the time of a step (10 s; {taken})"
+    assert advice.limited_by == f"memopt's own time limit of a step (10 s; {taken})"
 
 
 @pytest.mark.slow
