@@ -80,8 +80,6 @@ class BatchRecommendation(Candidate):
     """The chosen candidate and what it was chosen from."""
 
     candidates: list[Candidate]
-    pareto: list[tuple[int, ...]]
-    """Feasible shapes that no other one beats in throughput, memory and accuracy at once."""
     measured_on: str
     architecture: list[Architecture]
     advice: list[str]
@@ -140,7 +138,6 @@ class BatchShapeOptimizer:
         return BatchRecommendation(
             **chosen,
             candidates=candidates,
-            pareto=[c["shape"] for c in feasible if not any(_dominates(other, c) for other in feasible)],
             measured_on=self._measured_on(),
             architecture=list(kinds),
             advice=[RULES[kind].advice for kind in kinds],
@@ -245,13 +242,3 @@ def _smallest(candidates: Sequence[Candidate]) -> Candidate:
             hint="Give smaller shapes, or make the step smaller: memopt optimize.",
         )
     return min(ran, key=lambda c: c["memory_bytes"] or 0)
-
-
-def _dominates(one: Candidate, other: Candidate) -> bool:
-    """Return whether ``one`` is at least as good as ``other`` in everything, and better in something."""
-    first, second = _qualities(one), _qualities(other)
-    return first != second and all(a >= b for a, b in zip(first, second, strict=True))
-
-
-def _qualities(candidate: Candidate) -> tuple[float, float, float]:
-    return candidate["throughput"], -float(candidate["memory_bytes"] or 0), candidate["accuracy"] or 0.0

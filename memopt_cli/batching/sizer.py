@@ -290,7 +290,7 @@ def agree_on_batch_size(batch_size: int, device: str | torch.device = "cpu") -> 
     Raises :class:`UsageError` if no process group was initialized.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        raise UsageError("no process group to agree in", hint="Call torch.distributed.init_process_group first.")
+        raise UsageError("there is no process group", hint="Call torch.distributed.init_process_group first.")
     smallest = torch.tensor(batch_size, device=device if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return int(smallest)

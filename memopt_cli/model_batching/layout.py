@@ -78,7 +78,7 @@ def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None
             raise UsageError(
                 f"a tensor of shape {tuple(tensor.shape)} in data order '{data_order}' does not tell how many models "
                 "are in it",
-                hint="Say it: merge_batch(tensor, data_order, batch=…).",
+                hint="Give the number: merge_batch(tensor, data_order, batch=…).",
             )
         batch = tensor.shape[data_order == "b g"]
     return in_order(models_first(tensor, batch, data_order), "(b g)")

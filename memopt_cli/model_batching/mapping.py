@@ -42,4 +42,4 @@ def refuse_segments(model: nn.Module, path: str = "") -> None:
     """Raise :class:`Refused` if a module in ``model``, which is at ``path``, is a segment."""
     for name, module in named_parts(model, path):
         if settings_of(module) is not None:
-            raise Refused(f"module '{name or '(root)'}' is a segment that would run under vmap, and checkpoints do not")
+            raise Refused(f"module '{name or '(root)'}' is a segment, and checkpoints do not work under vmap")

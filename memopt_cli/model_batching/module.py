@@ -156,7 +156,7 @@ def refuse_batched(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, BatchModule):
             raise UsageError(
-                f"module '{path or '(root)'}' is a BatchModule: what runs its copies is chosen when it is called, so "
-                "that a step of it tells nothing of the next",
+                f"module '{path or '(root)'}' is a BatchModule, which chooses how to run its copies when it is called: "
+                "a recorded step does not describe the next one",
                 hint="Optimize the model that it batches, and batch the result: segments work inside a BatchModule.",
             )

@@ -121,7 +121,7 @@ class OnlineAlgorithm(nn.Module):
         if not found:
             raise MemoptError(
                 "the parameter carries no eligibility trace",
-                hint=f"Traced are: {', '.join(step.weights) or 'none'}.",
+                hint=f"These carry traces: {', '.join(step.weights) or 'none'}.",
             )
         return found
 
@@ -132,7 +132,7 @@ class OnlineAlgorithm(nn.Module):
         run, window = self._compiled(), self.vjp_method == "multi-step"
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
-            raise MemoptError("a window of no steps", hint="Give inputs [steps, ...] of at least one time step.")
+            raise MemoptError("the window has no steps", hint="Give inputs [steps, ...] of at least one time step.")
         self._sizes.check(steps[0])
         if self.traces:
             self._past.check(self._held())
@@ -169,7 +169,7 @@ class OnlineAlgorithm(nn.Module):
 
     def _compiled(self) -> TracedStep:
         if self._step is None:
-            raise MemoptError("the algorithm has not seen its model run", hint="Call compile_graph(inputs) first.")
+            raise MemoptError("the algorithm is not compiled yet", hint="Call compile_graph(inputs) first.")
         return self._step
 
     def _held(self) -> list[tuple[str, Tensor]]:

@@ -26,14 +26,15 @@ class Sizes:
     def check(self, inputs: Sequence[Tensor]) -> None:
         """Raise :class:`MemoptError` if ``inputs`` have other shapes, or the states another batch size."""
         if not inputs or not all(isinstance(x, Tensor) for x in inputs):
-            raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="Give one or more tensors.")
+            types = [type(x).__name__ for x in inputs]
+            raise MemoptError(f"the inputs are of types {types}", hint="Give one or more tensors.")
         if self._has_batch and not all(x.dim() for x in inputs):
-            raise MemoptError("an input without axes in Batching() mode", hint="Give inputs [B, ...].")
+            raise MemoptError("an input has no batch axis, and the mode is Batching()", hint="Give inputs [B, ...].")
         shapes = [self._of_sample(x) for x in inputs]
         if self._inputs and shapes != self._inputs:
             batch = "[B, ...] with " if self._has_batch else ""
             raise MemoptError(
-                f"inputs of shapes {shapes} per sample; compiled for {self._inputs}",
+                f"the inputs have shapes {shapes} per sample; the algorithm was compiled for {self._inputs}",
                 hint=f"Give inputs {batch}of those shapes, or make and compile an algorithm for the new ones.",
             )
         self._check_states((inputs[0].shape[0],) if self._has_batch else ())
@@ -43,7 +44,7 @@ class Sizes:
             if state.value.shape != (*lead, *of_sample):
                 raise MemoptError(
                     f"state {state.name} of {type(state.module).__name__} has shape {tuple(state.value.shape)}, the "
-                    f"inputs call for {(*lead, *of_sample)}",
+                    f"inputs need {(*lead, *of_sample)}",
                     hint="Call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
                     "initialize in vmap_new_states and call the algorithm through Vmap",
                 )
@@ -76,7 +77,7 @@ class Past:
         ]
         if others and len(others) < len(self._kept):
             raise MemoptError(
-                f"{others[0]} was written after the last step, and the traces were not: they tell of another past",
+                f"{others[0]} was written after the last step, and the traces were not: they belong to another past",
                 hint="Begin a sequence with reset_state(batch_size=B), or reset_state() within vmap_new_states. To "
                 "forget the past of some samples, let the cell multiply its state by a mask.",
             )

@@ -51,8 +51,7 @@ def check_exposed(reach: Reach, held: PastState, constant: frozenset[Use]) -> No
     weighted = [reads for out in reach.followed if held not in (reads := reach.reads[out]).direct - reads.weighted]
     if any(held in reach.sources_behind(reads)[1] for reads in (*entering, *weighted)):
         raise MemoptError(
-            f"{_name(reach, held)}, as the last step left it, enters a weight, and is read past it and outside its "
-            "cell as well",
+            f"{_name(reach, held)} of the last step enters a weight, and is read past it and outside its cell as well",
             hint="Read it as a constant where it enters the weight: detach() it there.",
         )
 

@@ -153,9 +153,9 @@ def cell_states(cell: nn.Module) -> list[State]:
 def changed(path: str, what: str) -> MemoptError:
     """Return the error for a step that does ``what``, which that of ``compile_graph`` did not."""
     return MemoptError(
-        f"{path or 'the model'} {what}, which was not so in the step that compile_graph saw",
-        hint="Let every step take the same path, multiplying by a mask what some of them leave out; or compile with "
-        "inputs by which the step does all that any step does",
+        f"{path or 'the model'} {what}, which was not so in the step that compile_graph ran",
+        hint="Let every step take the same path, and multiply by a mask where some steps skip a part; or compile with "
+        "inputs for which the step does everything that any step does",
     )
 
 

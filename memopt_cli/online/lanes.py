@@ -132,7 +132,7 @@ class Vmap(nn.Module):
             if not -tensor.dim() <= self.in_axes < tensor.dim() or tensor.shape[self.in_axes] != lanes:
                 raise MemoptError(
                     f"input {i} of shape {tuple(tensor.shape)} does not have {lanes} samples on axis {self.in_axes}",
-                    hint="The states were made for that many lanes; make them anew for another batch size.",
+                    hint="The states have that many lanes; make new ones for another batch size.",
                 )
 
 
@@ -210,7 +210,7 @@ def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batch
                 torch.allclose(t[i], of_one, equal_nan=True) for t, of_one in zip(together, alone, strict=True)
             ):
                 raise MemoptError(
-                    f"{function.__name__}, an autograd.Function, does not do to a batch what it does to each sample",
+                    f"{function.__name__}, an autograd.Function, does not treat a batch as it treats each sample",
                     hint=f"Give it setup_context() and vmap(), or generate_vmap_rule = True; or {BY_HAND}",
                 )
     _separate.add(function)

@@ -208,7 +208,7 @@ class ExplicitState(nn.Module):
         if not isinstance(cell, nn.Module):
             raise UsageError(f"cell is a {type(cell).__name__}", hint="Give a torch.nn.Module.")
         if not shapes:
-            raise UsageError("a cell without states", hint="Give the states that the cell takes: {name: shape}.")
+            raise UsageError("no states are given", hint="Give the states that the cell takes: {name: shape}.")
         self.cell = cell
         self.names = tuple(shapes)
         for name, shape in shapes.items():

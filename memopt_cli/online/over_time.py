@@ -68,8 +68,8 @@ def _check_sequences(inputs: Sequence[object]) -> None:
     lengths = {x.shape[0] if isinstance(x, Tensor) and x.dim() > 1 else 0 for x in inputs}
     if len(lengths) != 1 or lengths == {0}:
         raise UsageError(
-            f"inputs {shapes} are no sequences of as many steps each",
-            hint="Give one or more tensors [T, B, ...], of the same T, at least 1.",
+            f"inputs of shapes {shapes} are not sequences of the same number of steps",
+            hint="Give one or more tensors [T, B, ...] with the same T, at least 1.",
         )
 
 

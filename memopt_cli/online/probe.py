@@ -166,8 +166,8 @@ def _check_weight(path: str, module: nn.Module) -> None:
 def _check_real(state: str, cell: str, tensor: Tensor) -> None:
     if tensor.is_complex():
         raise MemoptError(
-            f"{f'{cell}.{state}'.removeprefix('.') if state else f'what {cell} returns'} is complex: the Jacobian of a "
-            "neuron is not one number then",
+            f"{f'{cell}.{state}'.removeprefix('.') if state else f'an output of {cell}'} is complex, and the Jacobian "
+            "of a neuron must be one real number",
             hint="Declare its real and its imaginary part as two states",
         )
 

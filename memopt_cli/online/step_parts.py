@@ -104,7 +104,7 @@ def name_of(source: Source) -> str:
         case PastState(cell=cell, name=name):
             return f"{cell}.{name}".removeprefix(".")
         case CellOutput(cell=cell):
-            return f"what {cell} leaves"
+            return f"an output of {cell}"
 
 
 def _made_by(tensors: Sequence[Tensor]) -> dict[Node, int]:

@@ -140,7 +140,7 @@ class _TiedTensors(torch.autograd.Function):
 def _refuse_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise MemoptError(
-            "a second derivative of an online step was asked for; traces have first ones alone",
+            "eligibility traces give first derivatives only, and a second derivative of an online step was requested",
             hint="Leave create_graph=True out, or differentiate the model without the algorithm.",
         )
 

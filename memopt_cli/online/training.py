@@ -137,5 +137,5 @@ def _detached(tensors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 def _at_least_one(steps: int) -> int:
     if not steps:
-        raise MemoptError("a sequence of no steps", hint="Give inputs of at least one time step.")
+        raise MemoptError("the sequence has no steps", hint="Give inputs of at least one time step.")
     return steps

@@ -73,13 +73,6 @@ def test_objectives_are_weighed() -> None:
     assert choose({"min_accuracy": 0.65}, accuracy_fn=accuracy)["batch_size"] == 16
 
 
-def test_the_pareto_front_leaves_out_what_is_beaten_in_everything() -> None:
-    assert choose()["pareto"] == [(8, 10, 4), (16, 10, 4), (32, 10, 4)]
-    slower = {8: 1.0, 16: 4.0, 32: 1.0, 64: 1.0}
-    found = choose({}, measure=lambda shape: Trial(peak_bytes=10 * shape[0], step_s=slower[shape[0]]))
-    assert (16, 10, 4) not in found["pareto"]
-
-
 def test_accuracy_needs_a_function() -> None:
     for arguments in ({"constraints": {"min_accuracy": 0.5}}, {"objectives": {"accuracy": 1.0}}):
         with pytest.raises(UsageError, match="without an accuracy function"):

@@ -600,7 +600,7 @@ def test_a_buffer_that_is_assigned_anew_is_stacked() -> None:
             lambda x: torch.rand(x.size(1)),
             "rand draws numbers|cannot be traced: rand",
         ),  # PyTorch 2.8 traces no such call
-        (lambda x: torch.rand(5), "draws numbers as it is traced"),
+        (lambda x: torch.rand(5), "draws random numbers in its own code"),
     ],
     ids=["of a size that is traced", "of a size that is known"],
 )
@@ -782,7 +782,7 @@ def test_a_segment_in_what_cannot_be_traced_is_refused_by_name() -> None:
     model = apply_plan(nn.Sequential(Untraceable()), Plan(segments=(SegmentPlan(path="0.inner"),)))
     batched = BatchModule(model, G, example_inputs=(images(),))
     refused = {trial.name: trial.refused for trial in batched.trials}
-    assert "module '0.inner' is a segment that would run under vmap" in refused["fused"]
+    assert "module '0.inner' is a segment, and checkpoints" in refused["fused"]
     assert not refused["loop"]
 
 

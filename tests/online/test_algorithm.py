@@ -486,7 +486,7 @@ def test_a_frozen_weight_gets_no_gradient_and_its_bias_does() -> None:
     [
         (torch.zeros(BATCH, INPUTS + 1), "compiled for"),
         (torch.zeros(BATCH + 1, INPUTS), "state v of LIF has shape"),
-        (torch.zeros(()), "without axes"),
+        (torch.zeros(()), "has no batch axis"),
         ([0.0], "inputs"),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_sequence_is_its_steps_from_fresh_states() -> None:
     "inputs", [(), (torch.ones(3),), (torch.ones(0, 2, 3),), ("x",), (torch.ones(4, 2, 3), torch.ones(5, 2, 3))]
 )
 def test_what_is_no_sequence_is_refused(inputs: tuple[Any, ...]) -> None:
-    with pytest.raises(UsageError, match="no sequences of as many steps each") as raised:
+    with pytest.raises(UsageError, match="not sequences of the same number of steps") as raised:
         OverTime(LIF(3))(*inputs)
     assert "[T, B, ...]" in str(raised.value.hint)
 

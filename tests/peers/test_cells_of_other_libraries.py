@@ -152,7 +152,7 @@ class FirstSpike(nn.Module):
 def test_a_function_that_mixes_samples_is_refused_by_name() -> None:
     apply = vars(Function)["apply"]
     lanes = for_lanes(ExplicitState(FirstSpike(), {"v": HIDDEN}))
-    with pytest.raises(MemoptError, match=r"OfTheBatch, an autograd\.Function, does not do to a batch") as raised:
+    with pytest.raises(MemoptError, match=r"OfTheBatch, an autograd\.Function, does not treat a batch") as raised:
         lanes(torch.rand(BATCH, HIDDEN))
     assert "setup_context()" in str(raised.value.hint)
     assert vars(Function)["apply"] is apply

@@ -198,7 +198,7 @@ class Inhibited(Network):
 
 def test_a_state_that_enters_a_weight_and_another_cell_wants_to_be_detached_before_the_weight() -> None:
     net = Inhibited().double()
-    with pytest.raises(MemoptError, match=r"above\.v, as the last step left it, enters a weight") as raised:
+    with pytest.raises(MemoptError, match=r"above\.v of the last step enters a weight") as raised:
         online(net)
     assert "detach() it there" in str(raised.value.hint)
     net.past = Tensor.detach
@@ -401,12 +401,12 @@ def sometimes(what: str) -> Sometimes:
 
 
 _REFUSED = {
-    "another weight": "other is called, which was not so in the step that compile_graph saw",
+    "another weight": "other is called, which was not so in the step that compile_graph ran",
     "a weight again": "w is called 2 times, which was not so",
     "another cell": "(above|other) is called, which was not so",
-    "a cell reads what another leaves": "above reads what syn leaves, which was not so",
+    "a cell reads what another leaves": "above reads an output of syn, which was not so",
     "a cell reads what another held": r"above reads syn\.g, which was not so",
-    "a cell reads its input past a weight": "above reads what syn leaves past the weight that it entered, which was",
+    "a cell reads its input past a weight": "above reads an output of syn past the weight that it entered, which was",
     "a cell reads a state past a weight": r"above reads syn\.g past the weight that it entered, which was not so",
     "that of a followed cell": r"above reads syn\.g past the weight that it entered, which was not so",
     "a state is written in place": r"syn\.g is written outside its cell, which was not so",

@@ -72,7 +72,7 @@ def _inputs_at(bench: Bench, symbol: str, number: int) -> tuple[Any, ...]:
     args, kwargs = make_inputs(spec, seed=seed, device=bench.settings.device, dtype=dtype)
     if kwargs or any(t.shape[:1] != (1,) for t in args):
         raise StepError(
-            f"{symbol} is not the first dimension of every input, or they are given by name",
+            f"{symbol} is not the first dimension of every input, or some inputs are passed by name",
             hint=f"Online learning goes along the first dimension: describe inputs as {symbol}xBx…",
         )
     return tuple(t[0] for t in args)

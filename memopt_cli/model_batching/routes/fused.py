@@ -173,7 +173,9 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
         except Exception as error:
             raise Refused(f"{type(source).__name__} cannot be traced: {error}") from error
         if not bit_equal(generators, generator_state()):
-            raise Refused(f"{type(source).__name__} draws numbers as it is traced, and a graph never again")
+            raise Refused(
+                f"{type(source).__name__} draws random numbers in its own code, which a graph would not repeat"
+            )
     changed = [path for path, attributes in _attributes(entry.model).items() if attributes != before.get(path)]
     if changed:
         raise Refused(f"module '{changed[0] or '(root)'}' keeps state in attributes, which a graph would not update")
@@ -257,7 +259,9 @@ class _Fusion:
         args, kwargs = self._moved(node.args), self._moved(node.kwargs)
         if True not in tree_leaves((call.args, call.kwargs)):
             if name in _RANDOM:
-                raise Refused(f"{name} draws numbers whose shape depends on no input, the same for every model")
+                raise Refused(
+                    f"{name} draws numbers whose shape depends on no input: they would be equal in all models"
+                )
             return False, self._emit(node, function, args, kwargs)
         if name == "getattr" and (query := shape_query(str(node.args[1]))):
             return False, self._emit(node, query, args[:1], {})
@@ -268,7 +272,7 @@ class _Fusion:
     def _module_operation(self, module: nn.Module, path: str) -> Callable[..., Any]:
         config = settings_of(module)
         if isinstance(config, ConfigsByLength):
-            raise Refused(f"what module '{path or '(root)'}' does depends on the length of the model's input")
+            raise Refused(f"module '{path or '(root)'}' has a plan by length, which depends on the model's input")
         if config is not None and not config.through_loss:
             return _fused_segment(module, self._models)
         if isinstance(module, AbstractBatchModule):
