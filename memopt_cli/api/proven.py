@@ -23,9 +23,9 @@ from memopt_cli.training.step import Step
 from memopt_cli.training.user_step import Step as UserStep
 from memopt_cli.training.user_step import models_of
 from memopt_cli.training.wrappers import unwrapped
-from memopt_cli.verification import first_samples
-from memopt_cli.verification import verify as compared
 from memopt_cli.verification.equality import generators_kept, gradients_kept
+from memopt_cli.verification.further_steps import first_samples
+from memopt_cli.verification.recorded_step import verify as compared
 
 Applied = TypeVar("Applied", bound=nn.Module | UserStep | Mapping[str, nn.Module])
 

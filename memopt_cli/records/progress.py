@@ -33,7 +33,7 @@ class Progress:
         """Begin a new part of the job, which ``takes`` so long, if that is known."""
 
     def update(self, done: int, total: int | None, text: str) -> None:
-        """Show that ``done`` of ``total`` steps (``None`` if unknown) of the stage are over and ``text`` is running."""
+        """Show that ``done`` of ``total`` steps (``None`` if unknown) are over, and ``text`` is running."""
 
     def note(self, text: str) -> None:
         """Show a note that the user should read now rather than in the report."""

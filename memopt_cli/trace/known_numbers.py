@@ -79,7 +79,9 @@ class NumbersKnown(TorchDispatchMode):
             if result is None:
                 raise
         if func is _CONSTANT and not is_fake(args[0]):
-            self.tell(result, _copied(args[0]))
+            with unseen(), torch.no_grad():
+                values = args[0].clone()
+            self.tell(result, values)
             return result
         if not self._made and not _is_source(func):
             return result
@@ -221,11 +223,6 @@ def _run(func: Any, given: tuple[Any, dict[str, Any]]) -> Any:
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has neither a conjugate nor a negative bit, so that its memory holds its values."""
     return not (tensor.is_conj() or tensor.is_neg())
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    with unseen(), torch.no_grad():
-        return tensor.clone()
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -91,10 +91,6 @@ class ModuleNotes:
         )
 
 
-def _is_made(storage: Storage | None) -> bool:
-    return storage is not None and storage.kind == "activations"
-
-
 def _spatial_parts(path: str, module: nn.Module) -> tuple[str, ...]:
     """Return the paths that ``__spatial_split__`` gives; none if it gives anything but parts of ``module``."""
     if not hasattr(module, "__spatial_split__") or declared_compressor(module) is not None:
@@ -121,7 +117,8 @@ def taking_notes(
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         if log.phase == "forward":
-            made = [t for t in matrices_of(module) if _is_made(log.known(t))]
+            known = ((tensor, log.known(tensor)) for tensor in matrices_of(module))
+            made = [tensor for tensor, storage in known if storage is not None and storage.kind == "activations"]
             notes[path].leave([log.see(t) for t in tensors_of(output)], held_bytes(made))
 
     with module_hooks(model, enter, leave):

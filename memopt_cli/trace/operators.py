@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -88,14 +88,11 @@ def _recurrent_flops(passes: int) -> Callable[..., int]:
     """Return the formula of a recurrent layer: each row of the input, ``[T, B, …]``, is multiplied by every weight."""
 
     def flops(x: Tensor, *rest: Any, out_val: Any) -> int:
-        weights = sum(w.numel() for w in _matrices(rest[:4]))
+        leaves = (leaf for leaf in tree_leaves(rest[:4]) if isinstance(leaf, Tensor))
+        weights = sum(leaf.numel() for leaf in leaves if leaf.dim() == 2)
         return 2 * passes * x.shape[0] * x.shape[1] * weights
 
     return flops
-
-
-def _matrices(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim() == 2)
 
 
 _FLOPS: dict[Any, Callable[..., Any]] = {

@@ -93,6 +93,7 @@ class StepLog(StorageLog):
         if self.phase == "forward" and func is _RECURRENT and is_fake(output[3]):
             self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
         given = tree_leaves((args, kwargs))
+        fixed = self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces and workspace_bytes else 0
         self.ops.append(
             RanOp(
                 name=name_of(func),
@@ -106,7 +107,7 @@ class StepLog(StorageLog):
                 dtype=dtype_of(given),
                 moved_bytes=self._bytes_of([*given, *tree_leaves(output)]),
                 workspace_bytes=workspace_bytes,
-                fixed_workspace_bytes=self._fixed_bytes(func, args) if workspace_bytes else 0,
+                fixed_workspace_bytes=fixed,
                 line=line_of_the_model() if self.phase == "forward" else "",
             )
         )
@@ -130,9 +131,6 @@ class StepLog(StorageLog):
                 line="",
             )
         )
-
-    def _fixed_bytes(self, func: Any, args: Any) -> int:
-        return self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces else 0
 
     def enter(self, phase: Phase) -> None:
         if phase == "backward":

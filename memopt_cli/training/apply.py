@@ -134,7 +134,17 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """Return the plan that is installed on ``model``; an empty one if there is none."""
+    """Return the plan that is installed on ``model``.
+
+    Parameters
+    ----------
+    model:
+        The model, with a plan or without; in a wrapper, the model within is examined.
+
+    Returns
+    -------
+    The plan, as :func:`apply_plan` was given it; an empty one if there is none.
+    """
     model = unwrapped(model)
     in_backward = has_in_backward(model)
     installed = {path: module for path, module in named_parts(model) if settings_of(module) is not None}

@@ -129,13 +129,10 @@ class OwnStep(Step):
                 raise StepError(reason, hint=_HINT) from error
         check_finite(output, "what the step returned")
         if self.is_settled():  # otherwise a scaler skips updates with gradients that are not finite
-            self._check_gradients()
+            for name, parameter in self.models.named_parameters():
+                if parameter.grad is not None:
+                    check_finite(parameter.grad, f"the gradient of '{name}'")
         return output
-
-    def _check_gradients(self) -> None:
-        for name, parameter in self.models.named_parameters():
-            if parameter.grad is not None:
-                check_finite(parameter.grad, f"the gradient of '{name}'")
 
 
 NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"

@@ -30,6 +30,7 @@ from memopt_cli.training.step import Step, seed_everything
 from memopt_cli.verification.equality import (
     TOLERANCE,
     DoubleThroughout,
+    cloned,
     difference,
     effects,
     generator_state,
@@ -59,8 +60,7 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()  # the copy must not carry this hook
-        inputs = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        captured.append((copy.deepcopy(module), *inputs))
+        captured.append((copy.deepcopy(module), *cloned((args, kwargs))))
         raise _Reached
 
     handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)

@@ -88,7 +88,7 @@ def _plain_effects(step: Step) -> dict[str, Tensor]:
 
 def _own_effects(step: OwnStep) -> dict[str, Tensor]:
     """Run a user's own ``step``, and collect its outputs and the gradients that its optimizers are given."""
-    args, kwargs = map_leaves(_cloned, (step.args, step.kwargs))
+    args, kwargs = cloned((step.args, step.kwargs))
     updates = Updates(step)
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
         output = replace(step, args=args, kwargs=kwargs).run(updating=updates.see)
@@ -264,8 +264,9 @@ def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return not difference(reference, other).name
 
 
-def _cloned(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+def cloned(value: Any) -> Any:
+    """Return a copy of ``value`` with its tensors cloned, and detached from their graph."""
+    return map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _fresh_leaf(leaf: Any) -> Any:

@@ -108,9 +108,6 @@ def _position(generator: Any) -> bytes:
 def _as_tensor(numbers: Sequence[Any]) -> Tensor:
     """Return ``numbers`` as a tensor; whole numbers as their text, since they may be of any size."""
     if not all(isinstance(number, int) for number in numbers):
-        return torch.tensor(numbers, dtype=torch.complex128 if any(map(_is_complex, numbers)) else torch.float64)
+        is_complex = any(isinstance(number, complex) for number in numbers)
+        return torch.tensor(numbers, dtype=torch.complex128 if is_complex else torch.float64)
     return torch.frombuffer(bytearray(repr(list(numbers)).encode()), dtype=torch.uint8)
-
-
-def _is_complex(number: Any) -> bool:
-    return isinstance(number, complex)

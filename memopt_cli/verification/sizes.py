@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from memopt_cli.runtime.cuts import Cut
 
@@ -41,7 +41,8 @@ def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
         for _ in range(_ROUNDS):
             larger = next(_enlarged(sizes, cuts), None)
             if larger is None:
-                return _of_fewest(alike, sizes, cuts) if _are_whole(cuts(sizes).values()) else asked
+                every_chunk_runs = all(cut.length >= cut.asked for cut in cuts(sizes).values())
+                return _of_fewest(alike, sizes, cuts) if every_chunk_runs else asked
             if math.prod(larger.values()) > _MOST_LARGER * math.prod(asked.values()):
                 return asked
             sizes = larger
@@ -75,11 +76,6 @@ def _runs(sizes: Sizes, cuts: Observe) -> bool:
     except Exception:  # the model's own code
         return False
     return True
-
-
-def _are_whole(found: Iterable[Cut]) -> bool:
-    """Return whether every chunk runs."""
-    return all(cut.length >= cut.asked for cut in found)
 
 
 def _enlarged(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:

@@ -13,9 +13,8 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.training.step import Step, begin, take
-from memopt_cli.verification.equality import difference, generators_kept, state_of
+from memopt_cli.verification.equality import cloned, difference, generators_kept, state_of
 from memopt_cli.verification.further_steps import Found
 
 Install = Callable[[nn.Module, Optimizer], object]
@@ -50,16 +49,12 @@ def _left(step: Step, install: Install) -> dict[str, Tensor]:
     install(model, optimizer)
     with generators_kept():
         for _ in range(_UPDATES):
-            args, kwargs = map_leaves(_copied, (step.args, step.kwargs))
+            args, kwargs = cloned((step.args, step.kwargs))
             copied = replace(step, model=model, optimizer=optimizer, args=args, kwargs=kwargs)
             begin(copied, start)
             take(copied)
     parameters = {f"parameter {name}": p.detach() for name, p in model.named_parameters()}
     return parameters | _state(optimizer) | state_of(model)
-
-
-def _copied(leaf: object) -> object:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def set_rate(optimizer: Optimizer) -> None:

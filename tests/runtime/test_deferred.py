@@ -27,8 +27,8 @@ from memopt_cli.runtime import LossContainer, SegmentConfig, install_segment, re
 from memopt_cli.runtime.deferred import DeferredLinear, _LinearCrossEntropy
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.training.step import Step, run_checked
-from memopt_cli.verification import verify
 from memopt_cli.verification.equality import difference, effects
+from memopt_cli.verification.recorded_step import verify
 
 CLASSES, WIDTH = 11, 6
 THROUGH_LOSS = SegmentConfig(chunks=4, through_loss=True)

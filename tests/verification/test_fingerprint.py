@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.pipeline.fingerprints.steps import compared
 from memopt_cli.records import Fingerprint, FingerprintCheck, Plan, SegmentPlan, from_data, to_data
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.verification import fingerprint, left_by, left_on, repeated
+from memopt_cli.verification.fingerprint import fingerprint, left_by, left_on, repeated
 
 LONG = 100_000
 """Elements: several pieces."""

@@ -17,8 +17,9 @@ from memopt_cli.errors import StepError
 from memopt_cli.records import FurtherCheck, Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
-from memopt_cli.verification import first_samples, further_steps, verify
-from memopt_cli.verification.further_steps import Recorded, _Deadline
+from memopt_cli.verification import further_steps
+from memopt_cli.verification.further_steps import Recorded, _Deadline, first_samples
+from memopt_cli.verification.recorded_step import verify
 from memopt_cli.verification.variations import Variation
 
 Install = Callable[[Any], object]

@@ -31,7 +31,7 @@ from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, begin, input_dtype, is_out_of_memory, make_scaler, take
 from memopt_cli.training.user_step import StepModels
-from memopt_cli.verification import first_samples
+from memopt_cli.verification.further_steps import first_samples
 
 if TYPE_CHECKING:
     from memopt_cli.training.sharded import Spread

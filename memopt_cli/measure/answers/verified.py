@@ -21,7 +21,10 @@ from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.unsafe import forget_marks
 from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.step import Step
-from memopt_cli.verification import compare_updates, first_samples, least_sizes, verify
+from memopt_cli.verification.further_steps import first_samples
+from memopt_cli.verification.recorded_step import verify
+from memopt_cli.verification.sizes import least_sizes
+from memopt_cli.verification.updates import compare_updates
 
 
 def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:

@@ -114,7 +114,8 @@ class PairSearch:
             if pair is not None and self._rate(*pair) >= max(hopeful, next_rate):
                 waiting.remove(pair)  # by dry runs, a larger or only a smaller batch may fit
                 plan, batch = pair
-                candidates += self._sized(plan, self._model(plan, batch))
+                model = PeakModel(batch=batch, runs=Runs(self.limits), predict=self.predict(plan), ratio=self.ratio)
+                candidates += self._sized(plan, model)
             elif candidate is not None and next_rate >= hopeful:
                 candidates.remove(candidate)
                 candidates += self._run(candidate)
@@ -141,9 +142,6 @@ class PairSearch:
             self.bias = self._measured_rate(found) / self._rate(candidate.plan, candidate.batch)
             return [other for other in others if other.batch >= _WORTH_ANOTHER_RUN * candidate.batch]
         return [other for other in others if other.batch < candidate.batch]
-
-    def _model(self, plan: Plan, batch: int) -> PeakModel:
-        return PeakModel(batch=batch, runs=Runs(self.limits), predict=self.predict(plan), ratio=self.ratio)
 
     def _sized(self, plan: Plan, model: PeakModel) -> list[Candidate]:
         """Return ``plan`` with its largest usable batch that fits in time, or its smallest if all are too slow."""

@@ -120,10 +120,6 @@ class Proposals:
         may_pack = allowed.compress and self.model.packable_bytes > 0 and not self.modules[""].refusal
         self.solvers = self._solvers(allowed, (False, True) if may_pack else (False,))
 
-    def allow_chunks(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
-        """Set the modules that may run in chunks from now on: path -> how, and the length of the axis."""
-        self.allow(replace(self.allowed, chunks=chunks))
-
     def supposing(self, chunks: Mapping[str, tuple[ChunkRule, int]], packings: Iterable[bool]) -> Solvers:
         """Return the solvers as they would be if the modules of ``chunks`` could run in chunks."""
         return self._solvers(replace(self.allowed, chunks=chunks), packings)

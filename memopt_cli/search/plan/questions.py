@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt_cli.records import MOST_NORMS, ChunkRule, Counted, Failure, ModuleTrace, Plan, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.block_tree import Block
@@ -174,7 +174,7 @@ class ChunkQuestions:
 
     def _allow(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
         self.known = chunks
-        self._proposals.allow_chunks(chunks)
+        self._proposals.allow(replace(self._proposals.allowed, chunks=chunks))
 
     def _learn(self, path: str) -> bool:
         """Ask the module at ``path``, and assume its answer, refusals included, for all of its class."""

@@ -47,7 +47,7 @@ class Ranks:
             found = do()
         except BaseException as err:  # also an interrupt: the other ranks would wait for this one
             error = err
-        failures = {rank: told for rank, told in enumerate(self._gathered(_as_told(error))) if told is not None}
+        failures = {rank: sent for rank, sent in enumerate(self._gathered(_as_sent(error))) if sent is not None}
         if error is not None and (self.rank == min(failures) or not isinstance(error, Exception)):
             raise error
         if failures:
@@ -78,10 +78,10 @@ class Ranks:
         return self._gathered(self.each(do))
 
     def _gathered(self, mine: Found) -> list[Found]:
-        told: list[Any] = [None] * self.count
+        results: list[Any] = [None] * self.count
         with lost_ranks_told():
-            dist.all_gather_object(told, mine, group=self._group)
-        return told
+            dist.all_gather_object(results, mine, group=self._group)
+        return results
 
     def first(self, do: Callable[[], Found]) -> Found:
         """Call ``do`` on the first rank alone, and return its result on all.  Raises as :meth:`each`."""
@@ -157,7 +157,7 @@ def _is_of_lost_rank(error: BaseException) -> bool:
     return False
 
 
-def _as_told(error: BaseException | None) -> MemoptError | None:
+def _as_sent(error: BaseException | None) -> MemoptError | None:
     """Return ``error`` as the other ranks are sent it, since they may not have its class."""
     if error is None or isinstance(error, MemoptError):
         return error and type(error)(error.message, hint=error.hint)

@@ -187,7 +187,9 @@ class Reducer:
             return
         if not self._has_begun:
             self._has_begun = True
-            self._reduce_unused()
+            for ready in self._buckets:  # those whose parameters are all unused
+                if not ready.missing:
+                    self._reduce(ready)
         if self._seen is not None:
             self._seen.append(number)
         bucket = next(bucket for bucket in self._buckets if number in bucket.parts)
@@ -201,11 +203,6 @@ class Reducer:
                 self._reduce(bucket)
         if not any(bucket.missing for bucket in self._buckets):
             self._finish()
-
-    def _reduce_unused(self) -> None:
-        for bucket in self._buckets:
-            if not bucket.missing:
-                self._reduce(bucket)
 
     def _reduce(self, bucket: _Bucket) -> None:
         dist.all_reduce(bucket.flat, group=self._group)

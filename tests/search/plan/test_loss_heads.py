@@ -17,8 +17,8 @@ from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.loss_heads import loss_heads, with_heads
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
-from memopt_cli.verification import verify
 from memopt_cli.verification.chunking import capture_call, find_rule
+from memopt_cli.verification.recorded_step import verify
 from tests.search.plan.subjects import Subject
 
 VOCABULARY = 600
