@@ -11,6 +11,7 @@ import inspect
 import logging
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final
 
@@ -19,6 +20,7 @@ import typer
 from memopt_cli.cli.config import Config, read_config
 from memopt_cli.cli.help import show_all
 from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.cli.values import CHECKS, parsed_by
 from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import layout_of, parse_mesh, ranks_asked
@@ -32,6 +34,10 @@ from memopt_cli.records import (
     StepSettings,
     Trust,
 )
+from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.report.interface import Report
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.text import TextReport
 from memopt_cli.text.options import ARGUMENTS, OPTIONS, option_of
 from memopt_cli.text.values import Choice
 
@@ -72,6 +78,8 @@ class InputOptions:
 class LoadingOptions:
     """Which model of the file is meant, and what is vouched for."""
 
+    config: str | None = None
+    """Its callback has done the work when a command begins."""
     key: str | None = None
     weights: str | None = None
     code_path: list[str]
@@ -121,6 +129,23 @@ class StepOptions:
             clip_norm=self.clip_norm,
             seed=self.seed,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownOptions:
+    """What is printed, and where."""
+
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+    def progress(self) -> AbstractContextManager[tuple[Progress, Ask | None]]:
+        """Show on stderr, inside the block, what a long job is trying."""
+        return shown_progress(quiet=self.quiet, verbose=self.verbose)
+
+    def report(self) -> Report:
+        """Return the form of report that was asked for."""
+        return JsonReport() if self.json else TextReport()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
