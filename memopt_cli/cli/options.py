@@ -89,7 +89,7 @@ class LoadingOptions:
     sandbox: bool = True
 
     def source(self, context: typer.Context, model: str) -> ModelSource:
-        """Where the model comes from, trusting what the flags and the config file's ``trust`` name."""
+        """Return where ``model`` comes from, trusting what the flags and the config file's ``trust`` name."""
         config: Config = context.obj
         return ModelSource(
             location=model,
@@ -119,7 +119,7 @@ class StepOptions:
     seed: int = 0
 
     def settings(self) -> StepSettings:
-        """The same, as the pipeline takes it."""
+        """Return the settings of a step that the pipeline takes."""
         return StepSettings(
             device=self.device,
             precision=self.precision,
@@ -157,7 +157,7 @@ class SpreadOptions:
     mesh: str | None = None
 
     def layout(self) -> Layout | None:
-        """``None``: of one device.  Raises :class:`UsageError` for flags that do not go together."""
+        """Return the layout; ``None``: one device.  Raises :class:`UsageError` for flags that do not go together."""
         given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
         numbers = None if self.ranks is None else (self.ranks,)
         return next(iter(_layouts(numbers, self.parallel, self.mesh, given)), None)
@@ -165,14 +165,17 @@ class SpreadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeOptions:
-    """The same of several numbers of ranks."""
+    """How the model is spread over each of several numbers of ranks."""
 
     ranks: DimRange | None = None
     parallel: str | None = None
     mesh: str | None = None
 
     def layouts(self) -> tuple[Layout, ...]:
-        """Empty: of one device.  Raises :class:`UsageError` for flags that do not go together."""
+        """Return the layouts, one for each number of ranks; none: one device.
+
+        Raises :class:`UsageError` for flags that do not go together.
+        """
         given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
         return _layouts(None if self.ranks is None else self.ranks.sizes(), self.parallel, self.mesh, given)
 
@@ -185,7 +188,10 @@ class RealOptions:
     mesh: str | None = None
 
     def layout(self, ranks: int) -> Layout:
-        """Raises :class:`UsageError` for flags that do not go together, or a mesh of another number of ranks."""
+        """Return the layout over ``ranks``.
+
+        Raises :class:`UsageError` for flags that do not go together, or a mesh of another number of ranks.
+        """
         if self.parallel is None:
             raise UsageError(
                 "--parallel fsdp, ddp or FILE.py:NAME is missing", hint="For example: --parallel train.py:shard"
@@ -196,7 +202,10 @@ class RealOptions:
 def _layouts(
     numbers: Sequence[int] | None, parallel: str | None, mesh: str | None, given: Sequence[str]
 ) -> tuple[Layout, ...]:
-    """One for each number of ranks.  Raises :class:`UsageError` for flags, of those ``given``, that lack another."""
+    """Return a layout for each of the ``numbers`` of ranks.
+
+    Raises :class:`UsageError` for flags, of those ``given``, that lack another.
+    """
     if numbers is not None and parallel is not None:
         axes = None if mesh is None else parse_mesh(mesh)
         return tuple(layout_of(number, parallel, axes) for number in numbers)
@@ -211,12 +220,15 @@ def _layouts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions(SpreadOptions):
-    """The same, and which rank."""
+    """How the model is spread, and which rank is predicted."""
 
     rank: int | None = None
 
     def predicted(self, *, without_data: bool) -> Layout | None:
-        """The same.  Raises :class:`UsageError` also for a rank that there is not, and a step that runs on data."""
+        """Return the layout of which one rank is predicted, as :meth:`layout`.
+
+        Raises :class:`UsageError` also for a rank that there is not, and a step that runs on data.
+        """
         layout = self.layout()
         if layout is not None:
             ranks_asked(layout, self.rank)
@@ -236,7 +248,7 @@ class PairSearchOptions:
     search_time: float | None = None
 
     def overrides(self, context: typer.Context) -> SearchOverrides | None:
-        """What plans may do; ``None``: none are looked for.
+        """Return what plans may do; ``None``: none are looked for.
 
         Raises :class:`UsageError` for a flag of the command line that says it of none.
         """

@@ -32,7 +32,7 @@ def said_in_python() -> Iterator[None]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """It, and all that it comes from."""
+    """Yield ``error`` and all that it comes from."""
     pending, seen = [error], set[int]()
     while pending:
         err = pending.pop()
@@ -56,7 +56,7 @@ _CALLER: Final = 4
 
 
 def notes_in_python(result: Any) -> Any:
-    """What a command found, with its notes, or those of its summary, as functions of Python say them."""
+    """Return what a command found, its notes or those of its summary reworded for Python."""
     if hasattr(result, "summary"):
         return replace(result, summary=notes_in_python(result.summary))
     if not hasattr(result, "notes"):
