@@ -86,7 +86,7 @@ def predict_rank(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> RankPrediction:
-    """The tensor peak of one rank of many, predicted: no other rank exists, and no tensor has data.
+    """Predict the tensor peak of one rank of many: no other rank exists, and no tensor has data.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def recommend_ranks(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> RanksRecommended:
-    """On how many ranks a step fits, and the largest batch of each, as ``memopt recommend-batch --ranks``: predicted.
+    """Predict on how many ranks a step fits, and the largest batch of each, as ``memopt recommend-batch --ranks``.
 
     ``ranks``: one number, or the first and the last, between which each is twice the one before.  ``memory``: of the
     device of a rank, in bytes or as ``"80GiB"``; with ``for_device``, a card, it may be a share of that.  ``plan``: one
@@ -191,7 +191,7 @@ def plan_rank(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> Optimized:
-    """The plan for one rank of many, as ``memopt optimize --ranks --plan-only``: searched on predictions.
+    """Search the plan for one rank of many on predictions, as ``memopt optimize --ranks --plan-only``.
 
     It is verified on the model as a whole, in one process and with a few samples; not if ``unverified``, for a model
     that this machine does not hold.
@@ -279,7 +279,7 @@ def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:
 
 
 def _session(subject: Subject, limit_s: float, given: _Given) -> Session:
-    """A subprocess's, or this process's where one could not import a function."""
+    """Return a subprocess's session, or this process's where a subprocess could not import a function."""
     if not any(function.obstacle for function in (given.model, *given.functions)):
         return Session(subject, limit_s)
     known = {used.reference: used.function for used in given.functions if used.function is not None}

@@ -50,7 +50,10 @@ _Function = TypeVar("_Function", bound="str | Callable[..., Any] | None")
 
 
 def checked_model(model: nn.Module) -> nn.Module:
-    """Raises :class:`OptionError` for what is no model in memory, :class:`UsageError` for a BatchModule."""
+    """Return ``model``.
+
+    Raises :class:`OptionError` for what is no model in memory, and :class:`UsageError` for a BatchModule.
+    """
     if isinstance(model, Step):
         raise OptionError("model is a Step", hint="memopt_cli.optimize_step takes the function that makes it.")
     if not isinstance(model, nn.Module):
@@ -62,7 +65,7 @@ def checked_model(model: nn.Module) -> nn.Module:
 
 
 def functions_given(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFunction, UserFunction]:
-    """Raises :class:`OptionError` for what is neither called nor a name."""
+    """Return ``loss`` and ``optimizer`` as jobs name them; raise :class:`OptionError` for what cannot be called."""
     return user_function(called("loss", loss), "loss"), user_function(called("optimizer", optimizer), "optimizer")
 
 
@@ -75,7 +78,7 @@ def settings_of(
     device: str | torch.device | None,
     seed: int,
 ) -> StepSettings:
-    """How a step is run.  Raises :class:`OptionError` and :class:`UsageError`."""
+    """Return how a step is run.  Raises :class:`OptionError` and :class:`UsageError`."""
     return StepSettings(
         device=resolve_device() if device is None else device_named(parse_device(str(device))),
         precision=accepted("precision", precision),
@@ -90,7 +93,10 @@ def settings_of(
 def card_given(
     for_device: str | os.PathLike[str] | DeviceProfile | None, device: str | torch.device | None
 ) -> DeviceProfile | None:
-    """A device that is not here.  Raises :class:`OptionError` and :class:`UsageError`, also for another beside it."""
+    """Return the device that ``for_device`` names, which is not here.
+
+    Raises :class:`OptionError` and :class:`UsageError`, also for another ``device`` beside it.
+    """
     if for_device is None or isinstance(for_device, DeviceProfile):
         card = for_device
     elif isinstance(for_device, str | os.PathLike):
@@ -105,7 +111,7 @@ def card_given(
 def search_of(
     level: int | None, max_slowdown: float | None, target: Named | Sequence[Named], allow_inexact: bool
 ) -> SearchOverrides:
-    """What a plan may do.  Raises :class:`OptionError`."""
+    """Return what the arguments of a search say that a plan may do.  Raises :class:`OptionError`."""
     return SearchOverrides(
         level=accepted_if_given("level", level),
         targets=names("target", target),
@@ -115,7 +121,7 @@ def search_of(
 
 
 def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
-    """Values as they are; text as a description.  Raises :class:`OptionError` and :class:`UsageError`."""
+    """Return values as they are, and text as a description.  Raises :class:`OptionError` and :class:`UsageError`."""
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
         tensors, sizes = tuple(parse_tensor(str(text)) for text in texts), _sizes(dims)
@@ -151,7 +157,7 @@ _ONE_SIZE = "memopt_cli.optimize alone takes the range of a dimension, as (64, 2
 
 
 def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
-    """Dimensions with one size each, of one that has a range the largest; and that range.
+    """Return the dimensions with one size each, the largest where there is a range; and that range.
 
     Raises :class:`OptionError` for two ranges, and for one that is not the smallest and the largest size.
     """
@@ -171,7 +177,7 @@ def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None
 
 
 def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
-    """The path of a file, or how often each length occurs.  Raises :class:`OptionError`."""
+    """Return the path of a file, or how often each length occurs.  Raises :class:`OptionError`."""
     if given is None or isinstance(given, str | os.PathLike):
         return None if given is None else os.fspath(given)
     if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
@@ -191,7 +197,7 @@ _LENGTHS = "Give the length of each input, [64, 80, 64], how often each occurs, 
 
 
 def check_range(varied: DimRange | None, has_lengths: bool, has_budget: bool) -> None:
-    """Raises :class:`OptionError` for what does not go with a range, or without one."""
+    """Raise :class:`OptionError` for what does not go with the range ``varied``, or without one."""
     if varied is None:
         if has_lengths:
             raise OptionError(
@@ -206,32 +212,35 @@ def check_range(varied: DimRange | None, has_lengths: bool, has_budget: bool) ->
 
 
 def budget_of(given: str | float | None) -> Budget | None:
-    """``None`` where none is asked for."""
+    """Return the budget that ``given`` says; ``None``: none is asked for."""
     return None if given is None else Budget.of(accepted("budget", given))
 
 
 def plan_given(given: Plan | str | os.PathLike[str] | None) -> Plan:
-    """One, or that of a file; none is empty.  Raises :class:`OptionError`, and :class:`UsageError` for a bad file."""
+    """Return the plan ``given``, or that of a file; an empty one for ``None``.
+
+    Raises :class:`OptionError`, and :class:`UsageError` for a bad file.
+    """
     if given is None:
         return Plan()
     return the_plan(given)
 
 
 def path_given(name: str, given: str | os.PathLike[str]) -> Path:
-    """Of a file.  Raises :class:`OptionError`."""
+    """Return the path ``given``.  Raises :class:`OptionError`."""
     if not isinstance(given, str | os.PathLike):
         raise OptionError(f"{name} is {told(given)}", hint="Give the path of a file.")
     return Path(given)
 
 
 def names(name: str, given: object) -> tuple[str, ...]:
-    """One, or several; a class by its name.  Raises :class:`OptionError`."""
+    """Return the one name ``given``, or several; of classes theirs.  Raises :class:`OptionError`."""
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     return tuple(text(name, each) for each in several)
 
 
 def text(name: str, given: object) -> str:
-    """Text; of a class its name.  Raises :class:`OptionError`."""
+    """Return the text ``given``; of a class its name.  Raises :class:`OptionError`."""
     found = given.__name__ if isinstance(given, type) else given
     if not isinstance(found, str):
         raise OptionError(f"{name} is {told(given)}", hint="Give text, or a list of it.")
@@ -239,7 +248,7 @@ def text(name: str, given: object) -> str:
 
 
 def called(name: str, given: _Function) -> _Function:
-    """What is called, or text that names it.  Raises :class:`OptionError`."""
+    """Return ``given``, a function or text that names one.  Raises :class:`OptionError`."""
     is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)
     if given is not None and not isinstance(given, str) and (is_class or not callable(given)):
         hint = _MAKE_OPTIMIZER if name == "optimizer" else "Give a function of the model's output."

@@ -6,13 +6,9 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, StepOptions, with_options
-from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, StepOptions, with_options
 from memopt_cli.measure import processes
 from memopt_cli.records import ApplyRequest
-from memopt_cli.report.interface import Report
-from memopt_cli.report.json import JsonReport
-from memopt_cli.report.text import TextReport
 
 
 @with_options
@@ -27,12 +23,9 @@ def apply(
     step: StepOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
-    config: str | None = None,  # its callback has done the work
     output: str | None = None,
     force: bool = False,
-    json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
+    shown: ShownOptions,
 ) -> None:
     """Put a saved plan on a model and write the result.
 
@@ -52,7 +45,6 @@ def apply(
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+    with shown.progress() as (progress, ask):
         result = pipeline.apply(request, progress=progress, ask=ask)
-    report: Report = JsonReport() if json else TextReport()
-    report.applied(result, sys.stdout)
+    shown.report().applied(result, sys.stdout)

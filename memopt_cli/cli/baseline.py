@@ -6,13 +6,9 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, SpreadOptions, StepOptions, with_options
-from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, StepOptions, with_options
 from memopt_cli.measure import processes
 from memopt_cli.records import BaselineRequest
-from memopt_cli.report.interface import Report
-from memopt_cli.report.json import JsonReport
-from memopt_cli.report.text import TextReport
 
 
 @with_options
@@ -26,12 +22,9 @@ def baseline(
     spread: SpreadOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
-    config: str | None = None,  # its callback has done the work
     output: str = "memopt-baseline.json",
     force: bool = False,
-    json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
+    shown: ShownOptions,
 ) -> None:
     """Record what a training step needs.
 
@@ -50,7 +43,6 @@ def baseline(
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+    with shown.progress() as (progress, ask):
         result = pipeline.baseline(request, progress=progress, ask=ask)
-    report: Report = JsonReport() if json else TextReport()
-    report.recorded(result, sys.stdout)
+    shown.report().recorded(result, sys.stdout)

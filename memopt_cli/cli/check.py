@@ -7,8 +7,7 @@ import sys
 import typer
 
 from memopt_cli.cli.formats import ReportFormat, report_in
-from memopt_cli.cli.options import InputOptions, LoadingOptions, SpreadOptions, with_options
-from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, with_options
 from memopt_cli.errors import MemoptError
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
@@ -36,10 +35,7 @@ def check(
     spread: SpreadOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
-    config: str | None = None,  # its callback has done the work
-    json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
+    shown: ShownOptions,
 ) -> None:
     """Fail if the step of a baseline needs more memory now.
 
@@ -60,12 +56,12 @@ def check(
         layout=spread.layout(),
         timeout_s=timeout,
     )
-    report = report_in("json" if json else format)
+    report = report_in("json" if shown.json else format)
     try:
         context.with_resource(processes.kept(early=True))
         from memopt_cli import pipeline  # not before the arguments are known to be right
 
-        with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+        with shown.progress() as (progress, ask):
             found = pipeline.check(request, progress=progress, ask=ask)
     except MemoptError as err:
         report.refused(err.message, sys.stdout)

@@ -46,7 +46,7 @@ class Config:
 
 
 def read_config(context: typer.Context, path: str | None) -> str | None:
-    """Callback of ``--config``: makes the file's values the defaults of this command's flags, the rest ``context.obj``.
+    """Make the values of the file at ``path`` the defaults of this command's flags, and the rest ``context.obj``.
 
     Raises :class:`UsageError` for a file that cannot be read, a key that no command knows, or a value of a wrong kind,
     and :class:`UnsafeFileError` for a file that was found and not named, and runs code or names a file elsewhere.
@@ -82,7 +82,7 @@ def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> No
 
 
 def _names_function(value: Any) -> bool:
-    """Some flags name a function where others of their values are plain."""
+    """Return whether ``value`` names a function, as some flags take beside plain values."""
     return any(".py:" in str(item) for item in (value if isinstance(value, list) else [value]))
 
 
@@ -133,7 +133,7 @@ def _texts(file: Path, key: str, value: Any) -> tuple[str, ...]:
 
 
 def _text(file: Path, key: str, value: Any) -> str:
-    """A scalar as typed on the command line, so that both are parsed by the same code."""
+    """Return a scalar as it is typed on the command line, so that the same code parses both."""
     if not isinstance(value, str | int | float):
         raise UsageError(f"{file}: {key} cannot be {shortened(value)}")
     text = str(value)

@@ -7,14 +7,10 @@ from typing import Final
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, StepOptions, with_options
+from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, StepOptions, with_options
 from memopt_cli.cli.retyped import typed_flags
-from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
 from memopt_cli.records import ExplainRequest
-from memopt_cli.report.interface import Report
-from memopt_cli.report.json import JsonReport
-from memopt_cli.report.text import TextReport
 
 _OWN: Final = ("model", "memory", "log", "snapshot", "json", "quiet", "verbose")
 """Parameters that have no place in the commands that are suggested: theirs are others, or are added."""
@@ -32,10 +28,7 @@ def explain(
     step: StepOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
-    config: str | None = None,  # its callback has done the work
-    json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
+    shown: ShownOptions,
 ) -> None:
     """Say why a step runs out of memory, and what would fit.
 
@@ -55,7 +48,6 @@ def explain(
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+    with shown.progress() as (progress, ask):
         found = pipeline.explain(request, progress=progress, ask=ask)
-    report: Report = JsonReport() if json else TextReport()
-    report.explained(found, sys.stdout)
+    shown.report().explained(found, sys.stdout)

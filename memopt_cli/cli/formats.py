@@ -20,7 +20,7 @@ class Judgement(ComparisonReport, EquivalenceReport, Protocol):
 
 
 def report_in(name: str) -> Judgement:
-    """The one of that name."""
+    """Return the form of report of that ``name``."""
     match name:
         case "json":
             return JsonJudgement()

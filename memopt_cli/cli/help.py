@@ -24,7 +24,7 @@ class GroupedCommand(TyperCommand):
     """A command whose help lists its options in groups, and which is one process."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Raises :class:`UsageError` where a launcher started more, or fewer, than the command is."""
+        """Run the command; raise :class:`UsageError` where a launcher started more processes, or fewer, than it is."""
         self.check_launch(ctx.info_name)
         return super().invoke(ctx)
 
@@ -86,7 +86,7 @@ def _row(parameter: Any, ctx: Any) -> tuple[str, str]:
 
 
 def group_of(parameter: Any) -> str:
-    """The group in which help lists an argument or an option."""
+    """Return the group in which help lists ``parameter``."""
     if parameter.param_type_name == "argument":
         return ARGUMENTS
     return getattr(parameter, "rich_help_panel", None) or OTHERS

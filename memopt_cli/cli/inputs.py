@@ -16,7 +16,7 @@ from memopt_cli.records import InputSpec
 def input_spec(
     context: typer.Context, inputs: Sequence[str], data_file: str | None, script: str | None, dims: Sequence[str]
 ) -> InputSpec | None:
-    """What the command line says of the inputs, else what the config file says; ``None``: neither does.
+    """Return what the command line, else the config file, says of the inputs; ``None``: neither does.
 
     With dimensions alone (``--dim B=16``) the spec has no tensors, file or script: they resize one found elsewhere.
     Raises :class:`UsageError` for text that does not parse, two descriptions at once, a symbol without a size, and a

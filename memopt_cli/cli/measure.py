@@ -6,14 +6,11 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, RealOptions, StepOptions, with_options
+from memopt_cli.cli.options import InputOptions, LoadingOptions, RealOptions, ShownOptions, StepOptions, with_options
 from memopt_cli.cli.ranks import launched
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
 from memopt_cli.records import MeasureRequest
-from memopt_cli.report.interface import Report
-from memopt_cli.report.json import JsonReport
-from memopt_cli.report.text import TextReport
 
 
 @with_options
@@ -27,12 +24,9 @@ def measure(
     spread: RealOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
-    config: str | None = None,  # its callback has done the work
     output: str | None = None,
     force: bool = False,
-    json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
+    shown: ShownOptions,
 ) -> None:
     """Measure a training step on every rank of a real group.
 
@@ -59,9 +53,9 @@ def measure(
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown_progress(quiet=quiet or not is_first, verbose=verbose) as (progress, _):
+    with shown_progress(quiet=shown.quiet or not is_first, verbose=shown.verbose) as (progress, _):
         found = pipeline.measure(request, progress=progress)
     if is_first:
-        report: Report = JsonReport() if json else TextReport()
+        report = shown.report()
         report.measured(found, sys.stdout)
         report.written([output] if output is not None else [], sys.stdout)

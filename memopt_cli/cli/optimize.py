@@ -6,17 +6,13 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, SpreadOptions, StepOptions, with_options
+from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, StepOptions, with_options
 from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.cli.requests import check_ranges, split_dims
-from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import UsageError, VerificationError
 from memopt_cli.measure import processes
 from memopt_cli.records import Budget, DeviceProfile, OptimizeRequest, SearchGoal, SearchOverrides
 from memopt_cli.report.html import optimize_page
-from memopt_cli.report.interface import Report
-from memopt_cli.report.json import JsonReport
-from memopt_cli.report.text import TextReport
 
 
 @with_options
@@ -39,7 +35,6 @@ def optimize(
     recommend_batch: bool | None = None,
     longest_step: float | None = None,
     loading: LoadingOptions,
-    config: str | None = None,  # its callback has done the work
     output: str | None = None,
     force: bool = False,
     dry_run: bool = False,
@@ -47,9 +42,7 @@ def optimize(
     unverified: bool = False,
     html: str | None = None,
     snapshot: str | None = None,
-    json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
+    shown: ShownOptions,
 ) -> None:
     """Make a model train in less memory, and prove it exact.
 
@@ -90,15 +83,15 @@ def optimize(
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+    with shown.progress() as (progress, ask):
         result = pipeline.optimize(request, progress=progress, ask=ask)
-    report: Report = JsonReport() if json else TextReport(verbose=verbose)
+    report = shown.report()
     written: tuple[str, ...] = ()
     try:
         report.optimized(result, sys.stdout)
     finally:  # whatever became of stdout
         if result.steps is not None:
-            with shown_progress(quiet=quiet, verbose=verbose):  # Ctrl-C leaves no part of a file
+            with shown.progress():  # Ctrl-C leaves no part of a file
                 written = files.write(lambda: optimize_page(result), result.steps.optimized)
     report.written(written, sys.stdout)
     if result.ended_by is not None:

@@ -11,6 +11,7 @@ import inspect
 import logging
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final
 
@@ -19,6 +20,7 @@ import typer
 from memopt_cli.cli.config import Config, read_config
 from memopt_cli.cli.help import show_all
 from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.cli.values import CHECKS, parsed_by
 from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import layout_of, parse_mesh, ranks_asked
@@ -32,6 +34,10 @@ from memopt_cli.records import (
     StepSettings,
     Trust,
 )
+from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.report.interface import Report
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.text import TextReport
 from memopt_cli.text.options import ARGUMENTS, OPTIONS, option_of
 from memopt_cli.text.values import Choice
 
@@ -72,6 +78,8 @@ class InputOptions:
 class LoadingOptions:
     """Which model of the file is meant, and what is vouched for."""
 
+    config: str | None = None
+    """Its callback has done the work when a command begins."""
     key: str | None = None
     weights: str | None = None
     code_path: list[str]
@@ -81,7 +89,7 @@ class LoadingOptions:
     sandbox: bool = True
 
     def source(self, context: typer.Context, model: str) -> ModelSource:
-        """Where the model comes from, trusting what the flags and the config file's ``trust`` name."""
+        """Return where ``model`` comes from, trusting what the flags and the config file's ``trust`` name."""
         config: Config = context.obj
         return ModelSource(
             location=model,
@@ -111,7 +119,7 @@ class StepOptions:
     seed: int = 0
 
     def settings(self) -> StepSettings:
-        """The same, as the pipeline takes it."""
+        """Return the settings of a step that the pipeline takes."""
         return StepSettings(
             device=self.device,
             precision=self.precision,
@@ -124,6 +132,23 @@ class StepOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShownOptions:
+    """What is printed, and where."""
+
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+    def progress(self) -> AbstractContextManager[tuple[Progress, Ask | None]]:
+        """Show on stderr, inside the block, what a long job is trying."""
+        return shown_progress(quiet=self.quiet, verbose=self.verbose)
+
+    def report(self) -> Report:
+        """Return the form of report that was asked for."""
+        return JsonReport() if self.json else TextReport(verbose=self.verbose)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadOptions:
     """Of how many ranks one is predicted, and how the model is spread over them."""
 
@@ -132,7 +157,7 @@ class SpreadOptions:
     mesh: str | None = None
 
     def layout(self) -> Layout | None:
-        """``None``: of one device.  Raises :class:`UsageError` for flags that do not go together."""
+        """Return the layout; ``None``: one device.  Raises :class:`UsageError` for flags that do not go together."""
         given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
         numbers = None if self.ranks is None else (self.ranks,)
         return next(iter(_layouts(numbers, self.parallel, self.mesh, given)), None)
@@ -140,14 +165,17 @@ class SpreadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeOptions:
-    """The same of several numbers of ranks."""
+    """How the model is spread over each of several numbers of ranks."""
 
     ranks: DimRange | None = None
     parallel: str | None = None
     mesh: str | None = None
 
     def layouts(self) -> tuple[Layout, ...]:
-        """Empty: of one device.  Raises :class:`UsageError` for flags that do not go together."""
+        """Return the layouts, one for each number of ranks; none: one device.
+
+        Raises :class:`UsageError` for flags that do not go together.
+        """
         given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
         return _layouts(None if self.ranks is None else self.ranks.sizes(), self.parallel, self.mesh, given)
 
@@ -160,7 +188,10 @@ class RealOptions:
     mesh: str | None = None
 
     def layout(self, ranks: int) -> Layout:
-        """Raises :class:`UsageError` for flags that do not go together, or a mesh of another number of ranks."""
+        """Return the layout over ``ranks``.
+
+        Raises :class:`UsageError` for flags that do not go together, or a mesh of another number of ranks.
+        """
         if self.parallel is None:
             raise UsageError(
                 "--parallel fsdp, ddp or FILE.py:NAME is missing", hint="For example: --parallel train.py:shard"
@@ -171,7 +202,10 @@ class RealOptions:
 def _layouts(
     numbers: Sequence[int] | None, parallel: str | None, mesh: str | None, given: Sequence[str]
 ) -> tuple[Layout, ...]:
-    """One for each number of ranks.  Raises :class:`UsageError` for flags, of those ``given``, that lack another."""
+    """Return a layout for each of the ``numbers`` of ranks.
+
+    Raises :class:`UsageError` for flags, of those ``given``, that lack another.
+    """
     if numbers is not None and parallel is not None:
         axes = None if mesh is None else parse_mesh(mesh)
         return tuple(layout_of(number, parallel, axes) for number in numbers)
@@ -186,12 +220,15 @@ def _layouts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions(SpreadOptions):
-    """The same, and which rank."""
+    """How the model is spread, and which rank is predicted."""
 
     rank: int | None = None
 
     def predicted(self, *, without_data: bool) -> Layout | None:
-        """The same.  Raises :class:`UsageError` also for a rank that there is not, and a step that runs on data."""
+        """Return the layout of which one rank is predicted, as :meth:`layout`.
+
+        Raises :class:`UsageError` also for a rank that there is not, and a step that runs on data.
+        """
         layout = self.layout()
         if layout is not None:
             ranks_asked(layout, self.rank)
@@ -211,7 +248,7 @@ class PairSearchOptions:
     search_time: float | None = None
 
     def overrides(self, context: typer.Context) -> SearchOverrides | None:
-        """What plans may do; ``None``: none are looked for.
+        """Return what plans may do; ``None``: none are looked for.
 
         Raises :class:`UsageError` for a flag of the command line that says it of none.
         """

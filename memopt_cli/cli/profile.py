@@ -6,15 +6,11 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, RankOptions, StepOptions, with_options
+from memopt_cli.cli.options import InputOptions, LoadingOptions, RankOptions, ShownOptions, StepOptions, with_options
 from memopt_cli.cli.report_files import ReportFiles
-from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
 from memopt_cli.records import DeviceProfile, ProfileRequest
 from memopt_cli.report.html import profile_page
-from memopt_cli.report.interface import Report
-from memopt_cli.report.json import JsonReport
-from memopt_cli.report.text import TextReport
 
 
 @with_options
@@ -31,13 +27,10 @@ def profile(
     spread: RankOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
-    config: str | None = None,  # its callback has done the work
     html: str | None = None,
     snapshot: str | None = None,
     force: bool = False,
-    json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
+    shown: ShownOptions,
 ) -> None:
     """Show where the memory of a training step goes.
 
@@ -60,9 +53,9 @@ def profile(
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+    with shown.progress() as (progress, ask):
         found = pipeline.profile(request, progress=progress, ask=ask)
         written = files.write(lambda: profile_page(found), found.trace)
-    report: Report = JsonReport() if json else TextReport()
+    report = shown.report()
     report.profiled(found, sys.stdout)
     report.written(written, sys.stdout)

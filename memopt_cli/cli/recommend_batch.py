@@ -13,19 +13,16 @@ from memopt_cli.cli.options import (
     LoadingOptions,
     PairSearchOptions,
     RangeOptions,
+    ShownOptions,
     StepOptions,
     with_options,
 )
 from memopt_cli.cli.report_files import ReportFiles
-from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import Interrupted, UsageError
 from memopt_cli.measure import processes
 from memopt_cli.records import LONGEST_STEP_S, BatchRequest, DeviceProfile, DimRange
 from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.report.html import fastest_page
-from memopt_cli.report.interface import Report
-from memopt_cli.report.json import JsonReport
-from memopt_cli.report.text import TextReport
 from memopt_cli.search.estimation.cards import check_memory_known, check_nothing_runs
 
 
@@ -51,13 +48,10 @@ def recommend_batch(
     longest_step: float = LONGEST_STEP_S,
     card: DeviceProfile | None = None,
     loading: LoadingOptions,
-    config: str | None = None,  # its callback has done the work
     output: str | None = None,
     force: bool = False,
     html: str | None = None,
-    json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
+    shown: ShownOptions,
 ) -> None:
     """Find the largest and the fastest batch that fit.
 
@@ -103,9 +97,9 @@ def recommend_batch(
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    report: Report = JsonReport() if json else TextReport()
+    report = shown.report()
     written: tuple[str, ...] = ()
-    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+    with shown.progress() as (progress, ask):
         if request.strategies:
             from memopt_cli.pipeline.comparisons.strategies import compare_strategies  # imports torch
 
@@ -126,7 +120,7 @@ def recommend_batch(
         show(sys.stdout)
     finally:  # whatever became of stdout
         if files.wanted:
-            with shown_progress(quiet=quiet, verbose=verbose):  # Ctrl-C leaves no part of a file
+            with shown.progress():  # Ctrl-C leaves no part of a file
                 written = files.write(page)
     report.written(written, sys.stdout)
     if interrupted:

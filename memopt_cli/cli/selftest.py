@@ -6,13 +6,9 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import with_options
-from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.options import ShownOptions, with_options
 from memopt_cli.errors import Interrupted, VerificationError
 from memopt_cli.measure import processes
-from memopt_cli.report.interface import Report
-from memopt_cli.report.json import JsonReport
-from memopt_cli.report.text import TextReport
 
 
 @with_options
@@ -20,9 +16,7 @@ def selftest(
     context: typer.Context,
     *,
     device: str = "auto",
-    json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
+    shown: ShownOptions,
 ) -> None:
     """Try on this machine what memopt promises.
 
@@ -32,10 +26,9 @@ def selftest(
     context.with_resource(processes.kept(early=True))
     from memopt_cli.api.selftest import promises  # imports torch
 
-    with shown_progress(quiet=quiet, verbose=verbose) as (progress, _):
+    with shown.progress() as (progress, _):
         found = promises.selftest(device, progress=progress)
-    report: Report = JsonReport() if json else TextReport()
-    report.tested(found, sys.stdout)
+    shown.report().tested(found, sys.stdout)
     if found.interrupted:
         raise Interrupted("interrupted; what is shown is what had been tried")
     if found.failed:

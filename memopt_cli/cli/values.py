@@ -29,7 +29,7 @@ from memopt_cli.text.values import Kind, Whole
 
 
 def card(text: str) -> DeviceProfile:
-    """The name of a card, or a YAML file that describes one."""
+    """Return the device that ``text`` names: a card, or a YAML file that describes one."""
     try:
         return device_profile(text)
     except UsageError as err:
@@ -37,7 +37,7 @@ def card(text: str) -> DeviceProfile:
 
 
 def check_model(location: str) -> str:
-    """Raises :class:`typer.BadParameter` for what names no model."""
+    """Return ``location``; raise :class:`typer.BadParameter` if it names no model."""
     _refuse_notebook(location if ":" in location else f"{location}:FUNCTION")
     if os.path.isdir(location) and not is_pretrained(location):
         raise typer.BadParameter(f"'{location}' is a folder without {MODEL_SETTINGS}, not a model")

@@ -7,8 +7,7 @@ import sys
 import typer
 
 from memopt_cli.cli.formats import ReportFormat, report_in
-from memopt_cli.cli.options import InputOptions, LoadingOptions, with_options
-from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, with_options
 from memopt_cli.errors import UsageError
 from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, Precision, StepSettings
@@ -35,10 +34,7 @@ def verify(
     seed: int = 0,
     timeout: float = 600.0,
     loading: LoadingOptions,
-    config: str | None = None,  # its callback has done the work
-    json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
+    shown: ShownOptions,
 ) -> None:
     """Check whether two ways to train a model compute the same.
 
@@ -59,9 +55,9 @@ def verify(
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+    with shown.progress() as (progress, ask):
         found = pipeline.verify(request, progress=progress, ask=ask)
-    report_in("json" if json else format).verified(found, sys.stdout)
+    report_in("json" if shown.json else format).verified(found, sys.stdout)
     if not found.passed:
         raise typer.Exit(_DIFFERENCE)
 

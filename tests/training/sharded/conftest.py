@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from memopt_cli.api import predicted
+from memopt_cli import ranks
 from memopt_cli.measure.local import LocalSession
 
 
@@ -11,4 +11,4 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """``predict_rank`` in this process, which has imported what shards models. A subprocess says the same, as a test of
     predictions shows.
     """
-    monkeypatch.setattr(predicted, "Session", LocalSession)
+    monkeypatch.setattr(ranks, "Session", LocalSession)
