@@ -18,17 +18,10 @@ from torch import nn
 
 from memopt_cli.batch_axis import with_batch
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
-from memopt_cli.loading.input_spec import (
-    batch_of,
-    find_spec,
-    make_inputs,
-    parse_dims,
-    parse_tensor,
-    read_spec_file,
-)
+from memopt_cli.loading.input_spec import batch_of, find_spec, make_inputs, read_spec_file
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec
 from memopt_cli.runtime.private_torch import is_fake
-from memopt_cli.spec_text import format_tensor
+from memopt_cli.spec_text import format_tensor, parse_dims, parse_tensor
 from memopt_cli.trace import fake_mode
 
 
