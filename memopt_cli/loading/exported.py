@@ -42,6 +42,7 @@ from memopt_cli.spec_text import DTYPES as INPUT_DTYPES
 
 _PROGRAM: Final = "models/model.json"
 _OLD_PROGRAM: Final = "serialized_exported_program.json"
+_EXAMPLES: Final = "data/sample_inputs/model.pt"
 _RECORDS: Final = re.compile(
     r"data/(weights|constants)/(model_\w+_config\.json|(weight|tensor)_\d+)"
     r"|data/(weights|constants|sample_inputs)/model\.pt"
@@ -139,11 +140,13 @@ class _Program:
         tree = _read_tree(read_json(self._call["out_spec"])[1])
         root.methods.append(_root_method(Method(builder, (), root), (*ops, *mutations), results, arguments, tree))
         module = self._assemble(builder.scopes)
-        spec, notes = _example_spec(self._examples(), arguments, self._graph["tensor_values"])
-        lost = [f"torch.export lost the backward of {function}." for function in sorted(reader.functions)]
-        modes = mode_notes((scope.program() for scope in builder.scopes.values()), "torch.export")
-        notes = (*lost, *modes, *_container_notes(tree), *notes)
-        return Loaded(module=module, notes=notes, example_spec=spec)
+        examples = self._unpickled(_EXAMPLES) if _EXAMPLES in self._archive.sizes else None
+        spec, example_notes = _example_spec(examples, arguments, self._graph["tensor_values"])
+        notes = [f"torch.export lost the backward of {function}." for function in sorted(reader.functions)]
+        notes += mode_notes((scope.program() for scope in builder.scopes.values()), "torch.export")
+        if tree.kind not in (None, *_CONTAINERS):
+            notes.append(f"The output was a {tree.kind}; it is a {'dict' if tree.keys else 'tuple'} now.")
+        return Loaded(module=module, notes=(*notes, *example_notes), example_spec=spec)
 
     # ------------------------------------------------------------------------------------------ tensors
 
@@ -295,10 +298,6 @@ class _Program:
                 raise ValueError(f"an output of kind {kind}")
         return ops, returned
 
-    def _examples(self) -> Any:
-        record = "data/sample_inputs/model.pt"
-        return self._unpickled(record) if record in self._archive.sizes else None
-
 
 def _as_tensor(value: Any, name: str) -> Tensor:
     if not isinstance(value, Tensor):
@@ -401,12 +400,7 @@ def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------------------------------- notes and examples
-
-
-def _container_notes(tree: _Tree) -> Iterator[str]:
-    if tree.kind not in (None, *_CONTAINERS):
-        yield f"The output was a {tree.kind}; it is a {'dict' if tree.keys else 'tuple'} now."
+# ---------------------------------------------------------------------------------------------- example inputs
 
 
 def _example_spec(

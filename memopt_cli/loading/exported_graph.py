@@ -129,6 +129,7 @@ class GraphReader:
         operands = tuple(
             arguments.get(a.name, (_stored(a.default_value),) if a.has_default_value() else (None,)) for a in schema
         )
+        # ``add_`` returns the tensor that it writes: uses of the result become uses of the operand.
         if (same := _written(operator)) is not None and len(outputs) == 1:
             self._same[outputs[0]] = operands[same]
             outputs = ()

@@ -114,6 +114,7 @@ class Method:
         """Add the operators ``ops``, after which the values ``later`` are used."""
         grouped = itertools.groupby(ops, lambda op: op.stack[depth] if len(op.stack) > depth else None)
         groups = [(call, list(group)) for call, group in grouped]
+        # Value -> the last group that uses it: a child returns those of its values that a later group uses.
         last = {name: index for index, (_, group) in enumerate(groups) for name in _used(group)}
         last |= dict.fromkeys(later, len(groups))
         for index, (call, group) in enumerate(groups):
@@ -146,6 +147,8 @@ class Method:
     def _child(self, call: Call, ops: list[Op], depth: int, after: set[str]) -> None:
         builder = self._builder
         wanted = [name for name in _used(ops) if not builder.is_local(name, call.path)]
+        # Export passes each size around as a number.  One that is a size of a tensor among the arguments is read off
+        # that tensor in the child, so that the child can be called with other sizes.
         tensors = {size: (name, i) for name in reversed(wanted) for i, size in enumerate(builder.shapes.get(name, ()))}
         derived = {n: tensors[builder.sizes[n]] for n in wanted if builder.sizes.get(n) in tensors}
         given = [name for name in wanted if name not in derived]

@@ -118,8 +118,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
     refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
     if not any(isinstance(verdict, Denied) for verdict in refused.values()):  # loading would import nothing then
         audit = Audit(root, known, nobody.vouches)
-        refused |= {use.name: denied for use, denied in audit.denied.items()}
-        refused |= {use.name: missing for use, missing in audit.missing.items()}
+        refused |= dict(audit.refused)
         if not refused:
             _refuse_exhausting(file, audit)
             refused |= {name: Denied(reason) for name, reason in audit.objections()}
@@ -195,8 +194,8 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
 def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
     """Check all objects that ``root`` reaches, of which none is made yet.
 
-    Names are checked first, then the classes that they import, then the objects as a whole: a file that is refused for
-    a name has imported nothing.
+    Names are checked first, then the classes that they import, then the objects as a whole: a file that no trust could
+    allow is refused before anything is imported.
     Raises :class:`UnsafeFileError` for one that must not be made, and :class:`FileFormatError` for one that cannot be.
     """
     _refuse_many(file, pickled.scan.wanted)
@@ -206,9 +205,7 @@ def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Ki
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
         _refuse(file, verdicts)  # before anything is imported
     audit = Audit(root, known, vouched.vouches)
-    verdicts += [(use.name, denied) for use, denied in audit.denied.items()]
-    verdicts += [(use.name, missing) for use, missing in audit.missing.items()]
-    _refuse(file, verdicts)
+    _refuse(file, [*verdicts, *audit.refused])
     _refuse_exhausting(file, audit)
     _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
     return audit

@@ -33,7 +33,7 @@ from memopt_cli.records import ModelSource, Trust
 from memopt_cli.spec_text import ADAPTER_SETTINGS
 
 _START: Final = b"PK\x03\x04"
-_OF_SCRIPTS: Final = "constants.pkl"
+_SCRIPT_RECORD: Final = "constants.pkl"
 """A record that makes ``torch.load`` take an archive for TorchScript, and run it."""
 _HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: --no-sandbox."
 
@@ -71,7 +71,7 @@ def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouche
 
     ``known``: the :func:`_classes` of the original; ``None`` for a folder, which names none.
     """
-    if not file.data.startswith(_START) or _OF_SCRIPTS in record_names(file.data):
+    if not file.data.startswith(_START) or _SCRIPT_RECORD in record_names(file.data):
         raise UnsafeFileError("it is no archive of torch.save")
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, vouched.code)

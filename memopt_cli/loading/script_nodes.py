@@ -106,6 +106,8 @@ class LiftedGraph:
     def _with(self, nodes: Iterator[Any], context: str) -> tuple[Any, ...]:
         before = len(self.operands)
         inner = self._sequence(nodes, context)
+        # TorchScript has no scope here: a value of the block may be used anywhere after ``prim::Exit``.  Such values
+        # become outputs of the stored node, under new numbers.
         defined = {value for node in inner for value in node[3]}
         added = [*itertools.islice(reversed(self.operands.items()), len(self.operands) - before)][::-1]
         names = [name for name, operand in added if type(operand) is int and operand in defined]

@@ -143,6 +143,7 @@ class ScriptObjects:
         return False
 
     def _contains(self, value: Any, name: str, inner: ast.expr) -> bool:
+        # One container may be reached from two attributes.
         kind = f"{name} {ast.dump(inner)}"
         if self._kinds.setdefault(id(value), kind) != kind:
             return False  # under two types it could be filled as one of them, and read as the other

@@ -93,12 +93,11 @@ def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:
     parts = [list(leaf.modules()) for leaf in leaves]
     inside = {id(module) for part in parts for module in part}
     parts.append([module for module in lifted.modules() if id(module) not in inside])
-    return Counter(address for part in parts for address in _storages(part))
-
-
-def _storages(modules: list[nn.Module]) -> set[int]:
-    tensors = (t for m in modules for t in (*parameters_of(m).values(), *buffers_of(m).values()))
-    return {t.untyped_storage().data_ptr() for t in tensors if t is not None} - {0}
+    owners = Counter[int]()
+    for part in parts:
+        tensors = (t for m in part for t in (*parameters_of(m).values(), *buffers_of(m).values()))
+        owners.update({t.untyped_storage().data_ptr() for t in tensors if t is not None} - {0})
+    return owners
 
 
 class _Lifting:
@@ -179,6 +178,7 @@ class _Lifting:
         if has_method(script, "forward") and hooks_of(script):
             yield "it has hooks"
         for path, method in calls_of(lifted.program):
+            # The forward of a part that stays a script can be called as a whole; nothing inside it can be reached.
             within = [find_module(script, path[:length]) for length in range(1, len(path) + (method != "forward"))]
             if any(owner is not None and self._reason(owner) for owner in within):
                 yield f"it calls a part of {'.'.join(path)}, which cannot be lifted"

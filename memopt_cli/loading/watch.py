@@ -23,13 +23,13 @@ _REFUSED: Final = frozenset(
     "os.remove os.rename os.rmdir os.link os.symlink os.chmod os.kill os.killpg shutil.rmtree shutil.move".split()
 )
 """Events of https://docs.python.org/3/library/audit_events.html that no model needs to be built."""
-_REFUSED_OF_OBJECTS: Final = frozenset(
+_REFUSED_AFTER_IMPORTS: Final = frozenset(
     "os.mkdir os.truncate os.chown os.utime os.setxattr os.removexattr os.putenv os.unsetenv ctypes.dlopen "
     "ctypes.dlsym".split()
 )
 """Events that no model needs either, but a library while it is imported, which happens before it sees the file."""
 _VARIABLES: Final = ("os.putenv", "os.unsetenv")
-_ASKING: Final = b"PYTORCH_NVML_BASED_CUDA_CHECK"
+_GPU_CHECK: Final = b"PYTORCH_NVML_BASED_CUDA_CHECK"
 """A variable that accelerate sets to ask PyTorch for a GPU, which some adapters do while they are built."""
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -40,7 +40,7 @@ class _Watch:
     """The file whose objects are made."""
     hint: str
     """Advice for the user if that is refused."""
-    strangers: frozenset[int]
+    earlier_threads: frozenset[int]
     """Threads that ran before: the file has no part in what they do."""
 
 
@@ -87,12 +87,12 @@ def unwatched() -> Iterator[None]:
 def _look(event: str, details: tuple[Any, ...]) -> None:
     if not _watches or getattr(_trusting, "trusts", False):
         return
-    if event in _VARIABLES and details[0] == _ASKING:
+    if event in _VARIABLES and details[0] == _GPU_CHECK:
         return
     wanted = event in _REFUSED or (event == "open" and _writes(*details))
-    if not wanted and (event not in _REFUSED_OF_OBJECTS or _is_importing()):
+    if not wanted and (event not in _REFUSED_AFTER_IMPORTS or _is_importing()):
         return
-    watch = next((watch for watch in _watches if threading.get_ident() not in watch.strangers), None)
+    watch = next((watch for watch in _watches if threading.get_ident() not in watch.earlier_threads), None)
     if watch is not None:
         raise UnsafeFileError(
             f"{watch.path} was not loaded: a library that makes its objects wanted to do something else ({event})",

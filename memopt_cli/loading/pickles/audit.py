@@ -6,7 +6,7 @@ were audited are made.
 A list of allowed names is not enough, which is why the graph is audited.  ``functools.partial`` of an allowed function
 is harmless as an attribute, but as a forward hook, or in the place of the method ``forward``, it would be called with
 tensors; two modules that share one ``__dict__`` change each other; a list that contains itself, or a tuple that holds
-the same tuple twice, thirty levels deep, makes whoever walks it run forever.
+the same tuple twice, sixty levels deep, makes whoever walks it run forever.
 """
 
 from __future__ import annotations
@@ -71,26 +71,21 @@ class Audit:
         self.trusts = trusts
         self.recipes: dict[Built | Global, Recipe] = {}
         """Every object, and every name that is held -> its recipe."""
-        self.denied: dict[Use, Denied] = {}
-        self.missing: dict[Use, Missing] = {}
+        self.refused: list[tuple[Global, Denied | Missing]] = []
+        """Names whose kinds refuse them once they are imported."""
         self._root = root
         self._nodes = list(reachable(root))
         self._uses = [use for use, _ in known]
-        self._take_in(known)
-
-    def _take_in(self, known: Sequence[tuple[Use, Kind]]) -> None:
         found: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
         for use, kind in known:
             named = use.name, use.how
             if named not in found:
                 found[named] = kind.recipe(use)
-            match found[named]:
-                case Recipe() as recipe:
-                    self.recipes[use.node or use.name] = recipe
-                case Denied() as denied:
-                    self.denied[use] = denied
-                case Missing() as missing:
-                    self.missing[use] = missing
+            recipe = found[named]
+            if isinstance(recipe, Recipe):
+                self.recipes[use.node or use.name] = recipe
+            else:
+                self.refused.append((use.name, recipe))
 
     # ------------------------------------------------------------------------------------------ questions of kinds
 

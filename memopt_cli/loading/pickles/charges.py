@@ -1,9 +1,9 @@
 """A bound on the work of reading a pickle: every opcode and every object is charged for before it would be made.
 
-A file of 100 bytes can keep the unpickler busy for years: each of thirty tuples may hold the one before it twice, and
-hashing the last visits a billion items; a dict may get a million keys of the same hash, each of which is compared with
-all others.  Nothing is made here, so this can be counted: each item and each comparison is a unit of work, and a file
-may cause so much for each of its bytes.
+A file of 200 bytes can keep the unpickler busy for years: each of sixty tuples may hold the one before it twice, and
+hashing the last visits 2^60 items.  In a larger one, a dict may get a million keys of the same hash, each of which is
+compared with all others.  Nothing is made here, so this can be counted: each item and each comparison is a unit of
+work, and a file may cause so much for each of its bytes.
 """
 
 from __future__ import annotations

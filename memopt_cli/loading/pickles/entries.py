@@ -60,9 +60,11 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
         found = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
         if len(found) > 1:
             raise several_models(found, path)
-        if not found and isinstance(root, Built) and not _is_container(root) and tensor_of(root) is None:
-            return FoundModule(root=root)  # only making it, if it is allowed, can tell whether it is a model
         if not found:
+            holds = ("collections", "argparse", "types")
+            is_object = isinstance(root, Built) and root.how != "plain" and root.name.package not in holds
+            if is_object and tensor_of(root) is None:
+                return FoundModule(root=root)  # only making it, if it is allowed, can tell whether it is a model
             raise _without_model(root, path)
         ((within, root),) = found.items()
         where = (*where, *within)
@@ -121,10 +123,6 @@ def state_dicts_in(root: Any) -> dict[Path, Any]:
 def tensors_in(root: Any) -> int:
     """Count the tensors in the containers of ``root``."""
     return sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None))
-
-
-def _is_container(value: Built) -> bool:
-    return value.how == "plain" or value.name.package in ("collections", "argparse", "types")
 
 
 def _is_state_dict(value: Any) -> bool:

@@ -126,14 +126,14 @@ def _check_attribute(node: Built | None, graph: Graph) -> str:
         case owner, str(name):
             kind = graph.class_of(owner)
             is_class = isinstance(owner, Global) or (isinstance(owner, Built) and owner.callee == GETATTR)
-            asked = _of_class if is_class else _of_object
+            asked = _may_ask_class if is_class else _may_ask_object
             allowed, of = kind is not None and asked(kind, name, graph), kind.__name__ if kind else "something"
         case _:
             return "is asked for something without a name"
     return "" if allowed else f"asks for the attribute {quoted(name)} of {of}"
 
 
-def _of_class(kind: type, name: str, graph: Graph) -> bool:
+def _may_ask_class(kind: type, name: str, graph: Graph) -> bool:
     if issubclass(kind, enum.Enum):
         return name in kind.__members__
     if is_surrogate(kind):
@@ -148,7 +148,7 @@ def _defined(kind: type, name: str) -> Any:
     return found.__func__ if isinstance(found, staticmethod) else found
 
 
-def _of_object(kind: type, name: str, graph: Graph) -> bool:
+def _may_ask_object(kind: type, name: str, graph: Graph) -> bool:
     method = _defined(kind, name)
     if not isinstance(method, types.FunctionType) or is_dunder(name):
         return False

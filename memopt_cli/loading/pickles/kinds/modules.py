@@ -114,7 +114,7 @@ class Libraries:
         if not any(within(found.__module__, library) for library in self.libraries):
             return Denied(f"is not defined in {use.name.package} but in {found.__module__}", remedy)
         made = {"created": _created, "called": _called, "held": self._held}[use.how](found)
-        return made or Denied(_NOT[use.how], remedy)
+        return made or Denied(_REASONS[use.how], remedy)
 
     def _held(self, found: type) -> Recipe | None:
         own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
@@ -126,7 +126,7 @@ class Libraries:
 
 
 _LAYERS: Final = (nn.Module, torch.optim.Optimizer)
-_NOT: Final = {
+_REASONS: Final = {
     "created": "is no nn.Module class",
     "called": "is called with arguments from the file",
     "held": "is no layer, and kept as something to call",

@@ -42,8 +42,8 @@ _MODULES: Final = frozenset(
     f"{RUNTIME}.{name}"
     for name in ("runs.Chain", "runs.Run", "runs.GroupedSequential", "script.ScriptLeaf", "script.ScriptPart")
 )
-_SETTINGS: Final = {f.name for f in fields(SegmentConfig)}
-_OF_LENGTH: Final = {f.name for f in fields(LengthOf)}
+_CONFIG_FIELDS: Final = {f.name for f in fields(SegmentConfig)}
+_LENGTH_FIELDS: Final = {f.name for f in fields(LengthOf)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _check_segment(node: Built | None, graph: Graph) -> str:
 def _is_plain(settings: Built) -> bool:
     """Return whether ``settings`` has fields of a segment's configuration; making it checks their values."""
     entries = plain_entries(settings)
-    return entries is not None and all(name in _SETTINGS and _is_setting(value) for name, value in entries)
+    return entries is not None and all(name in _CONFIG_FIELDS and _is_setting(value) for name, value in entries)
 
 
 def is_segment(value: Built) -> bool:
@@ -157,7 +157,7 @@ def _is_length(value: Any) -> bool:
     if value is None:
         return True
     found = dict(plain_entries(value) or ()) if isinstance(value, Built) else {}
-    return found.keys() == _OF_LENGTH and all(map(_is_setting, found.values()))
+    return found.keys() == _LENGTH_FIELDS and all(map(_is_setting, found.values()))
 
 
 def _is_setting(value: Any) -> bool:

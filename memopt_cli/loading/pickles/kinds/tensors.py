@@ -246,7 +246,7 @@ def _uninitialized(kind: Any) -> Callable[..., Tensor]:
 # ---------------------------------------------------------------------------------------------- subclasses
 
 
-def _of_subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
+def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
     """Make a tensor with attributes, or of the class ``kind``, from the tensor that ``function`` makes."""
     if function not in _MAKERS or not (isinstance(kind, type) and issubclass(kind, Tensor)):
         raise Broken("a tensor is made by something else")
@@ -336,7 +336,7 @@ TENSORS: Final = Listed(
         "torch._utils._rebuild_parameter_with_state": Recipe(
             make=_parameter_with_state, check=_check_state_of_parameter
         ),
-        str(TENSOR_SUBCLASS_REBUILD): Recipe(make=_of_subclass, check=_check_subclass),
+        str(TENSOR_SUBCLASS_REBUILD): Recipe(make=_subclass_tensor, check=_check_subclass),
         "torch.nn.parameter.UninitializedParameter": Recipe(make=_uninitialized(UninitializedParameter)),
         "torch.nn.parameter.UninitializedBuffer": Recipe(make=_uninitialized(UninitializedBuffer)),
         "torch.Size": Recipe(make=_size),
