@@ -1,4 +1,4 @@
-"""From a saved model to a module in memory; nothing here runs code from a file that nobody vouched for."""
+"""Saved models, loaded as modules in memory; no code runs from a file that nobody vouched for."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _FORMATS: Final[tuple[Format, ...]] = (TorchScript(), Exported(), SafeTensors(),
 
 
 def load_model(source: ModelSource) -> LoadedModel:
-    """Load a model onto the CPU, as ``source`` says; for code that it names, the current folder is importable.
+    """Load the model that ``source`` names onto the CPU; its code may import from the current folder.
 
-    Raises :class:`UsageError` for a path that cannot be read, :class:`FileFormatError` for a file that holds no model,
-    :class:`UnsafeFileError` for one that wants what is not allowed, and :class:`ChangedFileError` for one that is not
-    what ``source`` says it was.
+    Raises :class:`UsageError` for a path that cannot be read, :class:`FileFormatError` for a file without a model,
+    :class:`UnsafeFileError` for one that wants more than is allowed, and :class:`ChangedFileError` for one that has
+    another hash than ``source`` says.
     """
     notes = ("Loaded without any check of its code (--trust-pickle).",) if source.trust.pickle else ()
     if is_factory(source.location):
@@ -73,14 +73,30 @@ def load_model(source: ModelSource) -> LoadedModel:
 
 @said_in_python()
 def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust = Trust()) -> nn.Module:
-    """Load a model that memopt wrote, any saved module or a folder of ``save_pretrained``, onto the CPU.
+    """Load the model at ``path`` onto the CPU: memopt's own file, any saved module, a folder of ``save_pretrained``.
 
-    Reading runs nothing of the file.  The model is not confined, as it is where memopt runs it.  What it computes is
-    guarded by PyTorch alone, whose policy is that running an untrusted model is like running untrusted code.
+    Reading runs no code of the file.  The model is not confined, as it is in memopt's own subprocesses: when you run
+    it, PyTorch's policy applies, that running an untrusted model is like running untrusted code.
 
-    ``key`` says which entry is meant of a file that holds several, as keys joined by dots.
-    ``trust`` says whose classes may be built besides those of PyTorch and of well-known model libraries, for example
-    ``Trust(packages=("mymodels",))``.  Raises as :func:`load_model` does.
+    Parameters
+    ----------
+    path:
+        The file or folder.
+    key:
+        The entry that is meant, in a file that holds several, as keys joined by dots.
+    trust:
+        Whose classes may be built besides those of PyTorch and of well-known model libraries, for example
+        ``Trust(packages=("mymodels",))``.
+
+    Returns
+    -------
+    nn.Module
+        The model, in the mode in which it was saved; one of ``save_pretrained`` is in training mode.
+
+    Raises
+    ------
+    UsageError, FileFormatError, UnsafeFileError
+        As :func:`load_model` does.
     """
     try:
         if Path(path).is_dir():
@@ -94,7 +110,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
 
 
 def read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile, str]:
-    """Return the file at ``path`` and its hash.  Raises :class:`ChangedFileError` unless that is the ``known`` one."""
+    """Return the file at ``path`` and its hash.  Raises :class:`ChangedFileError` if that is not the ``known`` one."""
     file = read_file(path, key)
     sha256 = hashlib.sha256(file.data).hexdigest()
     require_same(path, sha256, known)
@@ -117,7 +133,7 @@ def format_of(file: ModelFile) -> Format:
 
 
 def read_file(path: str, key: str | None = None, most_bytes: int | None = None) -> ModelFile:
-    """The bytes of a file.  Raises :class:`UsageError` that says why there are none, or too many."""
+    """Read the file at ``path``.  Raises :class:`UsageError` if it cannot be read, or has more than ``most_bytes``."""
     try:
         return ModelFile(path=path, data=read_bytes(path, most_bytes), key=key)
     except IsADirectoryError as err:

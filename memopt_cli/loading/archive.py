@@ -1,4 +1,11 @@
-"""Zip archives, checked before any record of them is read: by whatever reader, the same bytes, and not too many."""
+"""Zip archives, checked before any record is read, so that every reader finds the same bytes, and not too many.
+
+A zip file has a header before each record, a directory of all records behind them, and an end that says where the
+directory is.  Where these disagree, readers differ in which they believe: an attacker can write a file in which
+Python's ``zipfile``, by which it is checked, sees other records than PyTorch's C++ reader, by which it is loaded.
+Therefore a file is refused unless they agree: one directory, directly before the end, without duplicate names or
+overlaps.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +27,34 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _FIELD = struct.Struct("<2H")
 _HEADER = struct.Struct("<4s22x2H")
-"""What stands before a record: its signature, and how long its name and its further fields are."""
+"""The header of a record: its signature, and the lengths of its name and of its extra fields."""
 _LONG, _LONGEST_NAME = 1000, 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What the records of an archive may unpack to: so many times its size, and so many bytes more."""
+class SizeLimit:
+    """A bound on the bytes that an archive's records unpack to: ``times`` its size, and ``more_bytes``."""
 
     times: int
     more_bytes: int = 0
 
 
-OF_A_FILE: Final = Room(times=16, more_bytes=16 << 20)
-"""PyTorch compresses source code only, eight to one; others compress files that it has written."""
-OF_CODE_WITHIN: Final = Room(times=8)
-OF_TENSORS_WITHIN: Final = Room(times=1)
-"""Of archives within others, of which there may be many: what they unpack to adds up."""
+# PyTorch compresses source code only, eight to one; people compress files that it has written.
+FILE_LIMIT: Final = SizeLimit(times=16, more_bytes=16 << 20)
+# There may be many archives inside another one, and what they unpack to adds up.
+NESTED_CODE_LIMIT: Final = SizeLimit(times=8)
+NESTED_TENSORS_LIMIT: Final = SizeLimit(times=1)
 _HINT = "If it is your own, save it again, without compression; otherwise it is likely an attack."
 
 
 class Archive:
-    """The records of a checked zip archive, named without the folder that all of them are in.
+    """A checked zip archive, whose records are named without the folder that all of them are in.
 
-    Raises as :func:`check_archive`.
+    Raises as :func:`check_archive` does.
     """
 
-    def __init__(self, data: bytes, path: str, room: Room = OF_A_FILE) -> None:
-        sizes = check_archive(data, path, room)
+    def __init__(self, data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> None:
+        sizes = check_archive(data, path, limit)
         self._path = path
         self._data = memoryview(data)
         folder = next(iter(sizes), "").partition("/")[0] + "/"
@@ -55,12 +62,12 @@ class Archive:
             self._entries = {entry.orig_filename.removeprefix(folder): entry for entry in file.infolist()}
         self.size_bytes = len(data)
         self.sizes = {name.removeprefix(folder): size for name, size in sizes.items()}
-        """Bytes of each record."""
+        """Name of each record -> its unpacked bytes."""
         if len({name.lower() for name in self.sizes}) != len(sizes):
             raise UnsafeFileError(f"{path} was not loaded: it has two records of one name", hint=_HINT)
 
     def view(self, name: str) -> memoryview:
-        """The bytes of a record, without a copy where it is not compressed.
+        """Return the bytes of the record ``name``, uncopied if it is not compressed.
 
         Raises :class:`FileFormatError` if it is missing or damaged.
         """
@@ -77,7 +84,7 @@ class Archive:
                 stored = memoryview(unpacker.decompress(stored, entry.file_size + 1))
             if stored.nbytes != entry.file_size:
                 raise ValueError("the record has another size than the directory says")
-            if entry.CRC and zlib.crc32(stored) != entry.CRC:  # PyTorch can be told to leave them out
+            if entry.CRC and zlib.crc32(stored) != entry.CRC:  # PyTorch has an option that leaves checksums out
                 raise ValueError("the record has another checksum")
             return stored
         except Exception as err:
@@ -85,16 +92,16 @@ class Archive:
             raise FileFormatError(f"{self._path} cannot be read: {reason}", hint=TRUNCATED) from err
 
     def read(self, name: str) -> bytes:
-        """The same as bytes of their own."""
+        """Return a copy of the bytes of the record ``name``."""
         return bytes(self.view(name))
 
     def text(self, name: str) -> str:
-        """A short record as text; empty if there is none."""
+        """Return the short record ``name`` as text, or an empty text if there is none."""
         return self.read(name).decode(errors="replace").strip() if self.sizes.get(name, _LONG) < _LONG else ""
 
 
 def record_names(data: bytes) -> frozenset[str]:
-    """Of a zip archive, without the folder that all are in, as any reader finds them; nothing is checked."""
+    """List the names of the records in ``data`` without their folder; nothing is checked."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             return frozenset(name.partition("/")[2] for name in file.namelist())
@@ -103,19 +110,17 @@ def record_names(data: bytes) -> frozenset[str]:
 
 
 class _HostileArchive(Exception):
-    """Nothing that saves models writes such a file."""
+    """An archive that nothing which saves models would write."""
 
 
-def check_archive(data: bytes, path: str, room: Room = OF_A_FILE) -> dict[str, int]:
-    """The records of a zip archive and what each unpacks to, in bytes.
+def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict[str, int]:
+    """Check that every reader of ``data`` finds the same records, and return name -> unpacked bytes.
 
-    Makes sure that every reader finds the same records, and that reading them all is harmless: readers differ where an
-    archive is ambiguous (bytes after its end, two directories, two records of one name).
     Raises :class:`UnsafeFileError` for names that leave the folder they are unpacked in, for records that unpack to
     far more than the archive's size or share their bytes, and :class:`FileFormatError` if it is damaged.
     """
     try:
-        return _records(data, room)
+        return _records(data, limit)
     except _HostileArchive as err:
         raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
     except Exception as err:  # the directory is whatever the file says
@@ -123,7 +128,7 @@ def check_archive(data: bytes, path: str, room: Room = OF_A_FILE) -> dict[str, i
         raise FileFormatError(f"{path} cannot be read: {reason}", hint=TRUNCATED) from err
 
 
-def _records(data: bytes, room: Room) -> dict[str, int]:
+def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
     count = _count_records(data)
     records = zipfile.ZipFile(io.BytesIO(data)).infolist()
     if len(records) != count:
@@ -139,13 +144,13 @@ def _records(data: bytes, room: Room) -> dict[str, int]:
     if sum(record.compress_size for record in records) > len(data):
         raise _HostileArchive("its records overlap")
     unpacked = sum(record.file_size for record in records)
-    if unpacked > room.times * len(data) + room.more_bytes:
+    if unpacked > limit.times * len(data) + limit.more_bytes:
         raise _HostileArchive(f"its {format_bytes(len(data))} unpack to {format_bytes(unpacked)}")
     return {record.orig_filename: record.file_size for record in records}
 
 
 def _check_fields(extra: bytes) -> None:
-    """Of each kind of further field there is one at most: readers differ in which of two they heed."""
+    """Refuse a record that has two extra fields of one kind: readers differ in which of them they heed."""
     seen, start = set[int](), 0
     while start < len(extra):
         kind, length = _FIELD.unpack_from(extra, start)
@@ -156,7 +161,7 @@ def _check_fields(extra: bytes) -> None:
 
 
 def _count_records(data: bytes) -> int:
-    """How many the archive's end says there are, if the directory lies where every reader looks for it."""
+    """Return the number of records by the archive's end, if the directory lies where every reader looks for it."""
     end = len(data) - _END.size
     signature, _, _, _, count, size, start, comment = _END.unpack_from(data, end)
     locator = end - _LOCATOR64.size
@@ -177,6 +182,6 @@ def _check_names(names: Iterable[str]) -> None:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not name.isprintable() or "\\" in name or name[1:2] == ":":
             raise _HostileArchive(f"it has a record named {name!r}")
-        if name.lower() in seen:  # PyTorch's reader does not tell case
+        if name.lower() in seen:  # PyTorch's reader ignores case
             raise _HostileArchive(f"it has two records named {name}")
         seen.add(name.lower())

@@ -1,4 +1,4 @@
-"""The modules and tensors in a model file, told from what the file says: no class is imported, nothing is built."""
+"""The modules and tensors in a model file, as the file describes them: no class is imported, nothing is built."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 from memopt_cli.text.documents import printable
 
 Registered = Mapping[str, Mapping[str, TensorKind]]
-"""Class of a script -> attribute -> what it is registered as."""
+"""Class of a script -> attribute -> the kind of tensor that it is registered as."""
 
 _SCRIPT: Final = "__torch__"
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
-"""A module that stayed TorchScript: what is in it is in an archive of its own."""
+"""A module that stayed TorchScript: its contents are in an archive of their own."""
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
-"""Modules and containers within each other."""
+"""Modules and containers nested in each other, at most."""
 _MOST_PLACES, _LONGEST_NAME = 1_000_000, 200
-"""Bounds against files made to exhaust whoever reads them."""
+"""Values that are looked at, and characters of a name, at most."""
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
-"""Called with a container and its type in TorchScript."""
+"""A function that TorchScript's pickles call with a container and its type."""
 _RUNS: Final = "_memopt_runs"
-"""Where a Sequential has its runs, which are no children of it."""
+"""The attribute in which a Sequential keeps its runs, which are no children of it."""
 _SEQUENCES: Final = ("builtins.list", "builtins.set", "builtins.tuple", "collections.deque")
 
 
 @dataclass(slots=True)
 class Contents:
-    """What was found, in the order of the file."""
+    """The modules and tensors of a file, in its order."""
 
     modules: list[StoredModule] = field(default_factory=list)
     tensors: list[StoredTensor] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
-    """For each tensor the position of its module in ``modules``; -1 for one outside of modules."""
+    """For each tensor, the index of its module in ``modules``; -1 for one outside of modules."""
     parents: list[int] = field(default_factory=list)
-    """For each module the position of the one that holds it; -1 for a root."""
+    """For each module, the index of the one that holds it; -1 for a root."""
     memory: list[Any] = field(default_factory=list)
-    """For each tensor what is equal exactly for those that are the same memory."""
+    """For each tensor, a key that only tensors of the same memory share."""
 
     def add_tensor(self, tensor: StoredTensor, *, home: int, memory: Any) -> None:
         self.tensors.append(tensor)
@@ -49,7 +49,7 @@ class Contents:
         self.memory.append(memory)
 
     def tied(self) -> tuple[tuple[str, ...], ...]:
-        """Names of tensors that are one and the same memory."""
+        """Group the names of the tensors that share their memory."""
         groups: dict[Any, list[str]] = {}
         for tensor, memory in zip(self.tensors, self.memory, strict=True):
             if tensor.size_bytes:
@@ -57,7 +57,7 @@ class Contents:
         return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
     def distinct(self) -> Iterator[tuple[StoredTensor, int]]:
-        """Each tensor once, however often it is shared, with the position of its first module."""
+        """Yield each tensor once, however often it is shared, with the index of its first module."""
         seen = set()
         for tensor, home, memory in zip(self.tensors, self.homes, self.memory, strict=True):
             if memory not in seen:
@@ -65,7 +65,7 @@ class Contents:
                 yield tensor, home
 
     def counted_modules(self) -> tuple[StoredModule, ...]:
-        """The modules with the parameters and bytes of all that is in them."""
+        """Return the modules with the parameters and bytes of everything in them."""
         items, sizes = [0] * len(self.modules), [0] * len(self.modules)
         for tensor, home in self.distinct():
             if tensor.kind in ("parameter", "buffer"):
@@ -80,22 +80,22 @@ class Contents:
 
 
 def count_items(tensor: StoredTensor) -> int:
-    """Items of a tensor whose sizes are all known."""
+    """Return the number of items of ``tensor``, leaving out sizes that are not known."""
     return items_in(size for size in tensor.shape if isinstance(size, int))
 
 
 def contents_of(root: Any, *, registered: Registered | None = None, loose: TensorKind = "tensor") -> Contents:
-    """The modules and tensors in what :func:`memopt_cli.loading.pickles.scan.scan_pickle` returned.
+    """List the modules and tensors in ``root``, which :func:`~memopt_cli.loading.pickles.scan.scan_pickle` returned.
 
-    ``registered`` is what the code of a TorchScript archive says of its attributes; tensors outside of modules are
-    listed as ``loose``.  Raises :class:`ValueError` for modules nested deeper than any model's.
+    ``registered`` tells the kinds of attributes in a TorchScript archive, from its code; tensors outside of modules are
+    listed as ``loose``.  Raises :class:`ValueError` for modules nested deeper than in any real model.
     """
     return _Walk(registered or {}, loose).all_of(root)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A value that is still to be looked at, and where it stands."""
+    """A value that is still to be looked at, and its place in the file."""
 
     path: str
     value: Any
@@ -123,7 +123,7 @@ class _Walk:
         return self._found
 
     def _look(self, place: _Place) -> Iterator[_Place]:
-        """Take in the value at a place; yields the places in it."""
+        """Add the value of ``place`` to the contents, and yield the places inside it."""
         tensor = tensor_of(place.value)
         if tensor is not None:
             self._add_tensor(place, tensor)
@@ -134,11 +134,11 @@ class _Walk:
                 yield from self._inside_module(place, attributes)
             elif _class_of(place.value).startswith(f"{_SCRIPT}."):
                 yield from self._inside_script(place, attributes)
-            elif place.home < 0:  # what a module keeps besides is its own business
+            elif place.home < 0:  # containers that a module keeps are not listed
                 yield from _inside_container(place)
 
     def _attributes(self, value: Any) -> dict[str, Any]:
-        """The instance dictionary that an object is given; it is the object's own, no other's."""
+        """Return the ``__dict__`` that the object ``value`` is given; empty if another object was given it before."""
         value = _lifted_in(value)
         if not isinstance(value, Built):
             return {}
@@ -165,10 +165,12 @@ class _Walk:
 
     def _add_module(self, place: _Place) -> int:
         segment = isinstance(place.value, Built) and is_segment(place.value)
+        # TorchScript's ``__torch__.models.___torch_mangle_3.Net`` is ``models.Net`` in the source code.
+        parts = _class_of(place.value).removeprefix(f"{_SCRIPT}.").split(".")
         self._found.modules.append(
             StoredModule(
                 path=place.path,
-                class_name=_plain_name(_class_of(place.value)),
+                class_name=".".join(part for part in parts if not part.startswith("___torch_mangle_")),
                 parameters=0,
                 size_bytes=0,
                 segment=segment,
@@ -213,7 +215,7 @@ def _inside_container(place: _Place) -> Iterator[_Place]:
 
 
 def _made_of(value: Built) -> tuple[Any, ...]:
-    """What the callee of an object is given."""
+    """Return the arguments from which ``value`` is made."""
     return value.arguments.items if isinstance(value.arguments, Tuple) else ()
 
 
@@ -222,7 +224,7 @@ def _is_lifted(value: Built) -> bool:
 
 
 def _lifted_in(value: Any) -> Any:
-    """The lifted module that a segment is made of; any other value is itself."""
+    """Return the lifted module inside ``value`` if that is a segment, else ``value``."""
     if isinstance(value, Built) and value.callee in RESTORE_SEGMENTS:
         made = _made_of(value)
         return made[0] if made and isinstance(made[0], Built) else value
@@ -240,12 +242,6 @@ def _class_of(value: Any) -> str:
     if str(value.callee) in _RECONSTRUCTORS and made and isinstance(made[0], Global):
         return str(made[0])
     return str(value.callee) if isinstance(value.callee, Global) else ""
-
-
-def _plain_name(class_name: str) -> str:
-    """As the source code spells it: ``__torch__.models.___torch_mangle_3.Net`` was ``models.Net``."""
-    parts = class_name.removeprefix(f"{_SCRIPT}.").split(".")
-    return ".".join(part for part in parts if not part.startswith("___torch_mangle_"))
 
 
 def _join(path: str, name: Any) -> str:

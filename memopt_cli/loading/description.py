@@ -1,4 +1,4 @@
-"""What is in a model file of any format, told without running or building any of it."""
+"""The contents of a model file of any format, described without running or building any of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _QUOTED = re.compile(r'"([^"]*)"')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What one format's reader found."""
+    """The findings of one format's reader."""
 
     format: str
     contents: Contents
@@ -48,7 +48,7 @@ class _Found:
 
 
 def describe(file: ModelFile) -> Inspection:
-    """What is in the file.
+    """Describe the contents of ``file``.
 
     Raises :class:`FileFormatError` if it is damaged or of no known format, :class:`UnsafeFileError` for an archive
     that harms whoever unpacks it.  A global that is refused is part of the answer.
@@ -112,7 +112,7 @@ def _pickle(file: ModelFile) -> _Found:
 
 
 def _verdicts(file: ModelFile, pickled: PickledFile) -> Iterator[GlobalVerdict]:
-    """What loading without any trust would say of each name that it would import."""
+    """Judge each name that ``pickled`` would import, as loading without any trust does."""
     for wanted, verdict in sorted(judged(file, pickled).items(), key=lambda pair: str(pair[0])):
         match verdict:
             case None:
@@ -183,7 +183,7 @@ def _exported(file: ModelFile) -> _Found:
 
 
 def _versions(archive: Archive) -> dict[str, str]:
-    """What an archive of PyTorch says of itself."""
+    """Return the versions that ``archive`` carries: kind of version -> text."""
     records = {"archive": "version", "format": ".format_version", "pt2 archive": "archive_version"}
     found = {what: archive.text(record) for what, record in records.items()}
     return {what: text for what, text in found.items() if text}

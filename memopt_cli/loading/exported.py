@@ -1,6 +1,9 @@
-"""``.pt2`` archives (``torch.export.save``): read as the data they are, JSON and bytes; PyTorch's loader is not used.
+"""``.pt2`` archives (``torch.export.save``), read as JSON and bytes without PyTorch's loader.
 
-That loader evaluates expressions, imports modules by name and unpickles whatever is there.
+That loader evaluates expressions, imports modules by name and unpickles everything in the archive.  Here a program
+becomes modules in four steps: :mod:`.exported_graph` reads the graph as a flat list of operators,
+:mod:`.exported_modules` sorts them into the modules that they ran in, this file reads the tensors and writes the root's
+own forward (export flattened its arguments and results, which may be nested), and the modules are put together.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, shortened
 from memopt_cli.inputs.spec_text import DTYPES as INPUT_DTYPES
-from memopt_cli.loading.archive import OF_TENSORS_WITHIN, Archive, record_names
+from memopt_cli.loading.archive import NESTED_TENSORS_LIMIT, Archive, record_names
 from memopt_cli.loading.exported_contents import checked_path, read_program
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
@@ -39,6 +42,7 @@ from memopt_cli.text.documents import read_json
 
 _PROGRAM: Final = "models/model.json"
 _OLD_PROGRAM: Final = "serialized_exported_program.json"
+_EXAMPLES: Final = "data/sample_inputs/model.pt"
 _RECORDS: Final = re.compile(
     r"data/(weights|constants)/(model_\w+_config\.json|(weight|tensor)_\d+)"
     r"|data/(weights|constants|sample_inputs)/model\.pt"
@@ -47,13 +51,13 @@ _RECORDS: Final = re.compile(
     r"|serialized_(exported_program\.json|(state_dict|constants|example_inputs)\.pt)",
     re.ASCII,
 )
-"""Records of a program, of the forms since 2.8 and before: none holds compiled code, or objects to be made."""
+"""Records of a program, in the forms since 2.8 and before: none of them holds compiled code, or objects to be made."""
 _LONGEST_NAME: Final = 80
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
 _MOST_PAIRS: Final = 10**6
-"""Of names that two inputs of the graph have for one tensor, itself with itself too."""
+"""Pairs of names of one tensor, summed over all tensors, at most: each is compared with the others."""
 _FIXED_SIZES: Final = (
     "torch.export fixed every size: with inputs of other sizes the model may fail, or compute something else."
 )
@@ -117,7 +121,7 @@ class _Program:
         (call, *_) = program["graph_module"]["module_call_graph"]
         self._call = call["signature"]
         self._names: dict[str, tuple[str, str]] = {}
-        """Name of an input of the graph -> what it is and its name in the model."""
+        """Name of an input of the graph -> its kind and its name in the model."""
         for spec in self._signature["input_specs"]:
             for kind in ("parameter", "buffer", "tensor_constant"):
                 if kind in spec:
@@ -125,7 +129,7 @@ class _Program:
         self._tensors = self._read_tensors()
 
     def lift(self) -> Loaded:
-        """The model.  Raises :class:`NotAllowed` and :class:`BadProgram`, and anything for what is no program."""
+        """Build the model.  Raises :class:`NotAllowed`, :class:`BadProgram`, and anything for what is no program."""
         reader = GraphReader()
         ops, results = reader.read(self._graph)
         constants = frozenset(name for name, (kind, _) in self._names.items() if kind == "tensor_constant")
@@ -136,16 +140,18 @@ class _Program:
         tree = _read_tree(read_json(self._call["out_spec"])[1])
         root.methods.append(_root_method(Method(builder, (), root), (*ops, *mutations), results, arguments, tree))
         module = self._assemble(builder.scopes)
-        spec, notes = _example_spec(self._examples(), arguments, self._graph["tensor_values"])
-        lost = [f"torch.export lost the backward of {function}." for function in sorted(reader.functions)]
-        modes = mode_notes((scope.program() for scope in builder.scopes.values()), "torch.export")
-        notes = (*lost, *modes, *_container_notes(tree), *notes)
-        return Loaded(module=module, notes=notes, example_spec=spec)
+        examples = self._unpickled(_EXAMPLES) if _EXAMPLES in self._archive.sizes else None
+        spec, example_notes = _example_spec(examples, arguments, self._graph["tensor_values"])
+        notes = [f"torch.export lost the backward of {function}." for function in sorted(reader.functions)]
+        notes += mode_notes((scope.program() for scope in builder.scopes.values()), "torch.export")
+        if tree.kind not in (None, *_CONTAINERS):
+            notes.append(f"The output was a {tree.kind}; it is a {'dict' if tree.keys else 'tuple'} now.")
+        return Loaded(module=module, notes=(*notes, *example_notes), example_spec=spec)
 
     # ------------------------------------------------------------------------------------------ tensors
 
     def _read_tensors(self) -> dict[str, Tensor]:
-        """Parameters, buffers and constants by their names; those that share memory in the file are one."""
+        """Read the parameters, buffers and constants by name; names that share memory in the file share a tensor."""
         read: dict[str, Tensor] = {}
         for folder, config in (("weights", "weights_config"), ("constants", "constants_config")):
             read |= self._pickled(f"data/{folder}/model.pt")
@@ -164,7 +170,7 @@ class _Program:
         return read
 
     def _pickled(self, record: str) -> dict[str, Tensor]:
-        """All of a record of PyTorch 2.8's, which pickles them together."""
+        """Read the tensors of ``record``, in which PyTorch 2.8 pickles all of them."""
         read: dict[str, Tensor] = {}
         shared: dict[Any, Tensor] = {}
         for name, tensor in self._unpickled(record).items() if record in self._archive.sizes else ():
@@ -179,13 +185,13 @@ class _Program:
         return read
 
     def _stored(self, record: str, entry: Any) -> Tensor | bytearray:
-        """A tensor that was pickled; of others the bytes."""
+        """Return the tensor of ``record`` if it was pickled, else its bytes."""
         if not entry.get("use_pickle"):
             return bytearray(self._archive.read(record))
         return _as_tensor(self._unpickled(record), entry["path_name"])
 
     def _unpickled(self, record: str) -> Any:
-        return load_tensors(self._archive.read(record), f"{self._path} ({record})", OF_TENSORS_WITHIN)
+        return load_tensors(self._archive.read(record), f"{self._path} ({record})", NESTED_TENSORS_LIMIT)
 
     def _tensor(self, stored: Tensor | bytearray, entry: Any) -> Tensor:
         meta = entry["tensor_meta"]
@@ -203,7 +209,7 @@ class _Program:
         return tensor
 
     def _places(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Name of an input of the graph -> every path that leads to its tensor, its own first."""
+        """Map each input of the graph to every path that leads to its tensor, its own first."""
         shared: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             shared.setdefault(id(tensor), []).append(name)
@@ -260,7 +266,7 @@ class _Program:
     # ------------------------------------------------------------------------------------------ arguments and results
 
     def _arguments(self) -> list[_Argument]:
-        """The arguments of the model in order."""
+        """Return the arguments of the model in order."""
         positional, named = _read_tree(read_json(self._call["in_spec"])[1]).children
         names = self._call.get("forward_arg_names") or []
         names = [*names, *(f"input_{i}" for i in range(len(names), len(positional.children)))]
@@ -275,23 +281,22 @@ class _Program:
         return arguments
 
     def _mutations(self, results: list[Operand]) -> tuple[list[Op], list[Operand]]:
-        """Operators that write what the graph returns back to where it belongs, and the results besides."""
+        """Return operators that copy outputs of the graph into the tensors that it changes, and the other outputs.
+
+        Export makes a graph functional: what it writes in place, such as running statistics, it returns instead.
+        """
         names = {target: name for name, (_, target) in self._names.items()}
         ops, returned = [], []
         for spec, result in zip(self._signature["output_specs"], results, strict=True):
             ((kind, detail),) = spec.items()
             if kind in ("buffer_mutation", "parameter_mutation", "user_input_mutation"):
                 target = detail.get("user_input_name") or names[detail.get("buffer_name") or detail["parameter_name"]]
-                ops.append(Op(kind="operator", detail="aten::copy_", operands=(target, result, (False,))))
+                ops.append(Op("operator", "aten::copy_", (target, result, (False,))))
             elif kind in ("user_output", "loss_output"):
                 returned.append(result)
             else:
                 raise ValueError(f"an output of kind {kind}")
         return ops, returned
-
-    def _examples(self) -> Any:
-        record = "data/sample_inputs/model.pt"
-        return self._unpickled(record) if record in self._archive.sizes else None
 
 
 def _as_tensor(value: Any, name: str) -> Tensor:
@@ -305,14 +310,14 @@ def _as_tensor(value: Any, name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """How values are nested: a container of trees, or a single value."""
+    """The nesting of values: a container of trees, or a single value."""
 
     kind: str | None
     keys: tuple[Any, ...]
     children: tuple[_Tree, ...]
 
     def leaves(self) -> int:
-        """How many single values there are."""
+        """Count the single values."""
         return 1 if self.kind is None else sum(child.leaves() for child in self.children)
 
 
@@ -330,11 +335,11 @@ class _Argument:
     name: str
     tree: _Tree
     leaves: tuple[Operand, ...]
-    """For each single value in it the name of the graph's input, or the constant that it was."""
+    """For each single value in it, the name of the graph's input, or the constant that it was."""
     keyword: bool
 
     def is_constant(self) -> bool:
-        """Whether export kept only its value."""
+        """Return whether export kept only its value."""
         return all(type(leaf) is tuple for leaf in self.leaves)
 
 
@@ -349,7 +354,7 @@ def _leaf(spec: Any) -> Operand:
 def _root_method(
     method: Method, ops: tuple[Op, ...], results: list[Operand], arguments: list[_Argument], tree: _Tree
 ) -> tuple[Any, ...]:
-    """The model's own forward."""
+    """Return the forward of the whole model, which takes its arguments apart and packs its results."""
     parameters: list[tuple[Any, ...]] = []
     optional = False
     for argument in arguments:
@@ -366,7 +371,7 @@ def _root_method(
 
 
 def _unpack(method: Method, whole: int, tree: _Tree, leaves: Iterator[Operand]) -> None:
-    """Take an argument apart, down to the graph's inputs."""
+    """Take the argument ``whole`` apart, down to the graph's inputs."""
     names = [next(leaves) if child.kind is None else "*part" for child in tree.children]
     values = [method.value(name if type(name) is str else "*constant", "") for name in names]
     if tree.keys:
@@ -380,7 +385,7 @@ def _unpack(method: Method, whole: int, tree: _Tree, leaves: Iterator[Operand]) 
 
 
 def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
-    """The stored operand of a result in its containers; one that is not Python's own becomes a dict or a tuple."""
+    """Put the next results into the containers of ``tree``; those that are not Python's own become dicts or tuples."""
     if tree.kind is None:
         return method.operand(next(results))
     items = [_pack(method, child, results) for child in tree.children]
@@ -395,18 +400,13 @@ def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------------------------------- what to say of it
-
-
-def _container_notes(tree: _Tree) -> Iterator[str]:
-    if tree.kind not in (None, *_CONTAINERS):
-        yield f"The output was a {tree.kind}; it is a {'dict' if tree.keys else 'tuple'} now."
+# ---------------------------------------------------------------------------------------------- example inputs
 
 
 def _example_spec(
     examples: Any, arguments: Sequence[_Argument], shapes: Mapping[str, Any]
 ) -> tuple[InputSpec | None, tuple[str, ...]]:
-    """The inputs that the program was exported with, and notes."""
+    """Describe the inputs that the program was exported with, if that can be done, with notes for the user."""
     inputs = [a for a in arguments if not a.is_constant()]
     if not all(a.tree.kind is None and a.leaves[0] in shapes for a in inputs):
         return None, ("Its example inputs are nested or no tensors: describe the inputs with --input-script.",)
@@ -424,7 +424,7 @@ def _example_spec(
 
 
 def _example(examples: Any, place: str | int) -> Tensor | None:
-    """The example of an argument, by its name or position."""
+    """Return the example of the argument at ``place``, its name or position; ``None`` if there is no plain tensor."""
     try:
         args, kwargs = examples
         value = kwargs[place] if isinstance(place, str) else args[place]
@@ -442,7 +442,7 @@ def _tensor_spec(name: str | None, meta: Any, symbols: Mapping[str, str], exampl
 
 
 def _values(dtype: str, example: Tensor | None) -> str:
-    """Random values like those of the example."""
+    """Name the random values that are most like those of ``example``."""
     floating = getattr(torch, dtype).is_floating_point
     if example is None or not example.numel():
         return "normal" if floating else "0..2"
@@ -457,7 +457,7 @@ def _values(dtype: str, example: Tensor | None) -> str:
 
 
 def _hints(meta: Any) -> list[tuple[str, int]]:
-    """The name of each dimension, or its size, and its size in the example."""
+    """Return for each dimension its symbol, empty if its size is fixed, and its size in the example."""
     found = []
     for size in meta["sizes"]:
         if "as_int" in size:
@@ -470,10 +470,10 @@ def _hints(meta: Any) -> list[tuple[str, int]]:
 
 
 def _symbols(metas: Sequence[Any]) -> dict[str, str]:
-    """Names of dimensions in the program -> the usual ones where their place tells, else their own in capitals.
+    """Map each symbol of the program to memopt's usual one if its position tells which, else to itself in capitals.
 
-    A first dimension that varies is the batch; beside a second one it is so for tokens ``[B, S]``, and for images over
-    time ``[T, B, C, H, W]`` the second is.
+    If only one of the first two dimensions varies, it is the batch, ``B``.  If both do, the input is ``[B, S]`` for
+    integers (tokens), and ``[T, B, C, H, W]`` for floating tensors of five dimensions (images over time).
     """
     symbols: dict[str, str] = {}
     taken = set[str]()

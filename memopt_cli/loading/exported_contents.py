@@ -1,4 +1,4 @@
-"""What is in a ``.pt2`` archive (``torch.export.save``), told from the JSON in it."""
+"""The contents of a ``.pt2`` archive (``torch.export.save``), as the JSON in it describes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memopt_cli.loading.archive import OF_TENSORS_WITHIN, Archive
+from memopt_cli.loading.archive import NESTED_TENSORS_LIMIT, Archive
 from memopt_cli.loading.contents import DEEPEST, Contents, contents_of
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.described import LARGEST, item_bytes, items_in
@@ -15,40 +15,28 @@ from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 from memopt_cli.text.documents import printable, read_json
 
-_DTYPES: Final = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float16",
-    7: "float32",
-    8: "float64",
-    9: "complex32",
-    10: "complex64",
-    11: "complex128",
-    12: "bool",
-    13: "bfloat16",
-    28: "uint16",
-    29: "float8_e4m3fn",
-    30: "float8_e5m2",
-}
-"""The numbers that an exported program has for dtypes."""
+DTYPE_NAMES: Final = dict(
+    enumerate(
+        "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16".split(), 1
+    )
+) | {28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2"}
+"""Number of a dtype in an exported program -> its name (``ScalarType`` in torch/_export/serde/schema.py)."""
 NO_MODULE: Final = "_empty_nn_module_stack_from_metadata_hook"
 """The path that ``torch.export`` gives operators that it added outside of any module."""
 _SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
 _LEAST_VALUES, _MOST_VALUES, _BYTES_PER_VALUE = 2_000_000, 16_000_000, 8
-"""Separators that a program's JSON may have in any file, and at most, those of some 200,000 operators; and for how many
-bytes of the file there is one: PyTorch compresses nothing, and writes 12.  Each takes up to 80 bytes of memory."""
+"""Separators that the JSON of a program may have: in any file, in the largest (some 200,000 operators), and the bytes
+of the file that allow one more.  PyTorch compresses nothing, and writes 12 bytes for each; one takes up to 80 bytes of
+memory once it is read."""
 PROGRAMS: Final = ("models/model.json", "serialized_exported_program.json")
-"""Records of the program: since PyTorch 2.8, and before."""
+"""Records that hold the program: since PyTorch 2.8, and before."""
 PICKLED_WEIGHTS: Final = "data/weights/model.pt"
-"""PyTorch 2.8's record of all weights."""
+"""The record in which PyTorch 2.8 pickles all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An exported program, as far as it describes a model."""
+    """The modules, tensors and inputs that an exported program describes."""
 
     contents: Contents
     versions: dict[str, str]
@@ -56,10 +44,10 @@ class Exported:
 
 
 def read_exported(archive: Archive) -> Exported:
-    """The modules, tensors and inputs of the program.
+    """Read the modules, tensors and inputs of the program in ``archive``.
 
-    Raises what a wrong description runs into: :class:`KeyError`, :class:`TypeError`, :class:`AttributeError`,
-    :class:`IndexError` or :class:`ValueError`.
+    Raises :class:`KeyError`, :class:`TypeError`, :class:`AttributeError`, :class:`IndexError` or :class:`ValueError`
+    for a description that is not what ``torch.export`` writes.
     """
     record = next((name for name in PROGRAMS if name in archive.sizes), None)
     if record is None:
@@ -79,16 +67,16 @@ def read_exported(archive: Archive) -> Exported:
 
 
 def read_program(archive: Archive, record: str) -> Any:
-    """The JSON of the program.  Raises :class:`ValueError` for one that is none, or far too much for such a file."""
+    """Return the JSON in ``record``.  Raises :class:`ValueError` if it is broken, or far too much for such a file."""
     most = min(_LEAST_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MOST_VALUES)
     return read_json(archive.read(record), most_values=most)
 
 
 def _records(archive: Archive) -> dict[str, Any]:
-    """Name of each weight -> where its bytes are, which is the same for tied weights."""
+    """Map the name of each weight to the place of its bytes, which is the same for tied weights."""
     if PICKLED_WEIGHTS in archive.sizes:
         file = ModelFile(path=PICKLED_WEIGHTS, data=archive.read(PICKLED_WEIGHTS))
-        weights = contents_of(read_pickled(file, OF_TENSORS_WITHIN).pickle.root)
+        weights = contents_of(read_pickled(file, NESTED_TENSORS_LIMIT).pickle.root)
         return dict(zip((tensor.name for tensor in weights.tensors), weights.memory, strict=True))
     config = "data/weights/model_weights_config.json"
     entries = read_json(archive.read(config))["config"] if config in archive.sizes else {}
@@ -134,7 +122,7 @@ def _inputs(signature: Any, values: Any) -> Iterator[StoredTensor]:
 
 def _tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
     sizes = [_size(size) for size in meta["sizes"]]
-    dtype = _DTYPES.get(meta["dtype"], f"dtype {meta['dtype']}")
+    dtype = DTYPE_NAMES.get(meta["dtype"], f"dtype {meta['dtype']}")
     return StoredTensor(
         name=printable(name),
         kind=kind,
@@ -146,7 +134,7 @@ def _tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
 
 
 def _size(size: Any) -> tuple[int | str, int]:
-    """How a size is shown, and what it was in the example."""
+    """Return ``size`` as it is shown, and as it was in the example inputs."""
     if "as_int" in size:
         return size["as_int"], size["as_int"]
     expression, hint = size["as_expr"]["expr_str"], size["as_expr"].get("hint") or {}
@@ -154,7 +142,10 @@ def _size(size: Any) -> tuple[int | str, int]:
 
 
 def _classes(nodes: Any) -> dict[str, str]:
-    """Path of each module that was called -> its class: ``key,path,class;key,path,class`` on every operator."""
+    """Map the path of each module that was called to its class.
+
+    Every operator names the modules that it ran in, as ``key,path,class;key,path,class``, outermost first.
+    """
     found: dict[str, str] = {}
     for node in nodes:
         for entry in filter(None, node.get("metadata", {}).get("nn_module_stack", "").split(";")):
@@ -165,7 +156,7 @@ def _classes(nodes: Any) -> dict[str, str]:
 
 
 def checked_path(path: str) -> str:
-    """A path of modules, none deeper than any model's.  Raises :class:`ValueError`."""
+    """Return ``path``.  Raises :class:`ValueError` if it is deeper than in any real model."""
     if path.count(".") >= DEEPEST:
         raise ValueError(f"a module is nested deeper than {DEEPEST}")
     return path
@@ -181,6 +172,6 @@ def _with_parents(paths: Any) -> set[str]:
 
 
 def _natural(path: str) -> list[tuple[bool, int, str]]:
-    """Sorts ``layers.10`` behind ``layers.9``, and parents before children."""
+    """Return a key that sorts ``layers.10`` behind ``layers.9``, and parents before children."""
     parts = path.split(".") if path else []
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

@@ -1,4 +1,4 @@
-"""The graphs of ``torch.export``, read: flat lists of operators, each of which says in which modules it ran."""
+"""The graphs of ``torch.export``, read from JSON: flat lists of operators, each with the modules that it ran in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from memopt_cli.loading.exported_contents import NO_MODULE, checked_path
+from memopt_cli.loading.exported_contents import DTYPE_NAMES, NO_MODULE, checked_path
 from memopt_cli.runtime.lifted.operators import DTYPES, find_operator
 from memopt_cli.runtime.lifted.program import is_attribute, is_pure
 from memopt_cli.runtime.private_torch import schema_of
@@ -17,13 +17,8 @@ Path = tuple[str, ...]
 Operand = Any
 """Name of a value in the graph, or ``(constant,)``."""
 
-DTYPE_CODES: Final = {
-    code: DTYPES.index(name)
-    for code, name in enumerate(
-        "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16".split(), 1
-    )
-}
-"""The numbers that an exported program has for dtypes -> TorchScript's."""
+DTYPE_CODES: Final = {code: DTYPES.index(name) for code, name in DTYPE_NAMES.items() if name in DTYPES}
+"""Number of a dtype in an exported program -> its number in TorchScript."""
 _LAYOUT_CODES: Final = {1: 1, 7: 0}
 _MEMORY_FORMAT_CODES: Final = {1: 0, 2: 2, 3: 3, 4: 1}
 
@@ -44,11 +39,11 @@ _NUMBERS: Final = {
     "torch.ops.aten.sym_stride.int": "aten::stride.int",
     "torch.ops.aten.sym_numel.default": "aten::numel",
 }
-"""Operators on sizes."""
+"""Operators on sizes, by their names in an exported graph -> in TorchScript."""
 _CHECKS: Final = (
     "_assert_scalar _assert_async _assert_tensor_metadata sym_constrain_range sym_constrain_range_for_size"
 ).split()
-"""Operators that check what export assumed; the lifted module does not need them."""
+"""Operators that check the assumptions of export; the lifted module does not need them."""
 _HIGHER: Final = "torch.ops.higher_order."
 _PLACE = re.compile(r'File "([^"]*)", line (\d+), in ')
 _APPLY = re.compile(r"\b(\w+)\.apply\(")
@@ -60,45 +55,47 @@ class NotAllowed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A module's call, of many: which module, and which call of it."""
+    """One of the calls of a module."""
 
     key: str
     path: Path
     class_name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Op:
-    """An operator of the graph, by the names of its values."""
+    """An operator of the graph, whose operands and outputs are names of values."""
 
     kind: str
     detail: Any
     operands: tuple[Operand, ...]
     outputs: tuple[str, ...] = ()
     stack: tuple[Call, ...] = ()
-    """The calls that it ran in, below the root, outermost first."""
+    """Calls of modules that it ran in, outermost first, without the root's."""
     blocks: tuple[tuple[tuple[Op, ...], tuple[Operand, ...]], ...] = ()
     """Operators and results of each inner graph."""
 
 
 class GraphReader:
-    """Reads the JSON of a graph; its lists of values become values of their own."""
+    """A reader of the JSON of a graph, in which lists of values become values of their own."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, str] = {}
-        """Name of a number -> the expression over the dynamic dimensions that it stands for."""
+        """Name of a number -> its expression over the dynamic dimensions."""
         self.shapes: dict[str, tuple[str, ...]] = {}
         """Name of a tensor -> its sizes as expressions."""
         self.functions: set[str] = set()
-        """Where the forward of an autograd function was exported: its backward is lost."""
+        """Autograd functions whose forward was exported, and whose backward is lost, with their source lines."""
         self._fresh = itertools.count()
         self._same: dict[str, Operand] = {}
-        """Name of a result that is one of its operator's operands -> that one."""
+        """Name of a result that is one of its operator's operands -> that operand."""
 
     def read(self, graph: Any, prefix: str = "", bound: Sequence[Operand] = ()) -> tuple[tuple[Op, ...], list[Operand]]:
-        """The operators and the outputs.  ``bound``: what the inputs of an inner graph stand for, whose values are
-        told apart by a prefix.  Raises :class:`NotAllowed`; :class:`KeyError`, :class:`TypeError` and others for what
-        is no graph."""
+        """Return the operators and the outputs of ``graph``.
+
+        The values of an inner graph are told from those around it by a ``prefix``; its inputs stand for ``bound``.
+        Raises :class:`NotAllowed`, and :class:`KeyError`, :class:`TypeError` and others for what is no graph.
+        """
         for item, operand in zip(graph["inputs"] if prefix else (), bound, strict=True):
             self._same[prefix + _argument_name(item)] = operand
         for name, meta in graph["tensor_values"].items():
@@ -125,24 +122,25 @@ class GraphReader:
         arguments = {item["name"]: self._operand(item["arg"], prefix, stack, ops) for item in node["inputs"]}
         outputs, made = self._outputs(node, prefix)
         if target in _NUMBERS:
-            ops.append(_op("operator", _NUMBERS[target], tuple(arguments.values()), outputs, stack))
+            ops.append(Op("operator", _NUMBERS[target], tuple(arguments.values()), outputs, stack))
             return
         key, operator = _find(node)
         schema = schema_of(operator).arguments
         operands = tuple(
             arguments.get(a.name, (_stored(a.default_value),) if a.has_default_value() else (None,)) for a in schema
         )
+        # ``add_`` returns the tensor that it writes: uses of the result become uses of the operand.
         if (same := _written(operator)) is not None and len(outputs) == 1:
             self._same[outputs[0]] = operands[same]
             outputs = ()
         if made:
             whole = f"*{next(self._fresh)}"
-            ops += [_op("operator", key, operands, (whole,), stack), _op("unpack", None, (whole,), outputs, stack)]
+            ops += [Op("operator", key, operands, (whole,), stack), Op("unpack", None, (whole,), outputs, stack)]
         else:
-            ops.append(_op("operator", key, operands, outputs, stack))
+            ops.append(Op("operator", key, operands, outputs, stack))
 
     def _outputs(self, node: Any, prefix: str) -> tuple[tuple[str, ...], bool]:
-        """Names of a node's results, and whether it gives them as one list or tuple."""
+        """Return the names of the results of ``node``, and whether it gives them as one list or tuple."""
         items = node["outputs"]
         if len(items) == 1 and "as_tensors" in items[0]:
             return tuple(prefix + item["name"] for item in items[0]["as_tensors"]), True
@@ -155,10 +153,10 @@ class GraphReader:
         graphs = [item["as_graph"]["graph"] for item in items if "as_graph" in item]
         rest = [self._operand(item, prefix, (), ops) for item in items if "as_graph" not in item]
         if kind == "wrap_with_set_grad_enabled":
-            whole = Op(kind="grad", detail=bool(rest[0][0]), operands=())
+            whole = Op("grad", bool(rest[0][0]), ())
             bound = rest[1:]
         elif kind == "cond":
-            whole = Op(kind="if", detail=None, operands=(rest[0],))
+            whole = Op("if", None, (rest[0],))
             bound = [operand for op in ops[first:] if op.outputs == tuple(rest[1:]) for operand in op.operands]
         else:
             raise NotAllowed(f"the operator {kind} ({_where(node)})")
@@ -180,27 +178,22 @@ class GraphReader:
         if kind in ("as_tensors", "as_optional_tensors", "as_sym_ints", "as_sym_floats", "as_nested_tensors"):
             inner = {"as_tensors": "as_tensor", "as_nested_tensors": "as_tensors"}.get(kind)
             items = [self._operand({inner: v} if inner else _one(v), prefix, stack, ops) for v in value]
-            name = f"*{next(self._fresh)}"
-            ops.append(_op("list", None, tuple(items), (name,), stack))
-            return name
+            ops.append(Op("list", None, tuple(items), (f"*{next(self._fresh)}",), stack))
+            return ops[-1].outputs[0]
         if kind == "as_device":
-            name = f"*{next(self._fresh)}"
-            ops.append(_op("home", _device(value), (), (name,), stack))
-            return name
+            index = "" if value.get("index") is None else f":{value['index']}"
+            ops.append(Op("home", f"{value['type']}{index}", (), (f"*{next(self._fresh)}",), stack))
+            return ops[-1].outputs[0]
         return (_constant(kind, value),)
 
 
-def _op(kind: str, detail: Any, operands: tuple[Operand, ...], outputs: tuple[str, ...], stack: tuple[Call, ...]) -> Op:
-    return Op(kind=kind, detail=detail, operands=operands, outputs=outputs, stack=stack)
-
-
 def _one(item: Any) -> Any:
-    """An item of a list, as if it stood alone."""
+    """Return the list item ``item`` in the form of a single argument."""
     return item if "as_tensor" in item or "as_none" in item else {"as_sym_int": item}
 
 
 def _argument_name(item: Any) -> str:
-    """The name of the value that an argument refers to; empty if it holds the value itself."""
+    """Return the name of the value that the argument ``item`` refers to, empty if it holds the value itself."""
     ((_, value),) = item.items()
     if "as_tensor" in value:
         value = value["as_tensor"]
@@ -227,18 +220,13 @@ def _stored(value: Any) -> Any:
     return tuple(map(_stored, value)) if isinstance(value, list) else value
 
 
-def _device(value: Any) -> str:
-    index = value.get("index")
-    return str(value["type"]) if index is None else f"{value['type']}:{index}"
-
-
 def size_text(size: Any) -> str:
-    """A size as an expression."""
+    """Return ``size`` as an expression."""
     return str(size["as_int"]) if "as_int" in size else str(size["as_expr"]["expr_str"])
 
 
 def _function_in(stack: str) -> str:
-    """The autograd function that a stack leads through: a call of its ``apply``, and right below it its forward."""
+    """Name the autograd function in ``stack``: a call of its ``apply``, followed by a line of its forward."""
     lines = stack.split("\n")
     for place, call, below in zip(lines, lines[1:], lines[2:], strict=False):
         where = _PLACE.search(place) if below.endswith(", in forward") else None
@@ -260,7 +248,7 @@ def _find(node: Any) -> tuple[str, Any]:
 
 
 def _written(operator: Any) -> int | None:
-    """The position of the operand that an operator writes and returns."""
+    """Return the position of the operand that ``operator`` writes and returns; ``None`` if there is none."""
     returned = schema_of(operator).returns
     if len(returned) != 1 or returned[0].alias_info is None or not returned[0].alias_info.is_write:
         return None
@@ -276,7 +264,7 @@ def _where(node: Any) -> str:
 
 
 def _stack(metadata: Any) -> tuple[Call, ...]:
-    """The calls that can be told apart: those of modules that lie in the module before them."""
+    """Return the calls in ``metadata`` as long as each module lies in the one before it."""
     calls: list[Call] = []
     for entry in filter(None, metadata.get("nn_module_stack", "").split(";")):
         key, path, class_name = [*entry.split(",", 2), "", ""][:3]
@@ -290,7 +278,7 @@ def _stack(metadata: Any) -> tuple[Call, ...]:
 
 
 def common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
-    """The calls that all of these begin with."""
+    """Return the calls with which all ``stacks`` begin."""
     common: tuple[Call, ...] | None = None
     for stack in stacks:
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(common or stack, stack, strict=False))
@@ -299,10 +287,10 @@ def common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
 
 
 def settled(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The operators, with those on sizes put where their neighbours ran: export does not say where they did."""
+    """Return ``ops`` with those on sizes put into the modules of their neighbours: export names none for them."""
     movable = [not op.stack and is_pure(op.kind, op.detail) for op in ops]
     following: list[tuple[Call, ...]] = [()]
-    """Where the next operator that stays ran, from the end."""
+    """From the end: the modules of the next operator that stays."""
     for op, moves in zip(reversed(ops), reversed(movable), strict=True):
         following.append(following[-1] if moves else op.stack)
     placed: list[Op] = []

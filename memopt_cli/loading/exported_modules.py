@@ -1,7 +1,14 @@
 """Graphs of ``torch.export`` as programs of :mod:`memopt_cli.runtime.lifted`, one for each module that was traced.
 
-An exported graph is flat; every operator in it says in which modules it ran.  Operators that stand together and ran in
-one child become that child's method, and a call of it in their place.
+An exported graph is flat, and every operator in it names the modules that it ran in.  Neighbours that ran in the same
+child become a method of that child, and a call of it in their place.  For example, the graph
+
+    a = linear(x, fc.weight)   # in fc
+    b = relu(a)                # in the root
+    c = linear(b, fc.weight)   # in fc
+
+gives the root ``a = self.fc(x); b = relu(a); c = self.fc(b)``: both calls of ``fc`` have equal bodies, and share one
+method.  A method takes as arguments what its operators use and cannot find in their own module.
 """
 
 from __future__ import annotations
@@ -18,22 +25,22 @@ from memopt_cli.runtime.lifted.program import VERSION, is_name, without_unused
 
 @dataclass(slots=True)
 class Scope:
-    """A module that was traced: its methods, and the constant tensors that they use."""
+    """A module that was traced, with its methods and the constant tensors that they use."""
 
     class_name: str
     methods: list[tuple[Any, ...]] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
     """Names of the graph's inputs."""
     _names: dict[str, str] = field(default_factory=dict)
-    """What is in a method -> its name."""
+    """Text of a method -> its name."""
 
     def program(self) -> tuple[Any, ...]:
-        """The program of its class."""
+        """Return the program of its class."""
         name = self.class_name.rpartition(".")[2]
         return VERSION, name if is_name(name) else "Lifted", tuple(self.methods), ()
 
     def add(self, parameters: Any, hints: Any, block: Any) -> str:
-        """The name of a method; one that is there already is used again."""
+        """Add a method unless there is an equal one, and return its name."""
         content = repr((parameters, hints, block))
         if content not in self._names:
             self._names[content] = f"forward_{len(self.methods)}" if self.methods else "forward"
@@ -42,7 +49,7 @@ class Scope:
 
 
 class Builder:
-    """Builds the programs of all modules from the operators of the graph."""
+    """A builder of the programs of all modules."""
 
     def __init__(self, reader: GraphReader, tensors: dict[str, tuple[Path, ...]], constants: frozenset[str]) -> None:
         self.scopes: dict[Path, Scope] = {}
@@ -52,23 +59,23 @@ class Builder:
         self._tensors = tensors
 
     def attribute(self, name: str, scope: Path) -> Path | None:
-        """Where a parameter or buffer lies as seen from a module; ``None`` if it is not in there."""
+        """Return the path of the tensor ``name`` inside the module ``scope``; ``None`` if it is not in there."""
         for path in self._tensors.get(name, ()):
             if path[: len(scope)] == scope and len(path) > len(scope):
                 return path[len(scope) :]
         return None
 
     def is_local(self, name: str, scope: Path) -> bool:
-        """Whether a module finds a value by itself."""
+        """Return whether the module ``scope`` finds the value ``name`` by itself."""
         return name in self.constants or self.attribute(name, scope) is not None
 
     def scope(self, path: Path, class_name: str) -> Scope:
-        """The module at a path."""
+        """Return the module at ``path``, made at its first call."""
         return self.scopes.setdefault(path, Scope(class_name))
 
 
 class Method:
-    """Builds one method of a module."""
+    """A builder of one method of a module."""
 
     def __init__(self, builder: Builder, path: Path, scope: Scope) -> None:
         self._builder = builder
@@ -79,17 +86,13 @@ class Method:
         self.nodes: list[tuple[Any, ...]] = []
 
     def value(self, name: str, hint: str, *, light: bool = False) -> int:
-        """A new value for one of the graph."""
+        """Make a value for the graph's value ``name``, and return its number."""
         self._hints.append((hint, not light))
         self._operands[name] = len(self._hints) - 1
         return len(self._hints) - 1
 
-    def hints(self) -> tuple[tuple[str, bool], ...]:
-        """The hints of all values."""
-        return tuple(self._hints)
-
     def operand(self, operand: Operand) -> Any:
-        """The stored form of an operand."""
+        """Return ``operand`` in its stored form, fetched from the module if it is not known yet."""
         if type(operand) is tuple:
             return operand
         if operand not in self._operands:
@@ -108,9 +111,11 @@ class Method:
             raise ValueError(f"the value {name} is used before it is computed")
 
     def sequence(self, ops: Sequence[Op], depth: int, later: set[str]) -> None:
-        """Add the operators; ``later``: values that are used when they have run."""
-        groups = [(call, list(group)) for call, group in itertools.groupby(ops, lambda op: _call_at(op, depth))]
-        last = {name: index for index, (_, group) in enumerate(groups) for name in free(group)}
+        """Add the operators ``ops``, after which the values ``later`` are used."""
+        grouped = itertools.groupby(ops, lambda op: op.stack[depth] if len(op.stack) > depth else None)
+        groups = [(call, list(group)) for call, group in grouped]
+        # Value -> the last group that uses it: a child returns those of its values that a later group uses.
+        last = {name: index for index, (_, group) in enumerate(groups) for name in _used(group)}
         last |= dict.fromkeys(later, len(groups))
         for index, (call, group) in enumerate(groups):
             if call is not None:
@@ -129,23 +134,25 @@ class Method:
         self.nodes.append((op.kind, op.detail, operands, outputs, blocks))
 
     def _block(self, ops: tuple[Op, ...], results: tuple[Operand, ...], depth: int) -> tuple[Any, ...]:
-        for name in sorted(free(ops) | _names(results)):
+        returned = set(_names(results))
+        for name in sorted({*_used(ops), *returned}):
             if name not in self._operands and self._builder.is_local(name, self._path):
                 self.operand(name)
         outer, self.nodes = self.nodes, []
-        self.sequence(ops, depth, _names(results))
+        self.sequence(ops, depth, returned)
         block = (), tuple(self.nodes), tuple(map(self.operand, results))
         self.nodes = outer
         return block
 
     def _child(self, call: Call, ops: list[Op], depth: int, after: set[str]) -> None:
         builder = self._builder
-        wanted = [name for name in _ordered(ops) if not builder.is_local(name, call.path)]
+        wanted = [name for name in _used(ops) if not builder.is_local(name, call.path)]
+        # Export passes each size around as a number.  One that is a size of a tensor among the arguments is read off
+        # that tensor in the child, so that the child can be called with other sizes.
         tensors = {size: (name, i) for name in reversed(wanted) for i, size in enumerate(builder.shapes.get(name, ()))}
         derived = {n: tensors[builder.sizes[n]] for n in wanted if builder.sizes.get(n) in tensors}
         given = [name for name in wanted if name not in derived]
-        defined = {name for op in ops for name in op.outputs}
-        results = [name for op in ops for name in op.outputs if name in after and name in defined]
+        results = [name for op in ops for name in op.outputs if name in after]
         method = Method(builder, call.path, builder.scope(call.path, call.class_name))
         name = method.build(ops, depth + 1, given, derived, results)
         operands = tuple(map(self.operand, given))
@@ -161,7 +168,7 @@ class Method:
     def build(
         self, ops: Sequence[Op], depth: int, given: list[str], derived: dict[str, tuple[str, int]], results: list[str]
     ) -> str:
-        """The method that runs the operators; sizes in ``derived`` are those of a given tensor."""
+        """Build the method that runs ``ops``, and return its name; sizes in ``derived`` are those of a given tensor."""
         names = ["x" if i == 0 else f"x_{i}" for i in range(len(given))]
         parameters = tuple((self.value(value, name), name, ()) for value, name in zip(given, names, strict=True))
         for value, (tensor, axis) in derived.items():
@@ -171,45 +178,32 @@ class Method:
         return self._scope.add(parameters, *self.finish([self.operand(result) for result in results]))
 
     def finish(self, results: list[Any]) -> tuple[Any, Any]:
-        """Hints and block of a method with these results: none, one, or a tuple."""
+        """Return the hints and the block of the method, which returns ``results``: nothing, one value or a tuple."""
         if len(results) > 1:
             whole = self.value("*results", "outputs")
             self.nodes.append(("tuple", None, tuple(results), (whole,), ()))
             results = [whole]
-        return self.hints(), ((), without_unused(self.nodes, results), tuple(results))
+        return tuple(self._hints), ((), without_unused(self.nodes, results), tuple(results))
 
 
-def free(ops: Iterable[Op]) -> set[str]:
-    """Values that the operators use and do not compute."""
-    return set(_ordered(ops))
-
-
-def _ordered(ops: Iterable[Op]) -> list[str]:
-    """The same, in the order of their use."""
+def _used(ops: Iterable[Op]) -> list[str]:
+    """List the values that ``ops`` use and do not compute, in the order of their use."""
     used: dict[str, None] = {}
     defined: set[str] = set()
     for op in ops:
-        for name in itertools.chain(_strings(op.operands), *map(_of_block, op.blocks)):
+        for name in itertools.chain(_names(op.operands), *map(_used_in_block, op.blocks)):
             if name not in defined:
                 used[name] = None
         defined |= set(op.outputs)
     return list(used)
 
 
-def _of_block(block: tuple[tuple[Op, ...], tuple[Operand, ...]]) -> Iterator[str]:
+def _used_in_block(block: tuple[tuple[Op, ...], tuple[Operand, ...]]) -> Iterator[str]:
     ops, results = block
     defined = {name for op in ops for name in op.outputs}
-    yield from _ordered(ops)
-    yield from (name for name in _strings(results) if name not in defined)
+    yield from _used(ops)
+    yield from (name for name in _names(results) if name not in defined)
 
 
-def _strings(operands: Iterable[Operand]) -> list[str]:
+def _names(operands: Iterable[Operand]) -> list[str]:
     return [operand for operand in operands if type(operand) is str]
-
-
-def _names(operands: Iterable[Operand]) -> set[str]:
-    return set(_strings(operands))
-
-
-def _call_at(op: Op, depth: int) -> Call | None:
-    return op.stack[depth] if len(op.stack) > depth else None

@@ -1,4 +1,4 @@
-"""``package.module:callable``: a model built by the user's own code, no pickle at all; and filling one with weights."""
+"""Models that the user's own code builds (``package.module:callable``), and weights that are loaded into them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ _SHOWN = 3
 
 
 def build(location: str) -> nn.Module:
-    """Call what ``package.module:callable`` or ``file.py:function`` names; of a step, its models as one.
+    """Return the model that the callable at ``location`` builds, or the models of its step as one.
 
-    Parameters that it draws from PyTorch's generator are the same every time.  Raises :class:`UsageError` if there is
-    no such callable, :class:`FileFormatError` if the import or the call fails, or the result is neither an
-    ``nn.Module`` nor a :class:`~memopt_cli.training.user_step.Step`.
+    ``location`` is ``package.module:callable`` or ``file.py:function``.  PyTorch's generator is seeded before the call,
+    so the parameters are equal every time.  Raises :class:`UsageError` if there is no such callable, and
+    :class:`FileFormatError` if the import or the call fails, or if the result is neither an ``nn.Module`` nor a
+    :class:`~memopt_cli.training.user_step.Step`.
     """
     if is_function(location):
         make_importable(Path(location).resolve().parent, first=False)
@@ -64,7 +65,7 @@ def _imported(location: str) -> Callable[[], Any]:
 
 
 def step_made(factory: Callable[[], Any], location: str) -> Step:
-    """What a function that makes a step returns.  Raises as :func:`build`."""
+    """Return the step that ``factory`` makes.  Raises as :func:`build` does."""
     made = _made(factory, location)
     if not isinstance(made, Step):
         raise FileFormatError(f"{location}() returned an instance of {type(made).__name__}, not a memopt_cli.Step")
@@ -93,13 +94,13 @@ def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
 
 
 def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
-    """Load a state dict into the model, strictly; what the user should know of where it was found.
+    """Load the state dict in ``file`` into ``model``, strictly, and return notes on where it was found.
 
-    It may lie in a checkpoint, as one of its entries, and under the prefixes that wrappers put before names.
-    Raises :class:`FileFormatError` if there is none that fits.
+    The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).
+    Raises :class:`FileFormatError` if none fits.
     """
     notes: list[str] = []
-    with unseen():  # a model without data is filled, too, and the file has some
+    with unseen():  # a model without data takes weights, too, and those in the file have data
         if is_safetensors(file.data):
             weights: Mapping[str, Tensor] = read_safetensors(file.data, file.path)
         else:
@@ -117,7 +118,7 @@ def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
 
 
 def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mapping[str, Tensor]:
-    """The only one that the file holds, or the first whose names are the model's; nothing else of it is made."""
+    """Return the only state dict in ``file``, or the first that has the names of ``model``; nothing else is made."""
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, UserCode(()))
     whole = pickled.pickle.root
@@ -147,7 +148,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
 
 
 def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
-    """The weights by the model's names, where a wrapper has put something before each of them."""
+    """Return ``weights`` by the model's own names, if a wrapper put a prefix before each of them."""
     prefix = _prefix(own.keys(), list(weights))
     if prefix is None or weights.keys() == own.keys():
         return weights
@@ -158,7 +159,7 @@ def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], no
 
 
 def _prefix(own: Collection[str], names: Sequence[str]) -> str | None:
-    """What stands before each of a model's names (``module.``), perhaps nothing; ``None`` if they are other names."""
+    """Return the prefix that makes ``names`` from ``own``, such as ``module.`` or none; ``None`` if they are others."""
     plain = {_plain(name) for name in names}
     if not own or len(plain) != len(own):
         return None
@@ -172,12 +173,12 @@ def _prefix(own: Collection[str], names: Sequence[str]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    """Without what ``torch.compile`` puts into names."""
+    """Return ``name`` without the parts that ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")
 
 
 def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
-    """What a strict load misses, the first few names of each kind; empty if names, shapes and kinds agree."""
+    """Say why ``weights`` do not fit, with the first few names of each kind; empty if names, shapes and kinds agree."""
     missing = [str(name) for name in own if name not in weights]
     unexpected = [str(name) for name in weights if name not in own]
     other = [
@@ -187,17 +188,16 @@ def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     ]
     unlike = [name for name in own if name in weights and _kind(weights[name]) != _kind(own[name])]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": other, "of another kind": unlike}
-    parts = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in kinds.items() if names]
-    return ", ".join(parts)
+    return ", ".join(
+        f"{len(names)} {kind} ({', '.join([*names[:_SHOWN], *['…'][: len(names) - _SHOWN]])})"
+        for kind, names in kinds.items()
+        if names
+    )
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Whether it is sparse, quantized, or without data."""
+    """Return a key that tells sparse, quantized and data-free tensors apart."""
     return tensor.layout, tensor.is_quantized, tensor.is_meta
-
-
-def _first_few(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
 def _shape(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""What tracing and exporting make of ``train()`` and ``eval()``: nothing, for most operators keep the mode they saw."""
+"""Programs that ignore ``train()`` and ``eval()``, because tracing or export fixed the mode of their operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memopt_cli.runtime.private_torch import schema_of
 
 
 def mode_notes(programs: Iterable[tuple[Any, ...]], who: str) -> tuple[str, ...]:
-    """One note if operators of the programs were told once and for all whether they train; ``who`` told them."""
+    """Return a note if operators of ``programs`` have a fixed training mode, which ``who`` gave them."""
     modes = {mode for program in programs for method in (*program[2], *program[3]) for mode in _modes(method[3])}
     if not modes:
         return ()

@@ -1,4 +1,4 @@
-"""What a language model does for generating text, and a training step pays for."""
+"""Caches that language models keep for generating text, and for which a training step pays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def cache_notes(model: nn.Module) -> tuple[str, ...]:
-    """One note if the model fills a cache of keys and values in training: what a segment computes, that holds on to."""
+    """Return a note if ``model`` fills a cache of keys and values in training: it keeps tensors of segments alive."""
     if not any(map(_fills_cache, model.modules())):
         return ()
     return (
@@ -21,24 +21,22 @@ def cache_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _fills_cache(module: nn.Module) -> bool:
-    """Whether its forward makes a cache where none is given, as those of Hugging Face's decoders do, whatever their
-    output is for, and its configuration says so.
+    """Return whether the forward of ``module`` makes a cache if it is given none, and its configuration asks for one.
 
-    The configuration is read as it lies there: no property of the file's is asked.
+    Forwards of Hugging Face's decoders do so, also where nothing is generated.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if not isinstance(code, CodeType) or not _makes_cache(code) or not _configured(module, "use_cache"):
+    if not isinstance(code, CodeType) or not {"use_cache", "past_key_values"} <= set(code.co_varnames):
         return False
-    # What encodes in one configuration and decodes in another makes one in the second alone.
+    if not any(name == "use_cache" or name.endswith("Cache") for name in code.co_names):
+        return False
+    # A class that can be an encoder or a decoder, such as BERT's, makes a cache only as a decoder.
     is_either = "is_decoder" in code.co_names
-    return not is_either or vars(module).get("is_decoder") is True or _configured(module, "is_decoder")
-
-
-def _makes_cache(code: CodeType) -> bool:
-    makes = any(name == "use_cache" or name.endswith("Cache") for name in code.co_names)
-    return makes and {"use_cache", "past_key_values"} <= set(code.co_varnames)
+    decodes = not is_either or vars(module).get("is_decoder") is True or _configured(module, "is_decoder")
+    return decodes and _configured(module, "use_cache")
 
 
 def _configured(module: nn.Module, name: str) -> bool:
+    # By ``vars``: a property is code, and the class may come from the user's file.
     config: Any = getattr(vars(module).get("config"), "__dict__", {})
     return config.get(name) is True

@@ -1,4 +1,4 @@
-"""The inputs of one training step: where their description comes from, and the tensors made from it."""
+"""The inputs of one training step: finding their description, and making tensors from it."""
 
 from __future__ import annotations
 
@@ -42,23 +42,11 @@ from memopt_cli.text.documents import printable, quoted_path, read_bytes, read_y
 from memopt_cli.training.step import dtype_in
 from memopt_cli.training.user_step import StepModels
 
-__all__ = [
-    "batch_of",
-    "find_spec",
-    "guessed_spec",
-    "make_inputs",
-    "parse_dims",
-    "parse_tensor",
-    "read_spec_file",
-]
-
 _LONG_NAMES = {"batch": "B", "batch_size": "B", "seq": "S", "seq_len": "S", "steps": "T", "time": "T"}
 """Names that an input script may use for the usual symbols."""
 
 _MOST_READ = 1 << 22
-"""Values of an input that a dry run can read."""
-
-_EXAMPLE_LINE = "Describe them: memopt optimize {model} -i 4x3x224x224"
+"""Values of the largest input that has data in a dry run."""
 
 
 # ---------------------------------------------------------------------------------------------- finding a spec
@@ -67,11 +55,15 @@ _EXAMPLE_LINE = "Describe them: memopt optimize {model} -i 4x3x224x224"
 def find_spec(
     source: ModelSource, module: nn.Module, given: InputSpec | None, carried: InputSpec | None = None
 ) -> InputSpec:
-    """The spec that was given; else that of ``model.inputs.yaml`` beside ``model.pt``; else the one that the model file
-    carries; else, of ``model.memopt.pt`` and ``model.traced.ts``, that of the model they are of; else a guess from its
-    layers.
+    """Return the description of the inputs, from the first of these that there is.
 
-    A given spec of dimensions alone sets them in the one that is found.
+    1. ``given``, if it describes inputs and not only dimensions;
+    2. ``model.inputs.yaml`` beside ``model.pt``;
+    3. ``carried``, the example inputs in the model file;
+    4. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
+    5. a guess from the layers of ``module``.
+
+    Dimensions in ``given`` replace those of the description that was found.
     Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
     """
     if given is not None and (given.tensors or given.data_file or given.script):
@@ -85,7 +77,7 @@ def find_spec(
         if found is None:
             raise UsageError(
                 f"nothing is known of the inputs of {source.location}",
-                hint=_EXAMPLE_LINE.format(model=quoted_path(source.location)),
+                hint=f"Describe them: memopt optimize {quoted_path(source.location)} -i 4x3x224x224",
             )
         spec = found
         if given is not None:
@@ -95,7 +87,7 @@ def find_spec(
     if spec.script is not None:
         _script_call(spec.script, spec.dims)
     require_sizes(spec.tensors, spec.dims)
-    check_spec(spec)  # a model file carries inputs, and its layers tell of some
+    check_spec(spec)  # one that a model file carries was not checked when it was parsed
     return spec if spec.data_file is None else replace(spec, data_sha256=_sha256(_data_of(spec.data_file)))
 
 
@@ -141,7 +133,7 @@ def _check_keys(data: Any, known: tuple[str, ...], where: str) -> None:
 
 
 def _without_unused(spec: InputSpec) -> InputSpec:
-    """Without the optional sizes that no shape has, or that the script does not take."""
+    """Return ``spec`` without the optional dimensions that no shape has, or that its script does not take."""
     if not spec.optional_dims:
         return spec
     taken = {size for tensor in spec.tensors for size in tensor.shape}
@@ -159,10 +151,7 @@ def _beside(source: ModelSource, stem: str) -> InputSpec | None:
 
 
 def guessed_spec(module: nn.Module) -> InputSpec | None:
-    """Guess the inputs of ``module`` from its configuration, else from the first layer whose shape tells of its input.
-
-    ``None`` if nothing does.
-    """
+    """Guess the inputs of ``module`` from its configuration, else from the first layer that fixes one; or ``None``."""
     configured = guess_by_configuration(module)
     if configured is not None:
         return configured
@@ -176,7 +165,7 @@ def guessed_spec(module: nn.Module) -> InputSpec | None:
 def _guess_tensor(layer: nn.Module) -> TensorSpec | None:
     try:
         guess = _guess_by_settings(layer)
-    except (AttributeError, TypeError, LookupError, UsageError):  # a class of one's own, or a file, has others
+    except (AttributeError, TypeError, LookupError, UsageError):  # a subclass, or a file, may have other attributes
         return None
     return guess if guess is not None and all(type(size) is int and size > 0 for size in guess.shape) else None
 
@@ -202,10 +191,10 @@ def _guess_by_settings(layer: nn.Module) -> TensorSpec | None:
 def make_inputs(
     spec: InputSpec, *, seed: int, device: str, dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of one step, on ``device``.
+    """Make the positional and keyword arguments of one step on ``device``.
 
     Random values come from generators of their own, so the same spec and seed give the same inputs; a script may draw
-    from PyTorch's, which is seeded for it and put back.  With ``dtype``, floating tensors are cast to it.
+    from PyTorch's, which is seeded for it and restored.  With ``dtype``, floating tensors are cast to it.
     Raises :class:`UsageError` for a data file or script that cannot be used.
     """
     if spec.data_file is not None:
@@ -214,7 +203,7 @@ def make_inputs(
         made = _run_script(spec.script, spec.dims, seed)
     else:
         tensors = []
-        for place, t in enumerate(spec.tensors):  # each of its own: in a dry run, only some are drawn
+        for place, t in enumerate(spec.tensors):  # a generator for each: a dry run draws only some of them
             generator = torch.Generator().manual_seed(seed + place)
             with with_data() if _may_be_read(t, spec.dims) else contextlib.nullcontext():
                 tensors.append((t.name, _make_tensor(t, spec.dims, generator)))
@@ -237,7 +226,7 @@ def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
 
 
 def _may_be_read(spec: TensorSpec, dims: Mapping[str, int]) -> bool:
-    """Whether a model may read an input, tokens, a mask or lengths, so that it has data in a dry run too."""
+    """Return whether a model may read the values of an input: tokens, masks and lengths need data in dry runs, too."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return not (dtype.is_floating_point or dtype.is_complex) and math.prod(_sizes(spec, dims)) <= _MOST_READ
 
@@ -264,7 +253,7 @@ def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _read_data(path: str, known: str | None) -> Any:
-    """What a file holds, whose hash is the ``known`` one if there is one."""
+    """Read the arguments in the file at ``path``, whose hash must be ``known`` unless that is ``None``."""
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,
@@ -337,7 +326,7 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
 
 
 def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
-    """The script's function with the sizes that it takes.
+    """Return the function of ``script`` with the sizes that it takes.
 
     Raises :class:`UsageError` if there is no such function, it takes a size that is not given, or one that is given is
     none of its arguments.
@@ -365,7 +354,7 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
 
 
 def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
-    """Every name by which a size may be given to a script with these arguments."""
+    """Return every name by which a size may be given to a script with these ``arguments``."""
     return {alias for name in arguments for alias in (name, name.upper(), _LONG_NAMES.get(name, name))}
 
 
@@ -373,7 +362,7 @@ def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
 
 
 def batch_of(spec: InputSpec) -> int:
-    """The batch size: the symbol ``B``, else dimension 0 of the first tensor.
+    """Return the batch size of ``spec``: the symbol ``B``, else dimension 0 of the first tensor.
 
     Raises :class:`UsageError` if there is neither.
     """

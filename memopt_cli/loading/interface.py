@@ -1,4 +1,4 @@
-"""What every saved format implements, and the values that its implementations share."""
+"""The interface of saved formats, and the values that its implementations share."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from memopt_cli.text.documents import quoted_path
 from memopt_cli.text.units import counted
 from memopt_cli.training.wrappers import Wrapper
 
+# Hints on damaged files, and on files that want more than is allowed.
 TRUNCATED: Final = "It may be truncated: download it or save it again."
 UNCHECKED: Final = "If you saved it yourself, --trust-pickle loads it without any check."
 UNCHECKED_SCRIPT: Final = "If you trust where it came from, add --trust-pickle."
-"""Hints on damaged files, and on those that want more than is allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """A file's bytes, read once: what is checked is what is loaded."""
+    """A file's bytes, read once, so that the bytes that are checked are the bytes that are loaded."""
 
     path: str
     data: bytes
     key: str | None = None
-    """Which of its entries is wanted, as keys joined by dots; ``None``: what it holds, or its only model."""
+    """The entry of the file that is wanted, as keys joined by dots; ``None`` for the whole, or its only model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model as a file gives it."""
+    """A model as it was read from a file."""
 
     module: nn.Module
     notes: tuple[str, ...] = ()
-    """What the user should know of it."""
+    """Sentences that the user should read."""
     wrappers: tuple[Wrapper, ...] = ()
-    """Those around the model in the file that are not a part of ``module``, the outermost first."""
+    """Wrappers around the model in the file that are not a part of ``module``, outermost first."""
     example_spec: InputSpec | None = None
-    """The inputs that the file carries."""
+    """The inputs that the file carries; ``None`` if it carries none."""
 
 
 class Format(Protocol):
     """One kind of model file."""
 
     name: str
-    """As in :attr:`memopt_cli.records.LoadedModel.format`."""
+    """The name for :attr:`memopt_cli.records.LoadedModel.format`."""
 
     def recognizes(self, file: ModelFile) -> bool:
-        """Whether the bytes look like this format; reads, never runs."""
+        """Return whether ``file`` looks like this format, without running anything of it."""
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
-        """The model, on the CPU.
+        """Load the model in ``file`` onto the CPU.
 
         Raises :class:`UnsafeFileError` before anything runs that is not allowed, and :class:`FileFormatError` if the
         bytes are damaged or hold no model.
@@ -60,7 +60,7 @@ class Format(Protocol):
 
 
 def no_model(path: str, tensors: int) -> FileFormatError:
-    """The error for a file of weights alone; ``tensors``: how many there are."""
+    """Return the error for a file that holds nothing but ``tensors`` weights."""
     return FileFormatError(
         f"{path} holds {counted(tensors, 'tensor')} but no model",
         hint=f"Name the code that builds the model: package.module:callable --weights {quoted_path(path)}",
@@ -68,6 +68,6 @@ def no_model(path: str, tensors: int) -> FileFormatError:
 
 
 def require_same(path: str, found: str, known: str | None) -> None:
-    """Raise :class:`ChangedFileError` if a file's hash is not the one that is ``known``, if any is."""
+    """Raise :class:`ChangedFileError` if the hash ``found`` is not the ``known`` one, unless that is ``None``."""
     if known not in (None, found):
         raise ChangedFileError(f"{path} changed while memopt ran", hint="Run it again when nothing writes to the file.")

@@ -1,6 +1,11 @@
-"""A pickle of ``torch.cuda.memory._snapshot()``: plain containers, read as such.
+"""Pickles of ``torch.cuda.memory._snapshot()``, read as plain containers.
 
-Its format is that of PyTorch's documentation ("Understanding CUDA Memory Usage", Snapshot API Reference).
+The format is described in PyTorch's documentation ("Understanding CUDA Memory Usage", Snapshot API Reference).
+
+A pickle without a single call can still exhaust its reader: a tuple may hold the same tuple twice, thirty levels deep
+(a walk, or a hash, visits it a billion times), and a dict's keys may all have one hash (time grows with their square).
+Therefore keys must be texts, and every part of the snapshot is visited no more often than there are opcodes.  C's
+unpickler cannot be stopped at a key, and has a memo as long as the largest number in the file, so Python's is used.
 """
 
 from __future__ import annotations
@@ -11,7 +16,8 @@ import pickletools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from pickle import _Unpickler
+from typing import Any, Final, Self
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading import read_file
@@ -24,32 +30,84 @@ _PLAIN: Final = frozenset(
     "APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT DICT SETITEM SETITEMS GET BINGET LONG_BINGET PUT BINPUT "
     "LONG_BINPUT MEMOIZE".split()
 )
-"""Opcodes that make plain containers, numbers and texts of them, and call nothing."""
+"""Opcodes that make plain containers, numbers and texts, and call nothing."""
 _MOST_HOLDERS: Final = 200
 _MOST_BYTES: Final = 1 << 30
 _MOST_OPCODES, _LEAST_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
-"""Of a pickle, at most, whatever its size, and for how many bytes there is one more: each makes some 70 bytes of memory
-and takes microseconds, 100,000 events of a history have some 3 million, and what ``pickle`` writes takes 3 to 5 bytes
-for each."""
+"""Opcodes of the largest pickle, of any pickle, and the bytes that allow one more.
+
+Each opcode takes some 70 bytes of memory and some microseconds; a history of 100,000 events has some 3 million; and
+``pickle`` writes 3 to 5 bytes for each."""
 _LARGEST_STACK: Final = 100_000
-"""Values that are made and not put anywhere yet: ``pickle`` puts a thousand at a time."""
+"""Values on the unpickler's stack, at most: ``pickle`` moves them into containers a thousand at a time."""
 _LONGEST_NAME: Final = 4096
 _HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
 
 
-class _NothingBuilt(pickle.Unpickler):
-    """Finds no class: the opcodes were looked at, and this is a second lock on the same door."""
+_SETTING: Final = (pickle.SETITEM[0], pickle.SETITEMS[0], pickle.DICT[0])
+"""Opcodes that set keys."""
+_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_PLAIN_CODES: Final = frozenset(code for code, name in _NAMES.items() if name in _PLAIN)
+
+
+class _PlainUnpickler(_Unpickler):
+    """Python's own unpickler, the one that is written in Python, with a check before every opcode."""
+
+    def __init__(self, data: bytes, path: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self.opcodes = 0
+        self._path = path
+        self._size = len(data)
+        self.stack: list[Any] = []
+        self.metastack: list[list[Any]] = []
+
+    @property
+    def dispatch(self) -> Self:  # type: ignore[override]
+        """The table in which ``load`` looks up each opcode: this object itself, which checks it first."""
+        return self
+
+    def __getitem__(self, code: int) -> Any:
+        """Return the function that takes the next opcode.
+
+        Raises :class:`UnsafeFileError` for an opcode that is not plain, for keys that are not texts, for a stack that
+        is made to be huge and for more opcodes than the size explains, and :class:`FileFormatError` for too many.
+        """
+        self.opcodes += 1
+        if self._refusal(code):
+            raise UnsafeFileError(f"{self._path} is no snapshot: {self._refusal(code)}", hint=_HINT)
+        if self.opcodes > _MOST_OPCODES:
+            raise FileFormatError(
+                f"{self._path} holds more than {_MOST_OPCODES} values",
+                hint="Record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000).",
+            )
+        return _Unpickler.dispatch[code]
+
+    def _refusal(self, code: int) -> str:
+        if code not in _PLAIN_CODES:
+            return f"a pickle of plain containers does without {_NAMES[code]}"
+        if code in _SETTING:  # the stack has the values above the last mark, keys and values in turn
+            keys = self.stack[-2:-1] if code == pickle.SETITEM[0] else self.stack[::2]
+            if not all(type(key) is str for key in keys):
+                return "a key in it is no text"
+        if len(self.stack) + len(self.metastack) > _LARGEST_STACK:
+            return "it makes far more values than it puts anywhere"
+        if self.opcodes > _LEAST_OPCODES + self._size // _BYTES_PER_OPCODE:
+            return f"it holds far more values than its {self._size} bytes would"
+        return ""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Find no class: a second lock on the door, for no plain opcode asks for one."""
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 def read_snapshot(path: str) -> SnapshotFacts:
-    """Who held what on the device that ran out, then, else at last on all, by the innermost line of each stack that is
-    no library's.
+    """Return the bytes that each source line held, when memory last ran out, in the snapshot at ``path``.
+
+    A block counts for the innermost line of its stack that is not a library's.  If memory never ran out, the blocks at
+    the end of the snapshot count, on all devices.
 
     Raises :class:`UnsafeFileError` for a pickle that wants more than plain containers, :class:`FileFormatError` for
-    what is no snapshot, or too large a one.
+    a file that is no snapshot, or too large.
     """
     data, opcodes = _plain(read_file(path, most_bytes=_MOST_BYTES).data, path)
     try:
@@ -59,120 +117,33 @@ def read_snapshot(path: str) -> SnapshotFacts:
 
 
 def _plain(data: bytes, path: str) -> tuple[Any, int]:
-    """What a pickle holds, and how many opcodes it has."""
+    """Return the value that the pickle ``data`` holds, and the number of its opcodes."""
+    unpickler = _PlainUnpickler(data, path)
     try:
         with uncollected():
-            opcodes = _check(data, path)
-            return _NothingBuilt(io.BytesIO(data)).load(), opcodes
+            return unpickler.load(), unpickler.opcodes
     except (UnsafeFileError, FileFormatError):
         raise
     except Exception as err:  # a damaged file can make the unpickler raise anything
         raise FileFormatError(f"{path} is not a pickle, or a damaged one", hint="Write the snapshot again.") from err
 
 
-def _check(data: bytes, path: str) -> int:
-    """How many opcodes there are.
-
-    Raises :class:`UnsafeFileError` for one that is not plain, for a memo or a stack that is made to be huge, for keys
-    that are no texts and for more than the file's size explains, and :class:`FileFormatError` for too many.
-    """
-    opcodes, stack, most = 0, _Texts(), _LEAST_OPCODES + len(data) // _BYTES_PER_OPCODE
-    for opcodes, (opcode, argument, _) in enumerate(pickletools.genops(data), start=1):
-        refused = f"a pickle of plain containers does without {opcode.name}" if opcode.name not in _PLAIN else ""
-        refused = refused or stack.take(opcode, argument)
-        if opcodes > most:
-            refused = f"it holds far more values than its {len(data)} bytes would"
-        if refused:
-            raise UnsafeFileError(f"{path} is no snapshot: {refused}", hint=_HINT)
-        if opcodes > _MOST_OPCODES:
-            raise FileFormatError(
-                f"{path} holds more than {_MOST_OPCODES} values",
-                hint="Record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000).",
-            )
-    return opcodes
-
-
-def _made(opcode: pickletools.OpcodeInfo) -> list[bool]:
-    """Of what an opcode puts on the stack, whether each is a text."""
-    return ["UNICODE" in opcode.name or "STRING" in opcode.name for _ in opcode.stack_after]
-
-
-_FIXED: Final = {
-    opcode.name: (len(opcode.stack_before), _made(opcode))
-    for opcode in pickletools.opcodes
-    if opcode.name in _PLAIN - {"MARK", "MEMOIZE", "DUP", "POP", "SETITEM"}
-    and "PUT" not in opcode.name
-    and "GET" not in opcode.name
-    and pickletools.markobject not in opcode.stack_before
-}
-"""Most opcodes: how many values they take, and whether what they make of them are texts."""
-_STACKED: Final = "it makes far more values than it puts anywhere"
-
-
-class _Texts:
-    """Which values on the unpickler's stack are texts: a dict can be made to look at other keys forever.
-
-    Hashing a tuple walks all that is in it, as often as it is met; numbers can be found that have one hash.
-    """
-
-    def __init__(self) -> None:
-        self._values: list[bool] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, bool] = {}
-
-    def take(self, opcode: pickletools.OpcodeInfo, argument: Any) -> str:
-        """Follow an opcode; what must not be about it, or empty.  Raises :class:`IndexError`, :class:`KeyError`."""
-        name, values = opcode.name, self._values
-        if name in _FIXED:
-            taken, made = _FIXED[name]
-            if taken:
-                del values[-taken:]
-            values += made
-            return _STACKED if len(values) > _LARGEST_STACK else ""
-        if name == "MARK":
-            self._marks.append(len(values))
-        elif "PUT" in name or name == "MEMOIZE":
-            index = len(self._memo) if argument is None else int(argument)
-            if index > len(self._memo):
-                return "it numbers its objects out of turn"
-            self._memo[index] = values[-1]
-        elif "GET" in name:
-            values.append(self._memo[int(argument)])
-        elif name == "DUP":
-            values.append(values[-1])
-        elif name == "POP" and self._marks[-1:] == [len(values)]:
-            self._marks.pop()
-        else:
-            keys = self._taken(opcode)
-            values += _made(opcode)
-            return "" if all(keys) else "a key in it is no text"
-        return _STACKED if len(values) + len(self._marks) > _LARGEST_STACK else ""
-
-    def _taken(self, opcode: pickletools.OpcodeInfo) -> list[bool]:
-        """Take away what the opcode does; of what it takes for keys, whether each is a text."""
-        values, before = self._values, opcode.stack_before
-        is_marked = pickletools.markobject in before
-        above = self._marks.pop() if is_marked else len(values) - (opcode.name == "SETITEM") * 2
-        keys = values[above::2] if opcode.name in ("SETITEM", "SETITEMS", "DICT") else []
-        taken = len(values) - above + before.index(pickletools.markobject) if is_marked else len(before)
-        if taken:
-            del values[-taken:]
-        return keys
-
-
 @dataclass(slots=True)
 class _Reading:
-    """Of one snapshot, which may refer to any part of it any number of times, and still take no longer to read."""
+    """A reading of one snapshot, which may refer to its parts many times, and must not take longer to read for it."""
 
     left: int
-    """Parts that may yet be looked at: in what is written once each has an opcode of its own."""
+    """Parts that may still be visited: in a real snapshot, each has an opcode of its own."""
     known: dict[int, str] = field(default_factory=dict)
-    """By the identity of a stack, which blocks do share, its line."""
+    """Identity of a stack, which blocks may share -> its line."""
 
     def facts(self, data: Mapping[str, Any]) -> SnapshotFacts:
-        """Raises :class:`TypeError`, :class:`ValueError`, :class:`KeyError`, :class:`AttributeError`."""
+        """Sum up the snapshot ``data``.
+
+        Raises :class:`TypeError`, :class:`ValueError`, :class:`KeyError`, :class:`AttributeError` for another value.
+        """
         failure = self._failure(data)
-        blocks: dict[object, Mapping[str, Any]] = {}  # by address and device; of versions that tell none, by number
+        blocks: dict[object, Mapping[str, Any]] = {}  # by device and address; by number if there is no address
         reserved_bytes = 0
         for segment in self._each(data["segments"]):
             if failure.device is None or segment.get("device", failure.device) == failure.device:
@@ -194,7 +165,7 @@ class _Reading:
         )
 
     def _failure(self, data: Mapping[str, Any]) -> _Failure:
-        """Memory that ran out, the last time."""
+        """Find the last time that memory ran out."""
         found = _Failure()
         for device, trace in enumerate(self._each(data.get("device_traces", ()))):
             events = [*self._each(trace)]
@@ -212,7 +183,7 @@ class _Reading:
         return found
 
     def _rewound(self, failure: _Failure, blocks: dict[object, Mapping[str, Any]]) -> int:
-        """Undo what the allocator did after memory ran out; the bytes that were reserved then and are not now."""
+        """Undo in ``blocks`` what happened after ``failure``, and return how many more bytes were reserved then."""
         made = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
         reserved = 0
         for event in reversed(failure.after):
@@ -236,7 +207,7 @@ class _Reading:
             yield part
 
     def _line_of(self, block: Mapping[str, Any]) -> str:
-        """Of the stack of whoever made it; empty where none was recorded."""
+        """Return the source line that allocated ``block``; empty if no stack was recorded."""
         past = self._each(block.get("history", ()))
         frames = block.get("frames") or next((made["frames"] for made in past if made.get("frames")), ())
         if id(frames) not in self.known:
@@ -257,20 +228,22 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """Memory that ran out; of a snapshot that tells of none, nothing."""
+    """A moment at which memory ran out."""
 
     device: int | None = None
+    """Index of the device; ``None`` if memory never ran out."""
     moment: int = 0
-    """In microseconds."""
+    """Time in microseconds."""
     asked_bytes: int = 0
     free_bytes: int = 0
     before: Sequence[Mapping[str, Any]] = ()
-    """What the allocator of the device did, as far as it is told."""
+    """Events of the device's allocator until then, as far as they were recorded."""
     after: Sequence[Mapping[str, Any]] = ()
+    """Events of the device's allocator since then."""
 
 
 def _text(value: Any) -> str:
-    """Containers are not made text of: one may stand for any number of others."""
+    """Return the text ``value``; a container is refused, since turning it into text could take forever."""
     if not isinstance(value, str):
         raise TypeError("text is something else")
     return value

@@ -1,4 +1,4 @@
-"""``torch.save(model, path)`` or ``pickle.dump``: a pickled ``nn.Module``, of any protocol and form.
+"""Modules that ``torch.save(model, path)`` or ``pickle.dump`` pickled, in any protocol.
 
 PyTorch's unpickler is not used: see :mod:`memopt_cli.loading.pickles`.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
-from memopt_cli.loading.archive import OF_A_FILE, Room
+from memopt_cli.loading.archive import FILE_LIMIT, SizeLimit
 from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
 from memopt_cli.loading.pickles.build import build
@@ -49,7 +49,7 @@ from memopt_cli.runtime.script_code import UnsafeScript
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint are for all."""
 _LONGEST_FLAGS: Final = 4000
-"""Characters."""
+"""Characters of flags that a hint names; a file that wants more needs another remedy."""
 
 
 class ModulePickle:
@@ -77,16 +77,16 @@ class ModulePickle:
 _SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
 
 
-def load_tensors(data: bytes, path: str, room: Room = OF_A_FILE) -> Any:
-    """What ``torch.save`` wrote, if it holds only tensors and plain containers.  On the CPU.
+def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
+    """Return the tensors and plain containers that ``torch.save`` wrote into ``data``, on the CPU.
 
-    ``room``: what an archive may unpack to.
+    ``limit``: the bytes that an archive may unpack to.
 
     Raises :class:`UnsafeFileError` if it wants anything else, :class:`FileFormatError` if it is damaged.
     """
     try:
         file = ModelFile(path=path, data=data)
-        pickled = read_pickled(file, room)
+        pickled = read_pickled(file, limit)
         refuse_attacks(file, pickled.scan, UserCode(()))
         return made_of(file, pickled, pickled.pickle.root)
     except (UnsafeFileError, FileFormatError) as err:
@@ -95,15 +95,15 @@ def load_tensors(data: bytes, path: str, room: Room = OF_A_FILE) -> Any:
 
 
 def made_of(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
-    """The tensors and plain containers that can be reached from ``root``; raises as :func:`load_tensors` does."""
+    """Make the tensors and plain containers that ``root`` reaches.  Raises as :func:`load_tensors` does."""
     nobody = Vouched(Trust(), UserCode(()))
     return _make(file, pickled, root, kinds_of_data(storages_of(pickled)), nobody)
 
 
 def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
-    """Each name that loading the file would import, or must not, and what is said of it where nobody vouches.
+    """Map each name that loading ``file`` would import to its refusal, or ``None`` if it is allowed without any trust.
 
-    Of a file that holds one model these are the names that it needs.
+    If the file holds one model, only the names that the model needs are listed.
     """
     nobody = Vouched(Trust(), UserCode(()))
     try:
@@ -116,10 +116,9 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
     refused: dict[Global, Denied | Missing] = dict(_unknown(of_none))
     refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
-    if not any(isinstance(verdict, Denied) for verdict in refused.values()):  # else nothing is imported, either
+    if not any(isinstance(verdict, Denied) for verdict in refused.values()):  # loading would import nothing then
         audit = Audit(root, known, nobody.vouches)
-        refused |= {use.name: denied for use, denied in audit.denied.items()}
-        refused |= {use.name: missing for use, missing in audit.missing.items()}
+        refused |= dict(audit.refused)
         if not refused:
             _refuse_exhausting(file, audit)
             refused |= {name: Denied(reason) for name, reason in audit.objections()}
@@ -130,7 +129,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
 
 
 def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
-    """By Python's own unpickler; of a container its only module, or the entry that is asked for."""
+    """Load ``file`` by Python's own unpickler: the only module in it, or the entry that is asked for."""
     UserCode(trust.code_paths).run_scripts()
     try:
         loaded = _unpickled(file)
@@ -145,7 +144,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     if file.key is not None:
         where, loaded = place_of(loaded, file.key, file.path, entries=_live_entries)
     if not isinstance(loaded, nn.Module):
-        found = dict(found_in(loaded, _is_live_module, entries=_live_entries))
+        found = dict(found_in(loaded, lambda value: isinstance(value, nn.Module), entries=_live_entries))
         if len(found) > 1:
             raise several_models(found, file.path)
         within, loaded = next(iter(found.items()), ((), loaded))
@@ -161,11 +160,7 @@ def _unpickled(file: ModelFile) -> Any:
     except (pickle.UnpicklingError, RuntimeError):
         if file.data.startswith(b"PK"):
             raise
-        return pickle.loads(file.data)  # of ``pickle.dump``
-
-
-def _is_live_module(value: Any) -> bool:
-    return isinstance(value, nn.Module)
+        return pickle.loads(file.data)  # a file of ``pickle.dump``
 
 
 def _live_entries(value: Any) -> list[tuple[str, Any]]:
@@ -174,16 +169,16 @@ def _live_entries(value: Any) -> list[tuple[str, Any]]:
     return [(str(number), item) for number, item in enumerate(value)] if isinstance(value, list | tuple) else []
 
 
-# ---------------------------------------------------------------------------------------------- with one
+# ---------------------------------------------------------------------------------------------- with a check
 
 
 def storages_of(pickled: PickledFile) -> Stored:
-    """Return the kind of object that the storages of ``pickled`` are."""
+    """Return the kind of object for the storages of ``pickled``."""
     return Stored(pickled.storages, functools.partial(nested_storage, scan=pickled.scan))
 
 
 def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Any:
-    """Judge what can be reached, by its names, by what they stand for and as a whole; then make it."""
+    """Audit everything that ``root`` reaches, then make it."""
     with uncollected():
         audit = audited(file, pickled, root, kinds, vouched)
     try:
@@ -197,8 +192,10 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
 
 
 def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
-    """Look at all objects that can be reached from ``root``, of which none is made.
+    """Check all objects that ``root`` reaches, of which none is made yet.
 
+    Names are checked first, then the classes that they import, then the objects as a whole: a file that no trust could
+    allow is refused before anything is imported.
     Raises :class:`UnsafeFileError` for one that must not be made, and :class:`FileFormatError` for one that cannot be.
     """
     _refuse_many(file, pickled.scan.wanted)
@@ -206,18 +203,16 @@ def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Ki
     _refuse_libraries(file, known)
     verdicts = _unknown(of_none)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
-        _refuse(file, verdicts)  # nothing needs to be imported for it
+        _refuse(file, verdicts)  # before anything is imported
     audit = Audit(root, known, vouched.vouches)
-    verdicts += [(use.name, denied) for use, denied in audit.denied.items()]
-    verdicts += [(use.name, missing) for use, missing in audit.missing.items()]
-    _refuse(file, verdicts)
+    _refuse(file, [*verdicts, *audit.refused])
     _refuse_exhausting(file, audit)
     _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
     return audit
 
 
 def _unknown(of_none: Iterable[Use]) -> list[tuple[Global, Denied | Missing]]:
-    """Names that are of no kind, each with what is said of it: once, however often it is used."""
+    """Refuse each name of ``of_none``, once for each way in which it is used."""
     uses = {(use.name, use.how): use for use in of_none}
     return [(name, unknown(use)) for (name, _), use in uses.items()]
 
@@ -228,7 +223,7 @@ def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:
 
 
 def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
-    """Each is looked for among what is installed, and in this folder."""
+    """Refuse a file with far too many names: each is looked for in what is installed, and in this folder."""
     if len(wanted) > _MOST_NAMES:
         raise FileFormatError(
             f"{file.path} cannot be read: it uses {len(wanted)} names, and no model more than {_MOST_NAMES}",
@@ -237,7 +232,7 @@ def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
 
 
 def _refuse_libraries(file: ModelFile, known: Iterable[tuple[Use, Kind]]) -> None:
-    """Importing one module of a library may take a second."""
+    """Refuse a file that imports far too many modules of libraries: each may take a second."""
     wanted = {use.name.module for use, kind in known if isinstance(kind, Libraries)} - sys.modules.keys()
     if len(wanted) > _MOST_IMPORTS:
         raise FileFormatError(
@@ -253,7 +248,10 @@ _DAMAGED: Final = "Save the model again with torch.save(model, path); --trust-pi
 
 
 def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
-    """Also where nothing can be reached from them: whoever reads the file in another way would run them."""
+    """Raise :class:`Unvouched` for names that run code, even if the model does not use them.
+
+    Another reader of the file, such as ``torch.load``, would run them.
+    """
     found = sorted((name for name in scan.wanted if is_attack(name) and not code.defines(name.module)), key=str)
     if found and (saver := stores_code(scan.wanted)):
         raise Unvouched(
@@ -276,7 +274,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
 
 
 def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]) -> None:
-    """Raise if there is any; what is missing is told where nothing else is wrong."""
+    """Raise the error for ``verdicts`` if there are any; one for a missing library only if nothing is denied."""
     found = sorted(verdicts, key=lambda verdict: str(verdict[0]))
     denied = {name: verdict for name, verdict in found if isinstance(verdict, Denied)}
     if denied:
@@ -302,6 +300,6 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied]) -> Unvouched:
 
 
 def listed(denied: Mapping[Global, Denied]) -> str:
-    """Say of the first few names in ``denied`` why each was, and how many more there are."""
+    """Say why the first few names in ``denied`` were denied, and how many more there are."""
     texts = [f"{name} {verdict.reason}" for name, verdict in denied.items()]
     return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

@@ -1,7 +1,9 @@
-"""A folder of ``save_pretrained``: ``config.json`` and weights, built by transformers; an adapter of PEFT's on it.
+"""Folders of ``save_pretrained`` (``config.json`` and weights), built by transformers, with adapters of PEFT on them.
 
-What is in the folder are settings and tensors.  memopt reads them itself; the class is one of transformers', named by
-the settings, and nothing is looked up on a hub or run that lies in the folder.
+Such a folder holds settings and tensors, which memopt reads itself.  The class is one of transformers', named by the
+settings; nothing is looked up on a hub, and no code in the folder runs.  Libraries trust settings, and some make them
+dangerous: a name of code to import, a number of layers that fills the memory, a regular expression that takes forever.
+These are refused before a library sees them.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ _CODE: Final = {
     "layer_replication": "copies layers, as often as it says",
     "quantization_config": "is of a quantized model, whose kernels memopt does not know",
 }
-"""Settings by which a library imports something else, or cannot be trained as it is."""
-_WAYS: Final = {
+"""Settings that make a library import something else, or a model that cannot be trained -> why they are refused."""
+_IMPLEMENTATIONS: Final = {
     "attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", None),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm", None),
 }
-"""Ways of attention, and of experts, that are transformers' own: another name is a kernel on a hub."""
+"""Implementations of attention and of experts that are transformers' own: any other name is a kernel on a hub."""
 _SHOWN: Final = 3
 
 _IN_CODE: Final = "Build it in code of your own: package.module:callable."
@@ -63,10 +65,10 @@ _SAVE: Final = "Save it again with model.save_pretrained(folder)."
 
 
 def load_pretrained(location: str) -> tuple[Loaded, str]:
-    """The model, in training mode on the CPU, and a hash of the files that make it.
+    """Load the model in the folder ``location``, in training mode on the CPU, with a hash of the files that make it.
 
-    Raises :class:`UsageError` for a folder that holds none, :class:`UnsafeFileError` for settings that name code, and
-    :class:`FileFormatError` for damaged ones, and where the library is missing or refuses.
+    Raises :class:`UsageError` for a folder without a model, :class:`UnsafeFileError` for settings that name code, and
+    :class:`FileFormatError` if the folder is damaged, or if the library is missing or refuses it.
     """
     folder = Path(location)
     if not is_pretrained(location):
@@ -74,7 +76,7 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
             f"{location} is a folder without {MODEL_SETTINGS}, not a model", hint="Give a file, or such a folder."
         )
     digest = hashlib.sha256()
-    tempfile.gettempdir()  # it tries by writing, and is asked for on import
+    tempfile.gettempdir()  # finds the folder by writing to it, which the watch would refuse when a library asks for it
     with _offline(), watched(location, _IN_CODE):
         is_adapter = (folder / ADAPTER_SETTINGS).is_file()
         model, notes = _with_adapter(folder, digest) if is_adapter else (_model(folder, digest), ())
@@ -112,7 +114,8 @@ def _model(folder: Path, digest: Any) -> nn.Module:
         )
     transformers = _library("transformers", folder)
     kind: Any = getattr(transformers, name, None)
-    if not _is_class(kind, transformers.PreTrainedModel):
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model:
         raise FileFormatError(
             f"{folder} is of the class {name}, which transformers {transformers.__version__} does not have",
             hint="Install the version that saved it: transformers_version in its config.json.",
@@ -134,7 +137,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
 
 
 def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Libraries make lists as long as numbers in the settings say, before they make any module."""
+    """Refuse numbers in ``settings`` far beyond the weights: libraries make lists as long, before they make modules."""
     largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
     most = max(_MOST_COUNTED, len(weights), largest)
     for key, value in _named(settings):
@@ -163,7 +166,7 @@ _MOST_COUNTED: Final = 10_000
 
 @contextmanager
 def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Around a library that builds a model by settings, which may be wrong, and ask for far more than the weights."""
+    """Bound what ``library`` takes while it builds a model by its settings, and report its errors."""
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     try:
         with limited(nbytes), bounded(len(weights), nbytes):
@@ -174,13 +177,13 @@ def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iter
         raise FileFormatError(
             f"{folder} cannot be built by {library}: {first_line(err)}", hint="Install the library that it needs."
         ) from err
-    except Exception as err:  # the library's code
+    except Exception as err:  # the library's code may raise anything
         raise FileFormatError(f"{folder} cannot be built by {library}: {first_line(err)}", hint=_SAVE) from err
 
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """Around a library that prints names of the file's as they are, commands to a terminal or a CI system too."""
+    """Silence a library that prints names in the file unescaped: they may be commands to a terminal or a CI system."""
     before, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -192,10 +195,6 @@ def _quiet(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _is_class(found: Any, base: type) -> bool:
-    return isinstance(found, type) and issubclass(found, base)
-
-
 def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
     for kind, what in (("missing_keys", "lacks weights of"), ("mismatched_keys", "has weights of another shape than")):
         found = sorted((key if isinstance(key, str) else str(key[0]))[:_LONGEST_NAME] for key in info.get(kind) or ())
@@ -205,7 +204,7 @@ def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
 
 
 def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]]:
-    """An adapter on its base, which may be in any folder of this machine: a note says in which."""
+    """Load an adapter on its base, which may be in any folder of this machine: a note says in which."""
     settings = _settings(folder / ADAPTER_SETTINGS, digest)
     named = settings.get("base_model_name_or_path")
     found = base_of(str(folder), named)
@@ -230,9 +229,9 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
 
 
 def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
-    """What ``PeftModel.from_pretrained`` makes, of what was looked at: it would read the folder anew."""
+    """Make the model as ``PeftModel.from_pretrained`` does, from checked settings: that would read the folder again."""
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
-    known = {key: value for key, value in settings.items() if key != "runtime_config"}  # nor does PEFT take it
+    known = {key: value for key, value in settings.items() if key != "runtime_config"}  # PEFT leaves it out, too
     config = kind.from_peft_type(**kind.check_kwargs(**known))
     config.inference_mode = False
     wrapper = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
@@ -242,7 +241,7 @@ def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dic
 
 
 def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
-    """Only kinds whose settings are known, for PEFT reads other models and files by some settings of the others."""
+    """Refuse kinds of adapters whose settings memopt does not know: by some, PEFT reads other models and files."""
     kind = settings.get("peft_type")
     if kind not in _ADAPTERS:
         raise UnsafeFileError(
@@ -269,9 +268,10 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _refuse_slow_names(folder: Path, settings: dict[str, Any], places: int) -> None:
-    """Names in lists PEFT compares with every name of the base, of which there are ``places``, and with each other.
+    """Refuse lists of names that PEFT would compare forever with the ``places`` names of the base, and each other.
 
-    Those that it takes for regular expressions it compiles anew each time, if there are more than Python remembers.
+    PEFT takes some of them for regular expressions, and compiles each again for every name of the base if there are
+    more than Python's cache holds.
     """
     listed = {key: list(_texts(settings.get(key))) for key in _PATTERNS}
     names = sum(map(len, listed.values()))
@@ -292,7 +292,7 @@ def _refuse_slow_names(folder: Path, settings: dict[str, Any], places: int) -> N
 
 
 def _refuse_ranks(folder: Path, settings: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """PEFT makes a tensor, as large as ranks say, before it is part of a module; some starts take rounds."""
+    """Refuse ranks and rounds far beyond the weights: PEFT makes tensors as large as ranks before a module has them."""
     largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
     rounds = _ROUNDS.search(str(settings.get("init_lora_weights")))
     numbers = {key: _numbers(value) for key, value in settings.items() if key not in _FREE_NUMBERS}
@@ -304,7 +304,7 @@ def _refuse_ranks(folder: Path, settings: dict[str, Any], weights: Mapping[str, 
 
 
 def _numbers(value: Any) -> list[float]:
-    """Those in a setting, in lists and mappings too."""
+    """List the numbers in the setting ``value``, in its lists and mappings, too."""
     within = ((*inner.values(),) if isinstance(inner, dict) else inner for inner in _containers(value))
     return [item for items in ([value], *within) for item in items if isinstance(item, int | float)]
 
@@ -315,7 +315,7 @@ _FREE_NUMBERS: Final = frozenset(
 """Settings of adapters whose numbers make nothing large: factors, seeds, and steps of a training."""
 _ROUNDS: Final = re.compile(r"_niter_(\d{1,18})")
 _ROUND: Final = 40
-"""What one of the rounds by which PiSSA starts counts for: nobody wants more than 250."""
+"""The number that one round of PiSSA's initialization counts for, so that 250 rounds are allowed."""
 _ADAPTERS: Final = (
     *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "HRA", "FOURIERFT", "LN_TUNING", "VBLORA"),
     "RANDLORA",
@@ -328,24 +328,30 @@ _PATTERNS: Final = frozenset(
     """target_modules exclude_modules feedforward_modules modules_to_save layers_pattern target_parameters rank_pattern
     alpha_pattern n_frequency_pattern""".split()
 )
-"""Settings that PEFT takes for names of modules, and names for regular expressions."""
+"""Settings with names of modules, which PEFT takes for regular expressions if they are texts and not lists."""
 _EXPRESSIONS: Final = _PATTERNS - {"target_modules", "exclude_modules", "feedforward_modules", "target_parameters"}
-"""Those whose listed names are regular expressions, too."""
+"""Settings whose listed names are regular expressions, too."""
 _MOST_STEPS: Final = 4 * 10**6
+"""Steps to match all expressions of an adapter with one name, at most."""
 _PARSING: Final = 50
-"""Steps that it takes to read an expression here."""
+"""Steps to parse an expression here."""
 _MOST_STEPS_OF_LISTS: Final = 10**10
-"""Of some 10 ns."""
+"""Steps of some 10 ns for all lists of an adapter, at most."""
 _COMPARING, _SUFFIX, _COMPILING, _COMPILING_CHARACTER = 10, 10, 10_000, 250
-"""Steps that it takes to compare two names, to keep a character of a suffix, and to compile an expression."""
+"""Steps to compare two names, to keep a character of a suffix, to compile an expression, and a character of it."""
 _REMEMBERED: Final = 400
-"""Regular expressions that Python compiles once: 512, of which some are others."""
+"""Expressions in Python's cache: it holds 512, some of which are others."""
 _LONGEST_NAME: Final = 80
-"""Characters of a module's name, to estimate by."""
+"""Characters of the name of a module, for estimates."""
 
 
 def _most_steps(pattern: str) -> float:
-    """How many ways there are to match a name by a regular expression, at most; infinite if that is not known."""
+    """Return the most ways in which ``pattern`` can match a name; infinite if that is not known.
+
+    A gap takes any number of characters, as ``.*`` does.  Two gaps in ``.*layer.*`` share out the 80 characters of a
+    name in ``comb(82, 2)`` = 3,321 ways.  A repetition of anything but single characters, as in ``(a+)+``, has too many
+    to count.
+    """
     if len(pattern) > _LONGEST_PATTERN:
         return math.inf
     try:
@@ -356,7 +362,7 @@ def _most_steps(pattern: str) -> float:
 
 
 def _freedom(parts: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
-    """Of parts in turn: how many of them take any number of characters, and how many ways the others can go."""
+    """Return the number of gaps in the sequence ``parts``, and the number of ways to match the rest."""
     gaps, ways = 0, 1.0
     for kind, value in parts:
         more, times = _freedom_of(str(kind), value)
@@ -384,7 +390,10 @@ def _freedom_of(kind: str, value: Any) -> tuple[int, float]:
 
 
 def _choice(alternatives: Iterable[Any]) -> tuple[int, float]:
-    """Of alternatives; of those that begin with different characters one at most can be gone on with."""
+    """Return the most gaps in one of ``alternatives``, and the number of ways to match any of them.
+
+    Alternatives that begin with different characters exclude each other: one of them at most matches.
+    """
     gaps, ways = 0, Counter[Any]()
     for alternative in alternatives:
         more, times = _freedom(alternative)
@@ -416,7 +425,7 @@ def _settings(path: Path, digest: Any) -> dict[str, Any]:
 
 
 def _decoded(settings: Any) -> Any:
-    """With the numbers that transformers writes as ``{"__float__": "Infinity"}``."""
+    """Return ``settings`` with the numbers that transformers writes as ``{"__float__": "Infinity"}``."""
     if isinstance(settings, list):
         return [_decoded(value) for value in settings]
     if not isinstance(settings, dict):
@@ -429,11 +438,8 @@ def _decoded(settings: Any) -> Any:
 def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
     for key, value in _named(settings):
         if key in _CODE and value:
-            raise UnsafeFileError(
-                f"{path.parent} was not loaded: its {key} {_CODE[key]}",
-                hint=_IN_CODE,
-            )
-        if any(way in key and value not in own for way, own in _WAYS.items()):
+            raise UnsafeFileError(f"{path.parent} was not loaded: its {key} {_CODE[key]}", hint=_IN_CODE)
+        if any(setting in key and value not in own for setting, own in _IMPLEMENTATIONS.items()):
             raise UnsafeFileError(
                 f"{path.parent} was not loaded: its {key[:_LONGEST_NAME]} names a kernel of a hub, {shortened(value)}",
                 hint=f"Remove {key[:_LONGEST_NAME]} from {path.name}.",
@@ -441,14 +447,14 @@ def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
 
 
 def _named(settings: Any) -> Iterator[tuple[str, Any]]:
-    """Every setting, those within others too."""
+    """Yield every setting, also those inside others."""
     for value in _containers(settings):
         if isinstance(value, dict):
             yield from ((str(key), item) for key, item in value.items())
 
 
 def _texts(settings: Any) -> Iterator[str]:
-    """Every text, names of settings too."""
+    """Yield every text in ``settings``, also the names of nested settings."""
     for value in _containers(settings):
         yield from (text for text in value if isinstance(text, str))
         if isinstance(value, dict):
@@ -490,7 +496,7 @@ def _read(path: Path, digest: Any) -> bytes:
 
 
 def _shards(index: Path) -> list[str]:
-    """Names of the files among which the weights are split; all of them in the folder."""
+    """Return the names of the files that ``index`` splits the weights into, all of them beside it."""
     try:
         names = dict.fromkeys(read_json(read_bytes(index, MOST_BYTES))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:

@@ -1,8 +1,8 @@
-"""The file of an optimized model, as a subprocess returns it that has loaded the original and may be taken over.
+"""Checks of the optimized model's file, which comes from a subprocess that may have been taken over by the original.
 
-Another process looks at it, and at the original, and makes no object of either.  What is returned is judged as an
-original is, and has no other classes of libraries, or of the user's, than the original.  Whoever reads it later need
-not be memopt: ``torch.load`` makes whatever a file says, also what no part of the model refers to.
+Another process checks the file and the original, and makes no object of either.  The file is audited as an original is,
+and may use no classes of libraries, or of the user's, beyond the original's.  It may hold nothing besides the model,
+for its later reader need not be memopt: ``torch.load`` makes everything that a file says, needed or not.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from memopt_cli.loading.user_code import UserCode
 from memopt_cli.records import ModelSource, Trust
 
 _START: Final = b"PK\x03\x04"
-_OF_SCRIPTS: Final = "constants.pkl"
-"""A record by which ``torch.load`` takes an archive for TorchScript, and runs it."""
+_SCRIPT_RECORD: Final = "constants.pkl"
+"""A record that makes ``torch.load`` take an archive for TorchScript, and run it."""
 _HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: --no-sandbox."
 
 
@@ -61,7 +61,7 @@ def check_returned(path: str, source: ModelSource) -> int:
 
 
 def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str, bool]]:
-    """Find what :func:`_classes` finds in the original; of a program nothing, since its modules become memopt's own."""
+    """Return the :func:`_classes` of the original; none for a program, whose modules become memopt's own."""
     file, _ = read_same(source.location, None, source.sha256)
     return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else set()
 
@@ -69,9 +69,9 @@ def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str
 def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
     """Raise :class:`MemoptError` for a ``file`` that holds anything else than an optimized model.
 
-    ``known``: what :func:`_classes` finds in the original; ``None`` for a folder, which names none.
+    ``known``: the :func:`_classes` of the original; ``None`` for a folder, which names none.
     """
-    if not file.data.startswith(_START) or _OF_SCRIPTS in record_names(file.data):
+    if not file.data.startswith(_START) or _SCRIPT_RECORD in record_names(file.data):
         raise UnsafeFileError("it is no archive of torch.save")
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, vouched.code)
@@ -97,7 +97,7 @@ def _makes_more(pickled: PickledFile) -> bool:
 
 
 def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool]]:
-    """Find the names of libraries' classes, and of what the user vouches for, and whether each is called.
+    """Yield the names of libraries' classes, and of those that the user vouches for, and whether each is called.
 
     Each has the name by which it would be saved now: ``timm.models.layers.DropPath`` of an older file is
     ``timm.layers.drop.DropPath``.

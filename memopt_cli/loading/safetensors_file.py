@@ -1,4 +1,4 @@
-"""``*.safetensors``: tensors by name, without any code; the header is checked before a byte of data is used.
+"""Files of safetensors: tensors by name, without any code; the header is checked before a byte of data is used.
 
 The format: 8 bytes, the length of the header; the header, JSON of ``name: {dtype, shape, data_offsets}``; the data.
 """
@@ -47,6 +47,7 @@ class Entry:
     start: int
     """Position of its first byte in the file."""
     end: int
+    """Position behind its last byte."""
 
 
 class SafeTensors:
@@ -62,18 +63,22 @@ class SafeTensors:
 
 
 def is_safetensors(data: bytes) -> bool:
-    """Whether the bytes start as this format does."""
+    """Return whether ``data`` starts as this format does."""
     return data[_LENGTH : _LENGTH + 1] == b"{" and int.from_bytes(data[:_LENGTH], "little") <= _LONGEST_HEADER
 
 
 def read_safetensors(data: bytes, path: str) -> dict[str, Tensor]:
-    """The tensors, on the CPU.  Raises :class:`FileFormatError`."""
-    entries, _ = read_header(data, path)
-    return {name: _tensor(data, entry) for name, entry in entries.items()}
+    """Read the tensors in ``data`` onto the CPU.  Raises :class:`FileFormatError`."""
+    tensors = {}
+    for name, entry in read_header(data, path)[0].items():
+        part = bytearray(data[entry.start : entry.end])
+        flat = torch.frombuffer(part, dtype=entry.dtype) if part else torch.empty(0, dtype=entry.dtype)
+        tensors[name] = flat.reshape(entry.shape)
+    return tensors
 
 
 def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors by name, in the order of their bytes, and the file's own remarks (``__metadata__``).
+    """Return the entries of the header by name, in the order of their bytes, and its ``__metadata__``.
 
     Raises :class:`FileFormatError` unless the header is complete and each byte of data belongs to exactly one tensor.
     """
@@ -92,12 +97,9 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
         if start != len(data):
             raise ValueError(f"it holds {len(data)} bytes, its tensors end at {start}")
         return entries, {str(key): str(value) for key, value in remarks.items()}
-    except Exception as err:  # the header is whatever the file says; deeply nested, too
+    except Exception as err:  # the header is whatever the file says, and may be deeply nested
         reason = str(err) if type(err) is ValueError else "its header is broken"
-        raise FileFormatError(
-            f"{path} is not a complete safetensors file: {reason}",
-            hint=TRUNCATED,
-        ) from err
+        raise FileFormatError(f"{path} is not a complete safetensors file: {reason}", hint=TRUNCATED) from err
 
 
 def _entry(item: Any, start: int) -> Entry:
@@ -107,9 +109,3 @@ def _entry(item: Any, start: int) -> Entry:
     if end - begin != items_in(shape) * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes are not a tensor of {len(shape)} sizes and {item['dtype']}")
     return Entry(dtype=dtype, shape=tuple(shape), start=start + begin, end=start + end)
-
-
-def _tensor(data: bytes, entry: Entry) -> Tensor:
-    if entry.start == entry.end:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    return torch.frombuffer(bytearray(data[entry.start : entry.end]), dtype=entry.dtype).reshape(entry.shape)

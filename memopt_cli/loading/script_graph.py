@@ -10,27 +10,22 @@ import torch
 from torch import Tensor
 
 from memopt_cli.loading.script_nodes import LiftedGraph, Path, Unliftable
-from memopt_cli.runtime.lifted.program import (
-    VERSION,
-    is_method,
-    is_name,
-    nodes_of,
-)
+from memopt_cli.runtime.lifted.program import VERSION, is_method, is_name, nodes_of
 from memopt_cli.runtime.private_torch import method_names, method_of, program_of
 
 
 @dataclass(slots=True)
 class ScriptClass:
-    """A TorchScript class with what could be lifted of it."""
+    """A TorchScript class, as far as it could be lifted."""
 
     program: tuple[Any, ...]
     constants: tuple[Tensor, ...]
     failures: dict[str, str]
-    """Method that could not be lifted -> why."""
+    """Method that could not be lifted -> the reason."""
 
 
 def lift_class(script: torch.jit.ScriptModule, unit: Any, mutable: frozenset[str]) -> ScriptClass:
-    """Lift the methods of a script's class; ``mutable`` are the attributes that any method of the archive sets."""
+    """Lift the methods of the class of ``script``; ``mutable`` are the attributes that any method in the file sets."""
     constants: list[Tensor] = []
     functions = _Functions(unit, mutable)
     methods, failures = [], {}
@@ -48,12 +43,12 @@ def lift_class(script: torch.jit.ScriptModule, unit: Any, mutable: frozenset[str
 
 
 def set_attributes(graphs: Iterator[Any]) -> frozenset[str]:
-    """Names of the attributes that the graphs set."""
+    """Return the names of the attributes that ``graphs`` set."""
     return frozenset(n.s("name") for graph in graphs for n in graph.findAllNodes("prim::SetAttr"))
 
 
 def calls_of(program: tuple[Any, ...]) -> Iterator[tuple[Path, str]]:
-    """The path and the method of every call in a program."""
+    """Yield the path and the method of every call in ``program``."""
     for method in program[2]:
         for node in nodes_of(method[3]):
             if node[0] == "call":
@@ -61,7 +56,7 @@ def calls_of(program: tuple[Any, ...]) -> Iterator[tuple[Path, str]]:
 
 
 def attributes_of(program: tuple[Any, ...]) -> Iterator[Path]:
-    """The path of every attribute that a program reads or sets, in its module or in one within that."""
+    """Yield the path of every attribute that ``program`` reads or sets, in its module or in one below it."""
     for method in program[2]:
         for node in nodes_of(method[3]):
             if node[0] in ("get", "set", "parameter"):
@@ -79,10 +74,10 @@ class _Functions:
     lifted: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    """Start of a name in the program -> how many have it."""
+    """Start of a name in the program -> the number of names that have it."""
 
     def name(self, qualified: str) -> str:
-        """The name in the program.  Raises :class:`Unliftable`."""
+        """Return the name that the function ``qualified`` has in the program.  Raises :class:`Unliftable`."""
         if qualified in self.failures:
             raise Unliftable(self.failures[qualified])
         if qualified not in self.names:
@@ -97,7 +92,7 @@ class _Functions:
         return self.names[qualified]
 
     def reached(self, methods: list[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
-        """The functions that the methods call, directly or not, in the order in which they are lifted."""
+        """Return the functions that ``methods`` call, directly or not, in the order in which they were lifted."""
         wanted, queue = set(), list(methods)
         while queue:
             for node in nodes_of(queue.pop()[3]):

@@ -1,4 +1,10 @@
-"""The nodes of a TorchScript graph, as those of a program of :mod:`memopt_cli.runtime.lifted`."""
+"""The nodes of a TorchScript graph, turned into nodes of a program of :mod:`memopt_cli.runtime.lifted`.
+
+A stored node is ``(kind, detail, operands, outputs, blocks)``; values are numbers, and ``(constant,)`` is a constant.
+Most nodes of TorchScript become one stored node.  Others only name something: ``prim::GetAttr`` of a module gives a
+path, and no node.  A ``with torch.no_grad():`` block is a pair of nodes in TorchScript, ``prim::Enter`` and
+``prim::Exit``, and becomes one node with the block inside, whose outputs are the values that are used after it.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +30,14 @@ class Unliftable(Exception):
 
 
 def find_module(script: Any, path: Path) -> Any:
-    """The module at a path; ``None`` if there is none."""
+    """Return the module at ``path`` in ``script``; ``None`` if there is none."""
     for name in path:
         script = children_of(script)[name] if script is not None and name in children_of(script) else None
     return script
 
 
 class LiftedGraph:
-    """One graph, and what is known of its values while it is lifted."""
+    """One graph that is being lifted, and what is known of its values."""
 
     def __init__(
         self,
@@ -41,7 +47,7 @@ class LiftedGraph:
         script: torch.jit.ScriptModule | None = None,
         constants: list[Tensor] | None = None,
     ) -> None:
-        """``function_name``: the name that a function, by its qualified name, has in the program."""
+        """Prepare to lift ``graph``; ``function_name`` maps a function's qualified name to its name in the program."""
         self._graph = graph
         self.script = script
         self.mutable = mutable
@@ -54,16 +60,16 @@ class LiftedGraph:
         """Name of a module in the graph -> its path."""
         self._values: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
-        """Name of a tensor that was made of an integer -> that integer's operand."""
+        """Name of a tensor that was made from an integer -> the operand of the integer."""
         self.contexts: dict[str, bool] = {}
-        """Name of an object for ``with`` -> whether gradients are recorded there."""
+        """Name of an object for ``with`` -> whether gradients are recorded in the block."""
         self._exit: Any = None
-        """Where the last ``with`` block ended."""
+        """The node that ended the last ``with`` block; ``None`` before the first."""
         self.called: dict[str, str] = {}
         """Name of a function in the graph -> its qualified name."""
 
     def method(self, name: str, schema: Any, *, own: bool) -> tuple[Any, ...]:
-        """The stored form.  Raises :class:`Unliftable`."""
+        """Return the stored form of the graph as the method ``name``.  Raises :class:`Unliftable`."""
         inputs = list(self._graph.inputs())
         if own:
             self.paths[inputs[0].debugName()] = ()
@@ -83,7 +89,7 @@ class LiftedGraph:
         return values, without_unused(nodes, results), results
 
     def _sequence(self, nodes: Iterator[Any], context: str | None) -> tuple[tuple[Any, ...], ...]:
-        """The stored nodes of a block, or of the rest of a ``with`` block, whose context is that value."""
+        """Store ``nodes``: all of a block, or up to the end of the ``with`` block of ``context``."""
         stored: list[tuple[Any, ...]] = []
         for node in nodes:
             kind = node.kind()
@@ -100,6 +106,8 @@ class LiftedGraph:
     def _with(self, nodes: Iterator[Any], context: str) -> tuple[Any, ...]:
         before = len(self.operands)
         inner = self._sequence(nodes, context)
+        # TorchScript has no scope here: a value of the block may be used anywhere after ``prim::Exit``.  Such values
+        # become outputs of the stored node, under new numbers.
         defined = {value for node in inner for value in node[3]}
         added = [*itertools.islice(reversed(self.operands.items()), len(self.operands) - before)][::-1]
         names = [name for name, operand in added if type(operand) is int and operand in defined]
@@ -124,7 +132,7 @@ class LiftedGraph:
         return self.operands[name]
 
     def _node(self, node: Any) -> list[tuple[Any, ...]]:
-        """The nodes that stand for one node of the graph; none for one that only names something."""
+        """Return the stored nodes for ``node``; none if it only names something."""
         kind = node.kind()
         if kind in _RENAMING:
             self.operands[node.output().debugName()] = self.operand(node.input())
@@ -133,7 +141,7 @@ class LiftedGraph:
         return special(self, node) if special is not None else _operator(self, node)
 
     def plain(self, kind: str, node: Any, detail: Any = None, skip: int = 0) -> list[tuple[Any, ...]]:
-        """A node whose operands are the graph's, after the first ``skip``."""
+        """Return a stored node with the operands of ``node`` after the first ``skip``."""
         operands = tuple(self.operand(value) for value in list(node.inputs())[skip:])
         return [(kind, detail, operands, tuple(map(self.value, node.outputs())), ())]
 
@@ -155,7 +163,7 @@ def _operator(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
         raise Unliftable(f"the operator {key} ({_where(node)})")
     if node.outputsSize() <= 1:
         return graph.plain("operator", node, key)
-    # Several outputs are a tuple that is taken apart.
+    # An operator with several outputs returns a tuple, which a second node takes apart.
     graph.hints.append(("outputs", True))
     whole = len(graph.hints) - 1
     ((_, _, operands, outputs, _),) = graph.plain("operator", node, key)
@@ -163,7 +171,7 @@ def _operator(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
 
 
 def _number(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
-    """A size as a tensor, as tracing records it: remembered, for it is mostly made a number again."""
+    """Store an integer as a tensor, and remember the integer: tracing turns each size into a tensor and back."""
     if node.input().type().kind() == "IntType":
         graph.numbers[node.output().debugName()] = graph.operand(node.input())
     return _operator(graph, node)
@@ -184,18 +192,14 @@ def _constant_node(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
         return []
     content = value.toIValue()
     if isinstance(content, Tensor):
-        return _tensor(graph, value, content, node)
+        if graph.constants is None:
+            raise Unliftable(f"a constant tensor in a function ({_where(node)})")
+        graph.constants.append(content)
+        return [("tensor", len(graph.constants) - 1, (), (graph.value(value, "constant"),), ())]
     if isinstance(content, torch.device):
         return [("device", str(content), (), (graph.value(value, "device"),), ())]
     graph.operands[value.debugName()] = (_constant(content, node),)
     return []
-
-
-def _tensor(graph: LiftedGraph, value: Any, content: Tensor, node: Any) -> list[tuple[Any, ...]]:
-    if graph.constants is None:
-        raise Unliftable(f"a constant tensor in a function ({_where(node)})")
-    graph.constants.append(content)
-    return [("tensor", len(graph.constants) - 1, (), (graph.value(value, "constant"),), ())]
 
 
 def _get_attribute(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
@@ -263,9 +267,9 @@ def _loop(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
 
 def _make_tuple(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     kind = node.output().type()
-    fields = _fields(kind)
-    if not fields:
+    if not kind.str().startswith("NamedTuple("):
         return graph.plain("tuple", node)
+    fields = tuple(re.findall(r"[(,] ?(\w+) :", kind.str())[: len(kind.elements())])
     return graph.plain("named", node, (kind.annotation_str.rpartition(".")[2], fields))
 
 
@@ -280,12 +284,6 @@ def _raise(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     return [("raise", None, (graph.operand(node.inputsAt(0)),), (), ())]
 
 
-def _fields(kind: Any) -> tuple[str, ...]:
-    """The names of a named tuple's fields; none for a plain tuple."""
-    named = kind.str().startswith("NamedTuple(")
-    return tuple(re.findall(r"[(,] ?(\w+) :", kind.str())[: len(kind.elements())]) if named else ()
-
-
 def _constant(value: Any, node: Any) -> Any:
     stored = tuple(value) if isinstance(value, list) else value
     if isinstance(stored, torch.dtype):
@@ -296,7 +294,7 @@ def _constant(value: Any, node: Any) -> Any:
 
 
 def _where(node: Any) -> str:
-    """``file line 12`` of a node, as the archive has it; of its neighbour if it has none."""
+    """Return the source line of ``node`` as ``file line 12``; of a neighbour if it has none."""
     lines = (re.search(r'File "([^"]*)", line (\d+)', n.sourceRange()) for n in (node, *node.owningBlock().nodes()))
     found = next(filter(None, lines), None)
     return f"{found[1]} line {found[2]}" if found else "no source line"

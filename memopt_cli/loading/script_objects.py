@@ -1,7 +1,8 @@
-"""Objects in the pickles of a TorchScript archive, compared with what its code declares.
+"""Objects in the pickles of a TorchScript archive, compared with the declarations in its code.
 
-PyTorch does not: its interpreter looks for an attribute where the declared class has it, and takes a tuple to be as
-long as its type says.
+PyTorch does not compare them: its interpreter looks for an attribute at the place where the declared class has it, and
+trusts the declared length of a tuple.  An archive that declares ``Tuple[int, Tensor]`` and pickles ``(7,)`` would make
+it read beyond the tuple, and take the bytes there for a pointer.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from memopt_cli.runtime.script_code import UnsafeScript, attribute_types, parsed
 
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
-"""Makers of lists, which convert what they are given."""
+"""Functions that turn a list into one of a certain type."""
 _LONGEST_SOURCE: Final = 64 << 20
-"""Bytes of a source: lines are stored once, and used again and again."""
+"""Bytes of a source, at most: it is put together from lines, each of which is stored once and may be used often."""
 _RESTORING: Final = frozenset({"__getstate__", "__setstate__"})
 TENSORS: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
 _NUMBERS: Final[Mapping[str, tuple[type, ...]]] = {
@@ -46,21 +47,21 @@ class _Class:
     base: str
     attributes: Mapping[str, ast.expr]
     restores: bool
-    """Whether its own code takes its state."""
+    """Whether it has code that takes its state."""
 
 
 class ScriptObjects:
-    """The classes that an archive's code declares."""
+    """The classes that an archive's code declares, to which its objects are compared."""
 
     def __init__(self, trees: Mapping[str, ast.Module]) -> None:
-        """``trees``: the parsed code by its record.
+        """Collect the classes in ``trees``, which maps a record to its parsed code.
 
         Raises :class:`UnsafeScript` for a class that is there twice, and :class:`ValueError` for names that are far
         too long.
         """
         self._classes: dict[str, _Class] = {}
         self._kinds: dict[int, str] = {}
-        """Each container that was looked at -> the type it has."""
+        """Identity of each container that was checked -> its type."""
         for record, tree in trees.items():
             module = record.removeprefix("code/").removesuffix(".py").replace("/", ".")
             for node in tree.body:
@@ -79,7 +80,7 @@ class ScriptObjects:
         self._classes[name] = _Class(base, attributes, bool(methods & _RESTORING))
 
     def check(self, node: Any) -> None:
-        """Raises :class:`ValueError` for an object that is not what the code declares, or of no declared class."""
+        """Raise :class:`ValueError` if ``node`` is an object of no declared class, or not as its class declares."""
         if not isinstance(node, Built):
             return
         name = str(node.callee)
@@ -91,10 +92,13 @@ class ScriptObjects:
             if name not in self._classes or self._classes[name].base != "Enum":
                 raise ValueError(f"it calls {name}")
         elif node.how == "called" and name == _TYPE_TAG:
-            self._check_tag(node)
+            match node.given():
+                case (value, str(text)) if self._fits(value, parsed_type(text)):
+                    return
+            raise ValueError("a container is not of the type that it is given")
 
     def is_packed(self, node: Any) -> TypeGuard[Built]:
-        """Whether an object copies the tensors of its state, as packed weights do, and what packs them itself."""
+        """Return whether ``node`` copies the tensors of its state, as packed weights and classes that pack them do."""
         if not isinstance(node, Built) or node.how != "created":
             return False
         known = self._classes.get(str(node.callee))
@@ -118,19 +122,14 @@ class ScriptObjects:
             if kind is not None and not self._fits(value, kind):
                 raise ValueError(f"the attribute {attribute} of {name} is no {ast.unparse(kind)[:80]}")
 
-    def _check_tag(self, node: Built) -> None:
-        match node.given():
-            case (value, str(text)) if self._fits(value, parsed_type(text)):
-                return
-        raise ValueError("a container is not of the type that it is given")
-
     def _fits(self, value: Any, kind: ast.expr) -> bool:
-        """Whether PyTorch may take a value for one of this type."""
+        """Return whether PyTorch may take ``value`` for one of the type ``kind``."""
         match kind:
             case ast.Name(id="Any"):
                 return True
             case ast.Name(id=name):
-                return type(value) in _NUMBERS.get(name, ()) or _is_called(value, _CALLED.get(name, ()))
+                calls = isinstance(value, Built) and value.how == "called" and str(value.callee)
+                return type(value) in _NUMBERS.get(name, ()) or calls in _CALLED.get(name, ())
             case ast.Constant(value=None):
                 return value is None
             case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
@@ -144,13 +143,11 @@ class ScriptObjects:
         return False
 
     def _contains(self, value: Any, name: str, inner: ast.expr) -> bool:
+        # One container may be reached from two attributes.
         kind = f"{name} {ast.dump(inner)}"
         if self._kinds.setdefault(id(value), kind) != kind:
             return False  # under two types it could be filled as one of them, and read as the other
         kinds = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-        return self._holds(value, name, kinds)
-
-    def _holds(self, value: Any, name: str, kinds: list[ast.expr]) -> bool:
         if name == "List" and len(kinds) == 1:
             return _is_plain(value, LIST) and all(self._fits(item, kinds[0]) for item in value.items)
         if name == "Dict" and len(kinds) == 2:
@@ -174,12 +171,8 @@ def _is_plain(value: Any, kind: Global) -> bool:
     return isinstance(value, Built) and value.how == "plain" and value.callee == kind
 
 
-def _is_called(value: Any, names: tuple[str, ...]) -> bool:
-    return isinstance(value, Built) and value.how == "called" and str(value.callee) in names
-
-
 def _untagged(value: Any) -> Any:
-    """The container that is given its type."""
+    """Return the container that ``value`` gives a type, or ``value`` itself."""
     match value:
         case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.given():
             return value.given()[0]
@@ -192,7 +185,7 @@ def _untagged(value: Any) -> Any:
 
 
 def check_lines(root: Any) -> None:
-    """Raises :class:`ValueError` unless this is a table of source lines, whose places PyTorch takes unchecked."""
+    """Raise :class:`ValueError` unless ``root`` is a table of source lines: PyTorch does not check its positions."""
     sizes: list[int] | None = None
     match root:
         case Tuple(items=("FORMAT_WITH_STRING_TABLE", Tuple(items=texts), Tuple(items=rows))):
@@ -207,18 +200,18 @@ def check_lines(root: Any) -> None:
 
 
 def _is_row(row: Any, sizes: list[int] | None, known: dict[int, int]) -> bool:
-    """Where in the code, where in the source, and maybe a mark; ``known``: characters of each source."""
+    """Return whether ``row`` has a position in the code and a range in a source; ``known`` caches sizes of sources."""
     match row:
         case Tuple(items=(int(at), Tuple(items=(Tuple() as source, int(start), int(end))), *_)):
             if id(source) not in known:
                 known[id(source)] = _source_size(source, sizes)
             size = known[id(source)]
-            return at >= 0 and size >= 0 and 0 <= start <= end <= max(size, 1)  # without a source it is 0 to 1
+            return at >= 0 and size >= 0 and 0 <= start <= end <= max(size, 1)  # an empty source has the range 0 to 1
     return False
 
 
 def _source_size(source: Tuple, sizes: list[int] | None) -> int:
-    """Bytes of a text, or of the lines of a table that it consists of; -1 if it is no source."""
+    """Return the bytes of ``source``, a text or a list of indices of lines; -1 if it is neither."""
     match sizes, source.items:
         case None, (str(text), None | str(), int(line)) if line >= 0:
             return len(text.encode("utf-8", "replace"))

@@ -1,4 +1,9 @@
-"""TorchScript archives (``torch.jit.save``): code, therefore checked before it is loaded, then lifted."""
+"""TorchScript archives (``torch.jit.save``), checked before they are loaded, then lifted into plain modules.
+
+Lifting turns each script module into a :class:`~memopt_cli.runtime.lifted.module.LiftedModule`, with the same names and
+tensors, whose forward runs the graph's operators in Python.  Only so can it be a segment: TorchScript runs a graph as
+a whole, and its modules are not called one by one.  A class whose graph has no stored form stays a script.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,7 @@ from memopt_cli.loading.archive import record_names
 from memopt_cli.loading.fixed_mode import mode_notes
 from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT, Loaded, ModelFile
 from memopt_cli.loading.script_archive import check_script_file
-from memopt_cli.loading.script_graph import (
-    ScriptClass,
-    attributes_of,
-    calls_of,
-    lift_class,
-    set_attributes,
-)
+from memopt_cli.loading.script_graph import ScriptClass, attributes_of, calls_of, lift_class, set_attributes
 from memopt_cli.loading.script_nodes import find_module
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
@@ -69,7 +68,7 @@ class TorchScript:
 
 
 def lift_script(script: ScriptModule, unit: Any) -> Loaded:
-    """A plain module that does what ``script`` does, with the same names, on the same tensors.
+    """Return a plain module that computes what ``script`` does, with the same names and tensors.
 
     ``unit`` is the compilation unit that holds the script's code.  A module that cannot be lifted stays a script inside
     a :class:`ScriptLeaf`; a note says why.
@@ -88,20 +87,19 @@ _SHARED = "The model stays TorchScript as a whole: what could not be lifted shar
 
 
 def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:
-    """Addresses of memory -> how many leaves have it, and what is outside of all leaves is one more."""
+    """Count for each address of memory the leaves that have it; all modules outside of leaves count as one more."""
     parts = [list(leaf.modules()) for leaf in leaves]
     inside = {id(module) for part in parts for module in part}
     parts.append([module for module in lifted.modules() if id(module) not in inside])
-    return Counter(address for part in parts for address in _storages(part))
-
-
-def _storages(modules: list[nn.Module]) -> set[int]:
-    tensors = (t for m in modules for t in (*parameters_of(m).values(), *buffers_of(m).values()))
-    return {t.untyped_storage().data_ptr() for t in tensors if t is not None} - {0}
+    owners = Counter[int]()
+    for part in parts:
+        tensors = (t for m in part for t in (*parameters_of(m).values(), *buffers_of(m).values()))
+        owners.update({t.untyped_storage().data_ptr() for t in tensors if t is not None} - {0})
+    return owners
 
 
 class _Lifting:
-    """Lifts a tree of scripts."""
+    """The lifting of a tree of scripts."""
 
     def __init__(self, root: ScriptModule, unit: Any) -> None:
         self.notes: list[str] = []
@@ -110,19 +108,19 @@ class _Lifting:
         self._classes: dict[str, ScriptClass] = {}
         self._reasons: dict[str, str] = {}
         self._called: dict[str, set[str]] = {}
-        """Class -> its methods that others call."""
+        """Class -> its methods that are called."""
         self._used: dict[str, set[str]] = {}
-        """Class -> its attributes that its methods, or those of others, read or set."""
+        """Class -> its attributes that any method reads or sets."""
         self._modules: dict[Any, nn.Module] = {}
         for module in root.modules():
             self._note_uses(module)
 
     def programs(self) -> Iterator[tuple[Any, ...]]:
-        """Those of all classes."""
+        """Yield the programs of all classes."""
         return (lifted.program for lifted in self._classes.values())
 
     def convert(self, script: Any, path: str) -> nn.Module:
-        """The script as a plain module; the same one for a script that stands in two places."""
+        """Return ``script`` as a plain module; a script at two paths becomes one module."""
         known = self._modules.get(program_of(script))
         if known is not None:
             return known
@@ -163,7 +161,7 @@ class _Lifting:
             _note(self._used, find_module(script, attribute[:-1]), attribute[-1])
 
     def _reason(self, script: Any) -> str:
-        """Why a script cannot be lifted; empty if it can."""
+        """Say why ``script`` cannot be lifted; empty if it can."""
         name = program_of(script).qualified_name
         if name not in self._reasons:
             self._reasons[name] = next(self._obstacles(script), "")
@@ -178,6 +176,7 @@ class _Lifting:
         if has_method(script, "forward") and hooks_of(script):
             yield "it has hooks"
         for path, method in calls_of(lifted.program):
+            # The forward of a part that stays a script can be called as a whole; nothing inside it can be reached.
             within = [find_module(script, path[:length]) for length in range(1, len(path) + (method != "forward"))]
             if any(owner is not None and self._reason(owner) for owner in within):
                 yield f"it calls a part of {'.'.join(path)}, which cannot be lifted"
@@ -188,7 +187,7 @@ class _Lifting:
 
 
 def _is_tensor(script: Any, name: str) -> bool:
-    """Those of a script that stays one are its parameters and buffers as well."""
+    """Return whether ``name`` is a parameter or buffer: those of a script that stays one can be read from outside."""
     return name in parameters_of(script) or name in buffers_of(script)
 
 
@@ -198,7 +197,7 @@ def _note(noted: dict[str, set[str]], owner: Any, name: str) -> None:
 
 
 def as_parameter(tensor: Tensor | None) -> nn.Parameter | None:
-    """The same tensor as a parameter; in place: a script may hold it elsewhere too, as an LSTM does."""
+    """Turn ``tensor`` into a parameter, in place: a script may hold it elsewhere, too, as an LSTM does."""
     if tensor is not None and type(tensor) is Tensor:
         tensor.__class__ = nn.Parameter
     return tensor  # type: ignore[return-value]

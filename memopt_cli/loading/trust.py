@@ -1,7 +1,7 @@
-"""Which names a file may use by the user's leave, why it may not use others, and which flags would help.
+"""The names that a file may use: why one is refused, and which flags would allow it.
 
-Names alone are judged here: importing is running code.  What a name turns out to be is for the kinds of
-:mod:`memopt_cli.loading.pickles.kinds`.
+Only names are judged here, since to import is to run code.  The kinds of :mod:`memopt_cli.loading.pickles.kinds` judge
+the objects behind the names.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _ATTACKS: Final = frozenset(
     "torchvision.io torchvision.datasets torch.utils.model_zoo transformers.utils.hub "
     "transformers.dynamic_module_utils timm.models._hub sklearn.datasets".split()
 )
-"""Modules and names that run what they are given or reach out of the process: no saved model refers to them."""
+"""Modules and names that run their arguments as code, or reach out of the process: no saved model refers to them."""
 
 _HANDLE: Final = Global("torch.utils.hooks", "RemovableHandle")
 _CODE_PICKLERS: Final = ("cloudpickle", "dill")
 """Packages that store functions as code."""
 _CYTHON: Final = "__pyx_unpickle_"
-"""How the functions begin that read the classes of compiled modules, which have no source to look at."""
+"""Prefix of the functions that unpickle classes of compiled modules, which have no source to look at."""
 _DISTRIBUTIONS: Final = {
     "cv2": "opencv-python",
     "sklearn": "scikit-learn",
@@ -56,13 +56,13 @@ _DISTRIBUTIONS: Final = {
     "torch_geometric": "torch-geometric",
     "pytorch_lightning": "pytorch-lightning",
 }
-"""What is installed under another name than it is imported by."""
+"""Package -> the distribution that installs it, if its name is another."""
 _MOST_LOOKED_AT: Final = 1000
-"""Files of a folder here, which may be one of data."""
+"""Files of a folder that are looked at for Python files: it may be a folder of data."""
 
 
 class Unvouched(UnsafeFileError):
-    """A file that wants names which nobody vouched for; ``remedy`` is the trust that would allow it, if any."""
+    """A file that wants names which nobody vouched for; ``remedy`` is the trust that would allow them, if any."""
 
     def __init__(self, message: str, *, hint: str, remedy: Trust, denied: Mapping[Global, Denied]) -> None:
         super().__init__(message, hint=hint)
@@ -71,7 +71,7 @@ class Unvouched(UnsafeFileError):
 
     @property
     def requests(self) -> tuple[WantedGlobal, ...]:
-        """What a yes would have to allow; empty where it would not help: an attack, or a script."""
+        """The names that the user may be asked to allow; empty if that would not help: for an attack, or a script."""
         if self.remedy == Trust() or self.remedy.code_paths:
             return ()
         return tuple(
@@ -81,13 +81,13 @@ class Unvouched(UnsafeFileError):
 
 
 def as_flags(trust: Trust) -> str:
-    """``--allow-package mymodels --code-path train.py``."""
+    """Spell ``trust`` as ``--allow-package mymodels --code-path train.py``."""
     flags = {"--allow-package": trust.packages, "--allow-global": trust.globals, "--code-path": trust.code_paths}
     return " ".join(quoted_flag(flag, value) for flag, values in flags.items() for value in values)
 
 
 def together(trusts: Iterable[Trust]) -> Trust:
-    """What any of them vouches for."""
+    """Merge ``trusts`` into one that allows what any of them does."""
     all_of = tuple(trusts)
     return Trust(
         libraries=tuple(dict.fromkeys(name for trust in all_of for name in trust.libraries)),
@@ -98,24 +98,25 @@ def together(trusts: Iterable[Trust]) -> Trust:
     )
 
 
-# ---------------------------------------------------------------------------------------------- by their names
+# ---------------------------------------------------------------------------------------------- names
 
 
 def is_attack(wanted: Global) -> bool:
-    """No model needs it, and no trust in it but ``Trust(pickle=True)`` helps."""
+    """Return whether no model needs ``wanted``, so that only ``Trust(pickle=True)`` allows it."""
     parts = f"{wanted.module}.{wanted.name}".split(".")
     if not any(".".join(parts[:length]) in _ATTACKS for length in range(1, len(parts) + 1)):
         return wanted == COMPUTED
-    return wanted.package in sys.builtin_module_names or not _is_here(wanted.package)  # else one of the user's own
+    # A file of that name in the current folder is the user's own: many people have a test.py or a code.py.
+    return wanted.package in sys.builtin_module_names or not _is_here(wanted.package)
 
 
 def stores_code(wanted: Iterable[Global]) -> str:
-    """The package with which a file was saved whose functions are in it as code; empty if there is none."""
+    """Return the package among ``wanted`` that stores functions as code; empty if there is none."""
     return next((name.package for name in wanted if name.package in _CODE_PICKLERS), "")
 
 
 def attack(wanted: Global) -> Denied:
-    """Why such a name is refused wherever it stands in a file."""
+    """Return the refusal of the attack ``wanted``."""
     computed = wanted == COMPUTED
     return Denied(
         "computes what it calls while it is read, so it cannot be checked"
@@ -125,7 +126,7 @@ def attack(wanted: Global) -> Denied:
 
 
 def unknown(use: Use) -> Denied | Missing:
-    """Why a name that is of no kind is refused, and what would allow it."""
+    """Return the refusal of a name that is of no kind, with the trust that would allow it."""
     wanted = use.name
     if wanted.module == "__main__":
         return needs_script(wanted)
@@ -141,14 +142,14 @@ def unknown(use: Use) -> Denied | Missing:
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):
         return Denied("is code in this folder, which nobody vouched for", Trust(code_paths=(".",)))
-    # What is not defined there may be a function of Python's by another name: known once the package is imported.
+    # A name without a definition may be another name of a function: that is known once the package is imported.
     is_function = use.how == "called" and (wanted.name.startswith(_CYTHON) or _defined_as(wanted) == "def")
     remedy = Trust(globals=(str(wanted),)) if is_function else Trust(packages=(wanted.package,))
     return Denied("comes from a package that memopt does not know", remedy)
 
 
 def how_to_install(wanted: Global) -> str:
-    """The next step where a package is missing."""
+    """Suggest how to get the package of ``wanted``, which is missing."""
     if not wanted.package.isidentifier():
         return "The file was made by hand, or is damaged."
     name = _DISTRIBUTIONS.get(wanted.package, wanted.package)
@@ -167,7 +168,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _is_here(package: str) -> bool:
-    """In the current folder, which is not importable: no module there is imported for being called as a library."""
+    """Return whether the current folder has ``package``; it is not importable, so no file there poses as a library."""
     if not package.isidentifier():
         return False
     found = importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd())])
@@ -175,7 +176,7 @@ def _is_here(package: str) -> bool:
 
 
 def _has_python(folder: str) -> bool:
-    """Whether a folder, or one in it, holds Python files; of a folder of data only the first files are looked at."""
+    """Return whether Python files are among the first files in ``folder`` and the folders below it."""
     with contextlib.suppress(OSError):
         return any(name.endswith(".py") for name in itertools.islice(_names_in(folder), _MOST_LOOKED_AT))
     return False
@@ -192,7 +193,7 @@ def _names_in(folder: str) -> Iterator[str]:
 
 
 def _defined_as(wanted: Global) -> Definition:
-    """Whether a module's source defines a class or a function of that name; read, not imported."""
+    """Return how the source of the module defines ``wanted``; it is read, not imported."""
     try:
         spec = importlib.util.find_spec(wanted.package)
         for length in range(2, wanted.module.count(".") + 2):

@@ -1,4 +1,4 @@
-"""The user's own code (``--code-path``): made importable, and told apart from everything else."""
+"""The user's own code (``--code-path``), made importable and told apart from all other code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from memopt_cli.text.optimizer_text import notebook_refusal
 
 
 class UserCode:
-    """Files and folders whose module classes are trusted.
+    """Files and folders whose classes are trusted.
 
-    A folder is put on ``sys.path``; of a file, its folder is.  Raises :class:`UsageError` for a path that is missing.
+    A folder is put on ``sys.path``; for a file, its folder is.  Raises :class:`UsageError` for a path that is missing.
     """
 
     def __init__(self, paths: tuple[str, ...]) -> None:
@@ -35,13 +35,14 @@ class UserCode:
         self._scripts = tuple(path for path in self._paths if path.is_file())
 
     def defines(self, module: str) -> bool:
-        """Whether a module of this name is in the paths; ``__main__`` is if there is a file among them."""
+        """Return whether the paths have a module named ``module``; ``__main__`` stands for any file among them."""
         return bool(self._scripts) if module == "__main__" else self._file_of(module) is not None
 
     def find(self, wanted: Global) -> Any:
-        """Import the module and return the class or function it defines under that name.
+        """Import the module of ``wanted``, and return the class or function that it defines under that name.
 
-        Raises :class:`FileFormatError` if the import fails, or if nothing of that name is *defined* there.
+        Raises :class:`FileFormatError` if the import fails, or if the module does not *define* it: one that it only
+        imports, such as ``os.system``, is not the user's own.
         """
         modules = [self._import(wanted.module)] if wanted.module != "__main__" else self.run_scripts()
         for module in modules:
@@ -55,10 +56,10 @@ class UserCode:
         raise FileFormatError(f"{names} defines no {wanted.name}, which the file was saved with")
 
     def run_scripts(self) -> list[ModuleType]:
-        """Import each file without its ``if __name__ == "__main__"`` part, and let ``__main__`` have what it defines.
+        """Import each file without its ``if __name__ == "__main__"`` part, and copy its definitions to ``__main__``.
 
-        A class keeps the name ``__main__.Net`` that it had when the file was saved, so that a model saved
-        afterwards is as loadable as the one that was read.
+        A class keeps the name ``__main__.Net`` that it had when the model was saved, so that a model that is saved
+        afterwards can be loaded in the same way.
         """
         modules = []
         for path in self._scripts:
@@ -108,7 +109,7 @@ class UserCode:
 
 
 def make_importable(folder: Path, *, first: bool = True) -> None:
-    """Put a folder on ``sys.path``: first, as Python does with a script's own, or last, so that it hides nothing."""
+    """Put ``folder`` on ``sys.path``: ``first``, as Python does for a script, or last, so that it hides nothing."""
     if str(folder) not in sys.path:
         sys.path.insert(0 if first else len(sys.path), str(folder))
         importlib.invalidate_caches()

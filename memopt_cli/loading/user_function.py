@@ -18,15 +18,15 @@ from memopt_cli.errors import UsageError, first_line
 def user_function(
     reference: str, flag: str, known: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 ) -> Callable[..., Any]:
-    """The function that ``file.py:function`` names; naming it on the command line is the trust to run the file.
+    """Return the function that ``reference``, ``file.py:function``, names.
 
-    ``known``: functions in memory, by their references.  Raises :class:`UsageError`, which names ``flag``, if there is
-    no such file or function.
+    A user who names a file on the command line wants it to run, so it runs unchecked.  ``known``: functions in memory,
+    by their references.  Raises :class:`UsageError`, which names ``flag``, if there is no such file or function.
     """
     if reference in known:
         return known[reference]
     path, _, name = reference.rpartition(":")
-    if Path(path).suffix != ".py":  # Python would run others, too: compiled code, a library of machine code
+    if Path(path).suffix != ".py":  # Python would run other files, too: byte code, a library of machine code
         raise UsageError(f"{flag} {reference}: '{path}' is not a Python file", hint="Write file.py:function.")
     if not Path(path).is_file():
         raise UsageError(f"{flag} {reference}: there is no file '{path}'", hint="Write file.py:function.")
@@ -37,23 +37,24 @@ def user_function(
 
 
 def _module_of(path: str, flag: str, reference: str) -> ModuleType:
-    """What running a file leaves: once for all its functions, whose classes are the same, unless it has changed.
+    """Run the file at ``path`` as a module, once for all functions in it, and again only if it has changed.
 
-    One that was imported by another name is that module, and what imports it later gets the same.
+    Two functions of a file must see the same classes.  Therefore a file that was imported under another name is not run
+    again, and an import of the file later gives this module, too.
     """
     name, stamp = f"{_PREFIX}{Path(path).stem}", _stamp(path)
     there = sys.modules.get(name)
     if there is not None and vars(there).get(_STAMP) == stamp:
         return there
-    main = sys.modules.get("__main__")  # by another name, too: ``__mp_main__``
+    main = sys.modules.get("__main__")  # which multiprocessing also calls ``__mp_main__``
     imported = (m for key, m in [*sys.modules.items()] if key != name and m is not main and _is_at(m, path))
     if (module := next(imported, None)) is not None:
         return module
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{flag} {reference}: '{path}' is not a Python file", hint="Write file.py:function.")
+    assert spec is not None
+    assert spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look theirs up
+    sys.modules[name] = module  # dataclasses look their own module up there
     try:
         spec.loader.exec_module(module)
     except Exception as err:  # the user's code may raise anything
@@ -65,12 +66,12 @@ def _module_of(path: str, flag: str, reference: str) -> ModuleType:
 
 
 class _ByOtherNames(MetaPathFinder, Loader):
-    """Finds files that ran because the user named them, where another file imports them: they do not run twice."""
+    """A finder for imports of files that ran because the user named them, so that they do not run twice."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """That of a module as which such a file, unchanged, is there."""
+        """Return a spec of the module that ran, if its file has not changed."""
         there = sys.modules.get(_PREFIX + fullname.rpartition(".")[2])
         found = there and PathFinder.find_spec(fullname, path, target)
         if not found or not found.origin or vars(there).get(_STAMP) != _stamp(found.origin):
@@ -78,11 +79,11 @@ class _ByOtherNames(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=found.origin)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The one that is there."""
+        """Return the module that ran."""
         return sys.modules[_PREFIX + spec.name.rpartition(".")[2]]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run."""
+        """Do nothing: the module has run."""
 
 
 def _is_at(module: ModuleType, path: str) -> bool:
@@ -97,4 +98,4 @@ def _stamp(path: str) -> tuple[str, int, int]:
 
 _PREFIX = "memopt_user_"
 _STAMP = "_memopt_stamp"
-"""Where a module says which file it is, and since when."""
+"""The attribute of a module that holds the path, the time and the size of the file that it was run from."""

@@ -1,6 +1,7 @@
-"""A watch on the code of libraries, which takes the objects of a file that nobody vouched for.
+"""A watch on libraries while they build the objects of a file that nobody vouched for.
 
-It hangs on Python's audit events, so it needs no help of the system's; code that is not Python's can pass it by.
+It uses Python's audit events, so it needs no help from the system.  Code that is not Python can evade it: the sandbox
+of :mod:`memopt_cli.measure.sandbox` is the second wall.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _REFUSED: Final = frozenset(
     "os.remove os.rename os.rmdir os.link os.symlink os.chmod os.kill os.killpg shutil.rmtree shutil.move".split()
 )
 """Events of https://docs.python.org/3/library/audit_events.html that no model needs to be built."""
-_REFUSED_OF_OBJECTS: Final = frozenset(
+_REFUSED_AFTER_IMPORTS: Final = frozenset(
     "os.mkdir os.truncate os.chown os.utime os.setxattr os.removexattr os.putenv os.unsetenv ctypes.dlopen "
     "ctypes.dlsym".split()
 )
-"""Those that a library may need while it is imported: then its code runs, and nothing of the file is there yet."""
+"""Events that no model needs either, but a library while it is imported, which happens before it sees the file."""
 _VARIABLES: Final = ("os.putenv", "os.unsetenv")
-_ASKING: Final = b"PYTORCH_NVML_BASED_CUDA_CHECK"
-"""The variable by which accelerate asks PyTorch for a GPU, which adapters of some kinds do while they are built."""
+_GPU_CHECK: Final = b"PYTORCH_NVML_BASED_CUDA_CHECK"
+"""A variable that accelerate sets to ask PyTorch for a GPU, which some adapters do while they are built."""
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -38,9 +39,9 @@ class _Watch:
     path: str
     """The file whose objects are made."""
     hint: str
-    """What to do where that is refused."""
-    strangers: frozenset[int]
-    """Threads that ran before: what they do is not the file's."""
+    """Advice for the user if that is refused."""
+    earlier_threads: frozenset[int]
+    """Threads that ran before: the file has no part in what they do."""
 
 
 _watches: list[_Watch] = []
@@ -51,17 +52,17 @@ _kept_bytecode = sys.dont_write_bytecode
 
 @contextmanager
 def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
-    """While it lasts, programs, connections, pickles and changes of files raise :class:`UnsafeFileError`.
+    """Raise :class:`UnsafeFileError` inside the block for programs, connections, pickles and changes of files.
 
-    In this thread, and in those that are started meanwhile.
+    The watch covers this thread, and those that are started inside the block.  ``path`` and ``hint`` are for the error.
     """
     global _installed, _kept_bytecode
     if not _installed:
-        sys.addaudithook(_look)  # for good: Python takes none off
+        sys.addaudithook(_look)  # Python cannot remove it again
         _installed = True
     others = frozenset(thread.ident for thread in threading.enumerate() if thread.ident) - {threading.get_ident()}
     watch = _Watch(path, hint, others)
-    if not _watches:  # of modules that are imported meanwhile
+    if not _watches:  # importing a module writes its byte code, which would be refused
         _kept_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     _watches.append(watch)
     try:
@@ -74,7 +75,7 @@ def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Within, this thread runs code that the user vouched for."""
+    """Suspend the watch inside the block for this thread, which runs code that the user vouched for."""
     before = getattr(_trusting, "trusts", False)
     _trusting.trusts = True
     try:
@@ -86,12 +87,12 @@ def unwatched() -> Iterator[None]:
 def _look(event: str, details: tuple[Any, ...]) -> None:
     if not _watches or getattr(_trusting, "trusts", False):
         return
-    if event in _VARIABLES and details[0] == _ASKING:
+    if event in _VARIABLES and details[0] == _GPU_CHECK:
         return
     wanted = event in _REFUSED or (event == "open" and _writes(*details))
-    if not wanted and (event not in _REFUSED_OF_OBJECTS or _is_importing()):
+    if not wanted and (event not in _REFUSED_AFTER_IMPORTS or _is_importing()):
         return
-    watch = next((watch for watch in _watches if threading.get_ident() not in watch.strangers), None)
+    watch = next((watch for watch in _watches if threading.get_ident() not in watch.earlier_threads), None)
     if watch is not None:
         raise UnsafeFileError(
             f"{watch.path} was not loaded: a library that makes its objects wanted to do something else ({event})",
@@ -112,5 +113,5 @@ _IMPORT: Final = "importlib._bootstrap_external"
 
 
 def _writes(path: Any, mode: Any, flags: Any) -> bool:
-    """A file that is open already has a number for a path."""
+    """Return whether an ``open`` writes; a file that is already open has a number for its ``path``, and is allowed."""
     return not isinstance(path, int) and isinstance(flags, int) and bool(flags & _WRITING)

@@ -1,4 +1,8 @@
-"""The allocated peak: the most bytes the allocator had handed out during a step, kernel workspace included."""
+"""The allocated peak: the most bytes that the allocator had handed out during a step, kernel workspace included.
+
+A GPU's allocator counts them itself.  On the CPU, PyTorch's profiler records every allocation with its time; the peak
+is the largest running sum.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +21,41 @@ from memopt_cli.records import Phase
 from memopt_cli.trace.workspace import ASIDE, OperatorRun, Workspaces, argument_shapes, find_workspaces
 
 MarkedStep = Callable[[Callable[[Phase], None]], object]
-"""A step that says which phase it enters."""
+"""A step that calls its argument with each phase that it enters."""
 
 _MEMORY_EVENT = "[memory]"
 _ENDED = "memopt::ended"
 _STEPS = 3
-"""Steps that tell whether each leaves more: the first may make what the next ones use again."""
+"""Steps that show whether each leaves more memory: the first may allocate what the next ones reuse."""
 _MARKS: Mapping[Phase, str] = {phase: f"memopt::{phase}" for phase in get_args(Phase)}
 _PHASES: Mapping[str, Phase] = {name: phase for phase, name in _MARKS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """Peaks in bytes."""
+    """The memory of one step, as the allocator saw it."""
 
     peak_bytes: int
+    """Most bytes that it had handed out."""
     reserved_bytes: int
+    """Most bytes that it had taken from the device; on the CPU the same as ``peak_bytes``."""
     step_s: float
-    """Wall time of the step while its memory was recorded: a few per cent more than others."""
+    """Wall time of the step in seconds; recording its memory takes a few per cent."""
     backend: str
+    """How it was measured."""
     workspaces: Workspaces
-    """What single operators held for themselves; on CUDA, what libraries keep alone."""
+    """Memory that operators held for themselves; on CUDA, only what libraries keep."""
     phases: Mapping[Phase, int]
-    """Phase -> its peak; empty if the step names none."""
+    """Phase -> its peak in bytes; empty if the step names none."""
     left_bytes: int
-    """Allocated in the step and not freed when it ended, gradients among it."""
+    """Bytes that were allocated in the step and not freed when it ended, gradients among them."""
 
 
 def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated:
-    """Run ``step`` and measure.
+    """Run ``step`` once on ``device``, and return what the allocator saw.
 
-    ``step`` is called with a function to which it tells the phases that it enters, if it has any.
-    ``held_before_bytes``: tensors that exist already.  The CPU's profiler sees only what is allocated from now on; the
-    rest of what a GPU's allocator has handed out before belongs to libraries.
+    ``held_before_bytes``: bytes of the tensors that exist already.  The CPU's profiler sees only later allocations; of
+    what a GPU's allocator has handed out before, the rest belongs to libraries.
     """
     if device.startswith("cuda"):
         return _on_cuda(step, device, held_before_bytes)
@@ -57,7 +63,7 @@ def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> 
 
 
 def growth(step: Callable[[], object], device: str) -> int:
-    """Return how many bytes each of three calls of ``step`` leaves allocated beyond the last; 0 if one leaves no more.
+    """Return the least bytes by which allocated memory grows from one of three calls of ``step`` to the next.
 
     Reference cycles are collected after each, for they are no leak.
     """
@@ -114,13 +120,13 @@ def _results_of(profiled: profile) -> Any:
 
 
 def _mark(phase: Phase) -> None:
-    """Leave its name among the events."""
+    """Leave the name of ``phase`` among the profiler's events."""
     with record_function(_MARKS[phase]):
         pass
 
 
 def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
-    """Operators by time, one before those that it calls, but for what is set aside."""
+    """Yield the operators by time, each before those that it calls, without those that are set aside."""
     aside_ns = 0
     for e in sorted(events, key=lambda e: (e.start_ns(), -e.duration_ns())):
         end_ns = e.start_ns() + e.duration_ns()
@@ -131,11 +137,11 @@ def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
 
 
 def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
-    """Start in ns and bytes, negative where they are freed, by time; of memory that was allocated here alone.
+    """Return start in ns and bytes of each allocation by time; bytes are negative where memory is freed.
 
-    What is set aside allocates nothing that counts.  The profiler remembers addresses of profiles before this one: it
-    reports that memory is freed which was allocated between them, and only if it lies, by chance, at such an address;
-    then with the size that was there before.
+    Allocations in a part that is set aside do not count, nor does the freeing of memory that this profile did not see
+    allocated: the profiler remembers addresses of earlier profiles, and reports memory that was allocated between the
+    two, if it happens to lie at such an address, with the size that was there before.
     """
     pending, found = [(event, False) for event in tree], []
     while pending:
@@ -144,7 +150,7 @@ def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
         pending += [(child, aside) for child in event.children]
         if event.name == _MEMORY_EVENT and not (aside and event.extra_fields.alloc_size > 0):
             found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
-    known: set[int] = set()
+    known: set[int] = set()  # addresses of memory that this profile saw allocated
     allocations = []
     for start_ns, change, address in sorted(found):
         if change > 0:
@@ -165,7 +171,7 @@ def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated
     torch.cuda.reset_peak_memory_stats(device)
     peaks, reserved, entered = [], [], []
 
-    def enter(phase: Phase) -> None:  # what was allocated is counted when it is asked for, not when the device uses it
+    def enter(phase: Phase) -> None:  # without waiting: the allocator counts a request at once, not when it is used
         peaks.append(torch.cuda.max_memory_allocated(device))
         reserved.append(torch.cuda.max_memory_reserved(device))
         entered.append(phase)

@@ -1,6 +1,7 @@
 """The pipes to a profiling subprocess: messages go out, bytes come in, until a deadline.
 
-A time limit, a signal and lack of memory are answers; nothing that a subprocess sends, or leaves out, hangs this end.
+A time limit, a signal and lack of memory are answers.  Nothing that a subprocess sends, or fails to send, blocks this
+end: it may have been taken over by the model that it runs.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from memopt_cli.text.documents import printable
 
 _TAIL_BYTES = 4000
 _PATIENCE_S = 5.0
-"""How long a subprocess that was told to end may take before it is killed."""
+"""Seconds that a subprocess has to end by itself before it is killed."""
 _LOOK_S = 1.0
-"""How often a silent subprocess is looked after."""
+"""Seconds between two looks at whether a silent subprocess is alive."""
 _CHUNK = 1 << 20
 _LEAST_BYTES_A_SECOND = 1 << 20
-"""Of a file, in the mean and beyond the time limit."""
+"""Mean rate at which a file must come in once the time limit is over."""
 
 Ended = TimedOut | OutOfMemory | Crashed
-"""Why a subprocess says nothing more."""
+"""The reason why a subprocess answers nothing more."""
 
 
 class Channel:
-    """One subprocess and the pipes to it."""
+    """A subprocess and the pipes to it."""
 
     def __init__(self, timeout_s: float, *, steps: bool) -> None:
-        """Starts it.  ``timeout_s``: between a message and the answer, or a part of a file.
+        """Start a subprocess, which has ``timeout_s`` for each answer, and for each part of a file.
 
-        ``steps``: it is to find imported what steps without data want.
+        With ``steps``, the modules that steps without data need are imported before it is forked.
         """
         self._timeout_s = timeout_s
         self._buffer = bytearray()
         self.process: processes.Subprocess | None = None
-        """``None`` once it has ended."""
+        """The subprocess; ``None`` once it has ended."""
         (jobs, jobs_fd), (replies_fd, replies) = os.pipe(), os.pipe()
         for descriptor in (jobs_fd, replies_fd):
             os.set_blocking(descriptor, False)
@@ -57,14 +58,14 @@ class Channel:
         self.more_time()
 
     def started(self) -> int | None:
-        """Its process id, once it is started; ``None`` if it has ended, or never will be started."""
+        """Wait until the subprocess is started, and return its id; ``None`` if it has ended, or cannot be started."""
         try:
             return self.process.pid if self.process is not None else None
         except processes.Lost:
             return None
 
     def close(self, *, patiently: bool) -> None:
-        """Leave no process behind; ``patiently``: it has a few seconds to end by itself."""
+        """End the subprocess, which has a few seconds to end by itself if it is ended ``patiently``."""
         self._jobs.close()
         if patiently and self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired, processes.Lost):
@@ -76,28 +77,29 @@ class Channel:
     # ------------------------------------------------------------------------------------------ both ways
 
     def more_time(self) -> None:
-        """What is waited for has the whole time limit from now on."""
+        """Start the time limit again."""
         self._deadline = time.monotonic() + self._timeout_s
 
     def time_for(self, size_bytes: int) -> None:
-        """So many bytes of a file have come, which takes time, but no more than a slow disk does: what comes in drops
-        would never end.
+        """Extend the time limit because ``size_bytes`` of a file have come, as long as a slow disk takes for them.
+
+        If every part of a file started the time limit again, one that comes byte by byte would never end.
         """
         later = self._deadline + size_bytes / _LEAST_BYTES_A_SECOND
         self._deadline = min(later, time.monotonic() + self._timeout_s)
 
     def send(self, message: Any) -> None:
-        """As much as it takes until the deadline: waiting for the answer, one learns why it was not all of it."""
+        """Send ``message`` until the deadline; whoever waits for the answer learns why it was not sent."""
         left = memoryview(json.dumps(message).encode() + b"\n")
-        # A broken pipe: it has ended; the missing reply says so, with its reason.
+        # A broken pipe means that the subprocess has ended: the missing reply gives the reason.
         with contextlib.suppress(BrokenPipeError), selectors.DefaultSelector() as selector:
             selector.register(self._jobs, selectors.EVENT_WRITE)
             while left and selector.select(max(0.0, self._deadline - time.monotonic())):
                 left = left[self._jobs.write(left) or 0 :]
 
     def line(self, most_bytes: int) -> bytes | Ended:
-        """The next one, with its end; a longer one makes no sense."""
-        searched = 0
+        """Return the next line with its newline, or the reason why there is none; a longer line makes no sense."""
+        searched = 0  # bytes of the buffer that are known to have no newline
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
             failure = self.wait_for(searched + 1) if searched <= most_bytes else self.nonsense()
@@ -106,14 +108,14 @@ class Channel:
         return self.take(end + 1)
 
     def take(self, size: int) -> bytes:
-        """As many bytes of what has arrived, or all of it."""
+        """Take up to ``size`` bytes of what has arrived."""
         with memoryview(self._buffer) as arrived:
             taken = bytes(arrived[:size])
         del self._buffer[:size]
         return taken
 
     def wait_for(self, size: int) -> Ended | None:
-        """Until so many bytes have arrived; why they never will."""
+        """Wait until ``size`` bytes have arrived; return the reason if they never will."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._replies, selectors.EVENT_READ)
             while len(self._buffer) < size:
@@ -125,15 +127,15 @@ class Channel:
                     chunk = self._replies.read(_CHUNK)
                     if chunk == b"":
                         return self._post_mortem()
-                    self._buffer += chunk or b""  # a subprocess can read its own pipe, and take back what it sent
+                    self._buffer += chunk or b""  # ``None``: a subprocess can read its own pipe, and empty it
                 elif self._has_ended():
-                    return self._post_mortem()  # what it has left behind holds the pipe open
+                    return self._post_mortem()  # a process that it has started holds the pipe open
         return None
 
     # ------------------------------------------------------------------------------------------ its end
 
     def nonsense(self) -> Crashed:
-        """It has answered what it cannot, and is ended."""
+        """End the subprocess, because its answer makes no sense."""
         self.end()
         return Crashed(reason="what it answered makes no sense", output_tail=self._tail())
 
@@ -150,7 +152,10 @@ class Channel:
         self.end()
         if code == -signal.SIGKILL:
             return OutOfMemory(detail="the profiling subprocess was killed, as the system does when memory runs out")
-        reason = f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        reason = f"exit code {code}"
+        if code < 0:
+            known = -code in signal.valid_signals() and -code in list(signal.Signals)
+            reason = f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
         return Crashed(reason=reason, output_tail=self._tail())
 
     def _tail(self) -> str:
@@ -165,7 +170,7 @@ class Channel:
             return True
 
     def end(self) -> None:
-        """Kill it, if it is not gone."""
+        """Kill the subprocess, unless it has ended."""
         process, self.process = self.process, None
         if process is not None:
             process.end()
@@ -174,8 +179,8 @@ class Channel:
 def _file_opened_twice() -> tuple[BinaryIO, int]:
     """Make a temporary file without a name, and open it once to be read and once to be written.
 
-    The subprocess writes to it.  Opened once for both, it could set a flag (``O_DIRECT``) for this end, too, where
-    reading would then fail.
+    The subprocess writes to it.  If both used one open file, the subprocess could set a flag (``O_DIRECT``) that makes
+    reading at this end fail.
     """
     output, path = tempfile.mkstemp(prefix="memopt-")
     try:
@@ -185,8 +190,3 @@ def _file_opened_twice() -> tuple[BinaryIO, int]:
         raise
     finally:
         os.unlink(path)
-
-
-def _signal_name(number: int) -> str:
-    known = number in signal.valid_signals() and number in list(signal.Signals)
-    return signal.Signals(number).name if known else f"signal {number}"

@@ -1,4 +1,4 @@
-"""Under what a step is measured in this process."""
+"""The conditions under which a step is measured in this process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from memopt_cli.records import Conditions, StepSettings
 
 
 def conditions(subject: Subject, job: ConditionsJob) -> Conditions:
-    """Of the subject's steps."""
+    """Return the conditions of the steps of ``subject``."""
     return conditions_of(subject.settings)
 
 
 def conditions_of(settings: StepSettings) -> Conditions:
-    """Where a step is run, here and now, and how."""
+    """Return the device, the libraries and the settings of a step that runs now."""
     return Conditions(
         settings=settings,
         backend=_backend(settings.device),
@@ -29,7 +29,7 @@ def conditions_of(settings: StepSettings) -> Conditions:
 
 
 def _backend(device: str) -> tuple[str, ...]:
-    """Libraries that PyTorch takes kernels from, beside its own."""
+    """Name the libraries whose kernels PyTorch uses on ``device``, besides its own."""
     if device == "cpu":
         return ("mkldnn",) if _is_used(torch.backends.mkldnn) else ()
     libraries = {"cudnn": _is_used(torch.backends.cudnn), "rocm": torch.version.hip is not None}

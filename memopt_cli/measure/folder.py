@@ -1,4 +1,4 @@
-"""The folder of a confined subprocess, and its removal, whatever was done to it."""
+"""The folder of a confined subprocess, which is removed whatever the subprocess did to it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ _ONLY_FOLDERS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class Folder:
-    """A temporary folder; removed when it is asked to be, nobody refers to it, or this process ends."""
+    """A temporary folder, removed on request, when nothing refers to it any more, or when this process ends."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix="memopt-")
         self._removal = weakref.finalize(self, _remove_in, os.getpid(), self.path)
 
     def remove(self) -> None:
-        """Remove it and all that is in it, as far as possible; what cannot be removed stays."""
+        """Remove the folder and everything in it; what cannot be removed stays."""
         self._removal()
 
 
 def _remove_in(process: int, path: str) -> None:
-    """Only in the process that made it, and in none that was forked from that."""
+    """Remove ``path`` if this is the ``process`` that made it: forks of it run its finalizers, too."""
     if os.getpid() == process:
         remove(path)
 
 
 def remove(path: str) -> None:
-    """Remove a folder that nobody changes any longer.
+    """Remove the folder at ``path``, which no process changes any longer.
 
-    Unlike :func:`shutil.rmtree`, down to any depth, and nothing outside of it is touched, whatever links are in it.
+    Unlike :func:`shutil.rmtree`, this works at any depth, and touches nothing outside of it, whatever links are in it.
     """
     with contextlib.suppress(OSError):
         _empty(path)
@@ -39,7 +39,7 @@ def remove(path: str) -> None:
 
 
 def _empty(path: str) -> None:
-    """One descriptor is open at a time, of the folder that is being emptied."""
+    """Empty the folder at ``path`` with one open descriptor: it moves down into the first folder, and up again."""
     here, names = os.open(path, _ONLY_FOLDERS), list[str]()
     try:
         while True:
@@ -58,7 +58,7 @@ def _empty(path: str) -> None:
 
 
 def _first_folder(here: int) -> str | None:
-    """Its name; the files before it are removed."""
+    """Return the name of the first folder in ``here``, and remove the files before it; ``None`` if there is none."""
     with os.scandir(here) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

@@ -1,7 +1,11 @@
-"""What a profiling subprocess can be asked, and what it answers: one JSON line each way.
+"""The questions to a profiling subprocess and its answers: one JSON line each way.
 
-A job says what type its answer has and which function gives it.  Other packages have jobs of their own: the worker
-knows none of them, it looks up the function that the job names.
+A job names the type of its answer, and the function that gives it::
+
+    class CountJob(StepJob[Counted]):                                    # answered by a ``Counted``, or a failure
+        answered_by = "memopt_cli.measure.answers.dry_runs:count"        # called in the subprocess, with the job
+
+Other packages have jobs of their own: the worker knows none of them, it looks up the function that the job names.
 """
 
 from __future__ import annotations
@@ -38,75 +42,74 @@ from memopt_cli.records import (
 Answer = TypeVar("Answer", covariant=True)
 
 ORIGINAL = Plan()
-"""No segments: the model as it is."""
+"""The plan without segments, under which the model runs as it is."""
 
 PER_TENSOR: Final = 512 << 20
-"""Bytes of memory of an answer that tells of each tensor of a model, or each module: of a hundred thousand, or so."""
+"""Bytes of memory for an answer about each tensor or module of a model, of which there may be some 100,000."""
 
 _NO_INPUTS, _DEFAULTS = InputSpec(source="not known yet"), StepSettings()
 
 Data = Literal["full size", "small batch", "none"]
-"""Which steps may be run on data: of any size, of a few samples (the full one does not fit, or is not to be tried), or
-none (the parameters have no data either)."""
+"""The steps that may run on data: of any size; of a few samples, if the full step does not fit or must not be tried; or
+none, in which case the parameters have no data either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The model, inputs and step that a subprocess works on; sent once, first."""
+    """The model, inputs and step that a subprocess works on, sent once before all jobs."""
 
     source: ModelSource
     spec: InputSpec = _NO_INPUTS
     settings: StepSettings = _DEFAULTS
     data: Data = "full size"
     card: DeviceProfile | None = None
-    """A device that is not here, whose allocator and times steps on tensors without data are to have."""
+    """A device that is not here, whose peaks and times are estimated; ``None`` for the device of the step."""
     layer_runs: bool = False
-    """Flat Sequentials are divided into runs of layers, each of which can be a segment."""
+    """Whether flat Sequentials are divided into runs of layers, each of which can be a segment."""
     tries_rows: bool = True
-    """Segments in chunks try whether their rows mix, which takes as long as a few forwards: not where all that a plan
-    leaves is compared with what the original leaves."""
+    """Whether segments in chunks test that rows do not mix, which takes as long as a few forwards; needless if all
+    results of a plan are compared with the original's."""
     layout: Layout | None = None
-    """How the model is spread over ranks, of which the subprocess is one; only steps without data are run then."""
+    """The layout of the model over ranks, of which the subprocess is one; only steps without data run then.  ``None``
+    for a single device."""
     rank: int = 0
-    """Which one."""
+    """Index of the rank."""
 
     @property
     def wants_compiler(self) -> bool:
-        """Steps without data, and models that are built without, take what PyTorch compiles with, which takes long to
-        import.
-        """
+        """Whether PyTorch's compiler is needed, by models or steps without data; importing it takes long."""
         return self.data == "none" or self.spec != _NO_INPUTS
 
 
 class Job(Generic[Answer]):
-    """A question about the subject: ``class CountJob(StepJob[Counted])`` is answered by a ``Counted``, or a failure."""
+    """A question about the subject."""
 
     __slots__ = ()
     answered_by: ClassVar[str]
-    """``module:function``; it takes the :class:`Subject` and the job, and runs in the subprocess."""
+    """The function that answers it in the subprocess, ``module:function``, from the :class:`Subject` and the job."""
     most_bytes: ClassVar[int] = 16 << 20
-    """Of memory that it may take to read the answer: whoever sends it is not trusted."""
+    """Bytes of memory that reading the answer may take: its sender is not trusted."""
 
 
 class StepJob(Job[Answer]):
-    """One for which steps of the loaded model are run: the function takes the ``Bench`` it is loaded on and the job."""
+    """A question for which steps of the loaded model run: its function takes the ``Bench`` of the model and the job."""
 
     __slots__ = ()
 
 
 def name_of(job: Job[Any]) -> str:
-    """Of its class, as it goes over the wire."""
+    """Return the name of the class of ``job``, as it is sent."""
     return f"{type(job).__module__}:{type(job).__qualname__}"
 
 
 def class_of(name: str) -> type[Job[Any]]:
-    """The inverse; the name comes from the process that asks, which is trusted."""
+    """Return the class of jobs called ``name``, which comes from the process that asks, and is trusted."""
     found: type[Job[Any]] = pkgutil.resolve_name(name)
     return found
 
 
 def answer_of(kind: type[Job[Answer]]) -> type[Answer]:
-    """The type of a job's answer."""
+    """Return the type of the answer to jobs of the class ``kind``."""
     (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
     (answer,) = get_args(base)
     found: type[Answer] = answer
@@ -115,17 +118,17 @@ def answer_of(kind: type[Job[Answer]]) -> type[Answer]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionsJob(Job[Conditions]):
-    """Under what its steps are measured; no model is loaded for it."""
+    """A question for the conditions of its measurements; no model is loaded."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.conditions:conditions"
 
 
-# ---------------------------------------------------------------------------------------------- of the model file
+# ---------------------------------------------------------------------------------------------- the model file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribeJob(Job[ModelFacts]):
-    """What a command must know of the model; no step is run.
+    """A question for the facts of the model that a command needs; no step is run.
 
     The answer is a failure if the model's step cannot be recorded, or the plan or the replicas do not suit it.
     """
@@ -133,18 +136,18 @@ class DescribeJob(Job[ModelFacts]):
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:describe"
     most_bytes: ClassVar[int] = PER_TENSOR
     inputs: bool = True
-    """Find the inputs of its step."""
+    """Whether to find the inputs of its step."""
     spec: InputSpec | None = None
-    """What is given of them."""
+    """The description of the inputs that the user gave; ``None`` if they gave none."""
     plan: Plan = ORIGINAL
-    """One that is to suit the model."""
+    """A plan that must suit the model."""
     replicas: bool = False
-    """Copies of the model are to be trained as one."""
+    """Whether it must be possible to train copies of the model as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectJob(Job[Inspection]):
-    """What is in a file; nothing in it is run."""
+    """A question for the contents of the file at ``path``, of which nothing is run."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:inspect"
     most_bytes: ClassVar[int] = PER_TENSOR
@@ -153,7 +156,7 @@ class InspectJob(Job[Inspection]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotJob(Job[SnapshotFacts]):
-    """What a pickle of ``torch.cuda.memory._snapshot()`` tells; nothing in it is run."""
+    """A question for the memory in a pickle of ``torch.cuda.memory._snapshot()``, of which nothing is run."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:snapshot"
     path: str
@@ -161,31 +164,34 @@ class SnapshotJob(Job[SnapshotFacts]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """All of a file was sent."""
+    """The end of a file that was sent."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob(Job[Saved]):
-    """The model as a file, with a plan installed: the file comes in pieces before the answer.  No function's job: it
-    is part of the wire."""
+    """A request for the model as a file, with ``plan`` installed.
+
+    The file comes in pieces before the answer.  No function answers it, it is part of the wire.
+    """
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A file that was saved needs nothing that its original does not need."""
+    """A saved file that needs nothing that its original does not need."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareJob(Job[Compared]):
-    """What another subprocess has saved, which has run the model: this one runs nothing of it, and reads both files.
+    """A request to compare a file with its original; it was saved by a subprocess that has run the model.
 
-    The answer is a failure if the file could do anything that the original could not.
+    The one that compares reads both files and runs nothing of them.  The answer is a failure if the file could do
+    anything that the original could not.
     """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:compare_saved"
@@ -194,13 +200,13 @@ class CompareJob(Job[Compared]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChanged:
-    """The answer to a job that loads the model, where a file is not what the subject says: it ends the command."""
+    """The answer to any job that loads the model from a changed file, which ends the command."""
 
     message: str
     hint: str
 
 
-# ---------------------------------------------------------------------------------------------- of recorded steps
+# ---------------------------------------------------------------------------------------------- recorded steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,15 +215,15 @@ class Traced:
 
     trace: StepTrace
     fake: bool
-    """On fake tensors."""
+    """Whether it was recorded on fake tensors."""
     dry_run_bytes: int | None
-    """The tensor peak of the same step on fake tensors, if it was recorded on them too: dry runs are possible."""
+    """The tensor peak of the step on fake tensors; ``None`` if the model does not run on them."""
     note: str = ""
-    """Why they are not, if the model does not allow them."""
+    """The reason why the model does not run on fake tensors; empty if it does."""
     unknown: tuple[str, ...] = ()
-    """What is not known of the step, and why."""
+    """Sentences on what is not known of the step, and why."""
     checkpoints: tuple[str, ...] = ()
-    """Paths of the modules whose forward calls ``torch.utils.checkpoint``; not looked for under a plan."""
+    """Paths of the modules whose forward calls ``torch.utils.checkpoint``; empty under a plan."""
 
     @property
     def has_dry_runs(self) -> bool:
@@ -227,18 +233,18 @@ class Traced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob(StepJob[Traced]):
-    """Record a step of the model."""
+    """A request to record a step of the model."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:trace_step"
     most_bytes: ClassVar[int] = 1 << 30  # two hundred thousand operators
     fake: bool
-    """On fake tensors if the model allows."""
+    """Whether to record on fake tensors, if the model runs on them."""
     plan: Plan = ORIGINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordJob(StepJob[StepTrace]):
-    """Record a step that is run, without the seconds of its operators: what is not planned needs none."""
+    """A request to record a step on data without the seconds of its operators, which only planning needs."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:record_step"
     most_bytes: ClassVar[int] = TraceJob.most_bytes
@@ -247,67 +253,67 @@ class RecordJob(StepJob[StepTrace]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountJob(StepJob[Counted]):
-    """The tensor peak under a plan."""
+    """A question for the tensor peak under a plan."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:count"
     plan: Plan
     fake: bool
-    """A dry run on fake tensors."""
+    """Whether to take a dry run, on fake tensors."""
     batch: int | None = None
-    """Batch size; ``None``: as the inputs are described.  Of other sizes no workspaces are known: a dry run gives the
-    tensor peak alone."""
+    """Batch size; ``None`` for the size in the description of the inputs.  Workspaces are not known at other sizes, so
+    a dry run gives the tensor peak alone."""
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Sizes of other symbols than described."""
+    """Symbol -> size, where it differs from the description of the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkingFound:
-    """How a module may run in chunks, or why it may not."""
+    """The rule by which a module may run in chunks, or the reason why it may not."""
 
     rule: ChunkRule | Refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkingJob(StepJob[ChunkingFound]):
-    """Whether the module at ``path`` can run in chunks."""
+    """A question for whether the module at ``path`` can run in chunks."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.chunks:try_in_chunks"
     path: str
     allow_inexact: bool = False
-    """Chunks that differ by their batch statistics alone will do."""
+    """Whether chunks may differ in their batch statistics."""
 
 
-# ---------------------------------------------------------------------------------------------- of timed steps
+# ---------------------------------------------------------------------------------------------- timed steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A measurement, and what its steps left."""
+    """A measurement, and the results of its steps."""
 
     measurement: Measurement
     left: Fingerprint
     not_as_planned: tuple[str, ...] = ()
-    """Of each segment that runs plainly or whole, because of what its forward does: a sentence."""
+    """A sentence on each segment that runs plainly or whole, because its forward does not allow the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureJob(StepJob[Measured]):
-    """Take timed steps, count both peaks."""
+    """A request to time steps under a plan and to measure both peaks."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:measure"
     most_bytes: ClassVar[int] = PER_TENSOR
     plan: Plan
     steps: int = 3
-    """Timed steps, at least."""
+    """Number of timed steps, at least."""
     warm_up: bool = True
-    """Take a step before the timed ones; without it, the first of them pays for what is used for the first time."""
+    """Whether to take a step before the timed ones; without it, the first of them includes one-time costs."""
     limit_bytes: int | None = None
-    """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
+    """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedJob(StepJob[Fingerprint]):
-    """What a step of the original leaves with every parameter at the next number up or down, as chance has it."""
+    """A question for the results of the original's step with each parameter rounded up or down, at random."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:take_rounded"
     most_bytes: ClassVar[int] = PER_TENSOR
@@ -315,7 +321,7 @@ class RoundedJob(StepJob[Fingerprint]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedInTurns:
-    """Wall times of steps of the original and with a plan, one after the other in one process."""
+    """Wall times in seconds of steps of the original and under a plan, taken in turns in one process."""
 
     original_times_s: tuple[float, ...]
     planned_times_s: tuple[float, ...]
@@ -323,32 +329,32 @@ class TimedInTurns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeInTurnsJob(StepJob[TimedInTurns]):
-    """How much longer a plan makes the step, by pairs of steps: what slows the machine down slows both."""
+    """A question for the slowdown of a plan, by pairs of steps: another load of the machine slows both."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:time_in_turns"
     plan: Plan
     pairs: int = 3
-    """Pairs of timed steps, at least."""
+    """Number of pairs of timed steps, at least."""
     most_slowdown: float | None = None
-    """A plan that is slower by far takes one pair; ``None``: it may be as slow as it is."""
+    """The limit on the slowdown: a plan far beyond takes one pair.  ``None`` if there is no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeJob(StepJob[BatchProbe]):
-    """The allocated peak at another batch size."""
+    """A question for the allocated peak at another batch size."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:probe"
     plan: Plan
     batch: int
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Sizes of other symbols than described."""
+    """Symbol -> size, where it differs from the description of the inputs."""
     limit_bytes: int | None = None
-    """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
+    """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledJob(StepJob[CompiledStep]):
-    """The allocated peak and the time of the step, compiled."""
+    """A question for the allocated peak and the time of the compiled step."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.compiled:measure"
     plan: Plan
@@ -357,58 +363,58 @@ class CompiledJob(StepJob[CompiledStep]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicasJob(StepJob[BatchProbe]):
-    """The allocated peak of a step that copies of the model take as one."""
+    """A question for the allocated peak of a step of many copies of the model, trained as one."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.model_batching:probe"
     plan: Plan
     batch: int
-    """Of each copy."""
+    """Batch size of each copy."""
     replicas: int
-    """Copies, at least 2."""
+    """Number of copies, at least 2."""
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Sizes of other symbols than described."""
+    """Symbol -> size, where it differs from the description of the inputs."""
     limit_bytes: int | None = None
-    """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
+    """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
 
-# ---------------------------------------------------------------------------------------------- of many ranks
+# ---------------------------------------------------------------------------------------------- many ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InGroup:
-    """What became of it."""
+    """The measurements of all ranks, or the loss of one."""
 
     outcome: RanksMeasured | RankLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupJob(Job[InGroup]):
-    """Measure a step on the rank of a real group that the subject names, together with the others."""
+    """A request to measure a step on the subject's rank of a real group, together with the other ranks."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.ranks:measure"
     most_bytes: ClassVar[int] = PER_TENSOR
     plan: Plan
     spec: InputSpec | None
-    """What is given of the inputs of one rank's step."""
+    """The description that the user gave of the inputs of one rank's step; ``None`` if they gave none."""
     timeout_s: float
-    """How long one rank waits for another."""
+    """Seconds that one rank waits for another."""
 
 
-# ---------------------------------------------------------------------------------------------- of verified steps
+# ---------------------------------------------------------------------------------------------- verified steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of the inputs."""
+    """Sizes of the inputs."""
 
     batch: int
     dims: dict[str, int] = field(default_factory=dict)
-    """Of other symbols, where they are not as described."""
+    """Symbol -> size, where it differs from the description of the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizesJob(StepJob[Sizes]):
-    """The least at which all chunks of a plan run."""
+    """A question for the least sizes at which all chunks of a plan run."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.verified:find_least_sizes"
     plan: Plan
@@ -416,42 +422,41 @@ class SizesJob(StepJob[Sizes]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyJob(StepJob[Verification]):
-    """The plan against the original at a batch size."""
+    """A request to verify a plan against the original at a batch size."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.verified:verify_plan"
     plan: Plan
     batch: int
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Sizes of other symbols than described."""
+    """Symbol -> size, where it differs from the description of the inputs."""
     further: bool = False
-    """In the steps that follow, too."""
+    """Whether to compare the following steps, too."""
     asked_s: float = 0.0
-    """Time of a step of the original as described, where the sizes are smaller: so the others may take longer."""
+    """Seconds of a step of the original at its full sizes, if these are smaller: so the others may take longer."""
 
 
-# ---------------------------------------------------------------------------------------------- of consecutive steps
+# ---------------------------------------------------------------------------------------------- consecutive steps
 
 
 Mode = Literal["training", "eval", "as it came"]
-"""Of a model's modules: all in training mode; in eval mode, without what random numbers the other draws; each in its
-own."""
+"""The mode of the model's modules: training for all; eval for all, which draws fewer random numbers; or the mode in
+which each was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowJob(StepJob[Followed]):
-    """What consecutive steps with an optimizer leave."""
+    """A question for the results of consecutive steps with an optimizer."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.followed:follow"
     most_bytes: ClassVar[int] = PER_TENSOR
     plan: Plan = ORIGINAL
     steps: int = 3
     watched: int | None = None
-    """The index of a step whose calls of modules are told, too."""
+    """Index of a step whose calls of modules are recorded, too; ``None`` for no step."""
     double: bool = False
-    """In float64, all of it."""
+    """Whether everything is computed in float64."""
     mode: Mode = "training"
     detached: bool = False
-    """What a step leaves on the model is detached from its graph before the next, as training loops do for models that
-    keep hidden state."""
+    """Whether hidden state is detached from its graph between steps, as training loops do for models that keep it."""
     draws_alike: bool = False
-    """What is compiled draws the random numbers that it would without."""
+    """Whether compiled parts draw the same random numbers as uncompiled ones."""

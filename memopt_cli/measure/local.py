@@ -1,7 +1,7 @@
-"""Profiling in this process: for a model that no subprocess can be given.
+"""Profiling in this process, for a model that cannot be sent to a subprocess.
 
-Stands beside the worker, whose answers it gives without the pipe.  There is no time limit, and a model that takes
-more memory than there is, or crashes, takes this process with it.
+A session here calls the worker directly, without a pipe.  There is no time limit, and a model that runs out of memory
+or crashes takes this process with it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _one_at_a_time = threading.RLock()
 
 
 class LocalSession(Session):
-    """A session whose worker lives in this process; the caller's random numbers and gradient mode are left alone.
+    """A session whose worker is in this process; it restores the caller's random numbers and gradient mode.
 
-    Of several threads' sessions one works at a time: what measures is of the whole process.
+    The sessions of several threads work one at a time, since memory is measured for the whole process.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class LocalSession(Session):
         build: Callable[[], nn.Module] | None = None,
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
-        """``build`` makes the model, which the session may change; without it, it is loaded as a subprocess would.
+        """Prepare a session on ``subject``, whose model ``build`` makes; without ``build``, it is loaded from its file.
 
-        ``functions``: those that the step's settings name, in place of files'.
+        ``functions``: functions in memory that the settings of the step name.
         """
         super().__init__(subject, timeout_s)
         self._build = build
@@ -62,11 +62,11 @@ class LocalSession(Session):
 
     @property
     def ended(self) -> bool:
-        """Never: what would end a subprocess ends this process."""
+        """``False``: a crash would end this process, too."""
         return False
 
     def ask(self, job: Job[Answer]) -> Answer | Failure:
-        """The answer to a job."""
+        """Return the answer to ``job``, or why there is none."""
         with _one_at_a_time, undisturbed():
             try:
                 answer = self._work().do(_over_the_wire(job, type(job)))
@@ -77,7 +77,7 @@ class LocalSession(Session):
                 return failure_of(error)
 
     def save(self, job: SaveJob, file: BinaryIO) -> Saved | Failure:
-        """The same, of a file that is written into ``file``."""
+        """Write the model of ``job`` into ``file``."""
         with _one_at_a_time, undisturbed():
             try:
                 self._work().save(job, file)
@@ -93,12 +93,12 @@ class LocalSession(Session):
 
 
 def _over_the_wire(record: Any, kind: type[Answer]) -> Answer:
-    """What arrives of a record that goes through a pipe: the same, or the subprocess would know another."""
+    """Return ``record`` as it would arrive through a pipe, so that both kinds of session see equal values."""
     return from_data(kind, json.loads(json.dumps(to_data(record))))
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Random numbers and gradient mode are as in a process of its own, and the caller's as before."""
+    """Use the gradient mode of a new process inside the block, and restore the caller's mode and random numbers."""
     with generators_kept(), torch.inference_mode(False), torch.enable_grad():
         yield

@@ -1,4 +1,4 @@
-"""What a process does that has a model and runs no step of it: describe it, and save it with a plan."""
+"""Answers to jobs that run no step of the model: describe a model or a file, and save a model with a plan."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ from memopt_cli.training.user_step import StepModels
 
 
 def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
-    """Load the model and tell of it.  Raises :class:`MemoptError`."""
+    """Load the model of ``subject``, and return its facts.  Raises :class:`MemoptError`."""
     with built_without_data(fake_mode()) if subject.data == "none" else contextlib.nullcontext():
         return facts_of(load_model(subject.source), job)
 
 
 def inspect(subject: Subject, job: InspectJob) -> Inspection:
-    """What is in the file.  Raises :class:`MemoptError`."""
+    """Describe the file at the path of ``job``.  Raises :class:`MemoptError`."""
     return description.describe(read_file(job.path))
 
 
 def snapshot(subject: Subject, job: SnapshotJob) -> SnapshotFacts:
-    """Who held what, by a snapshot of PyTorch's allocator.  Raises :class:`MemoptError`."""
+    """Return who held memory in the snapshot at the path of ``job``.  Raises :class:`MemoptError`."""
     return read_snapshot(job.path)
 
 
 def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
-    """What a command must know of a model; the plan that it carries is taken off.
+    """Return the facts of a model that a command needs, and remove the plan that it carries.
 
     Raises :class:`StepError` and :class:`UsageError` for a model whose step cannot be recorded, and as
     :func:`find_spec`, :func:`apply_plan` and :func:`refuse_unsupported` do.
@@ -84,7 +84,8 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         batch=None if spec is None else batch_of(spec),
         carried=carried,
         asked_codecs=codec_paths(model),
-        fixed_sizes=_has_fixed_sizes(loaded),
+        # A program of ``torch.export`` whose example inputs have no size that may vary.
+        fixed_sizes=loaded.format == "exported" and loaded.example_spec is not None and not loaded.example_spec.dims,
         indices=dict(_indices_in(model)),
         batch_norms=any(map(_is_batch_norm, model.modules())),
         trainable_bytes=unique_bytes(p for p in model.parameters() if p.requires_grad and not is_lazy(p)),
@@ -102,17 +103,8 @@ def _indices_in(model: nn.Module) -> Iterator[tuple[str, int]]:
                 yield f"{path}.{name}".removeprefix("."), int(value.max())
 
 
-def _has_fixed_sizes(loaded: LoadedModel) -> bool:
-    """A program of ``torch.export`` whose example inputs have no size that may vary."""
-    return loaded.format == "exported" and loaded.example_spec is not None and not loaded.example_spec.dims
-
-
 def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
-    """Write the model with the plan installed, without what earlier steps left on it.  Raises :class:`MemoptError`.
-
-    A plan goes onto the models of a :class:`BatchModule` as it goes onto one of them: it names modules by their paths.
-    The optimizer is the training script's.
-    """
+    """Load the model again, and write it into ``file`` with the plan of ``job``.  Raises :class:`MemoptError`."""
     model = load_model(subject.source).module
     if isinstance(model, StepModels):
         raise StepError(
@@ -123,18 +115,22 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
 
 
 def compare_saved(subject: Subject, job: CompareJob) -> Compared:
-    """Compare a model that was saved with the original.  Raises :class:`MemoptError`."""
+    """Compare the saved model at the path of ``job`` with the original.  Raises :class:`MemoptError`."""
     return Compared(size_bytes=check_returned(job.path, subject.source))
 
 
 def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
-    """The same of a model at hand, which then has the plan.  Raises :class:`StepError` for one that does not pickle."""
+    """Install ``plan`` on ``model``, and write it into ``file``.  Raises :class:`StepError` if it does not pickle.
+
+    The optimizer is the training script's, so a plan's part for it is left out.
+    """
     remove_plan(model)
+    # A plan names modules by their paths, which are equal in all models of a :class:`BatchModule`.
     apply_plan(model.models if isinstance(model, BatchModule) else model, plan.of_model)
     reset_hidden_state(model)
     try:
         torch.save(model, file)
-    except (pickle.PicklingError, AttributeError, TypeError) as err:  # as pickle says it of what it cannot
+    except (pickle.PicklingError, AttributeError, TypeError) as err:  # what pickle raises for an object that it refuses
         raise StepError(
             f"the model could not be saved: {first_line(err)}",
             hint="With --plan-only none is written. In the training script: memopt_cli.apply_plan(model, PLAN).",
@@ -142,7 +138,7 @@ def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
 
 
 def _refuse_names(model: nn.Module) -> None:
-    """Names go to terminals, logs and plans."""
+    """Refuse names that cannot be printed: they go to terminals, logs and plans."""
     named = (path for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()))
     odd = next((path for path in named if not path.isprintable()), None)
     if odd is not None:
@@ -172,5 +168,5 @@ def _refuse_without_memory(module: nn.Module) -> None:
 
 
 def _is_batch_norm(module: Any) -> bool:
-    """Or a module that was one before it was lifted."""
+    """Return whether ``module`` is a batch norm, or was one before it was lifted."""
     return "BatchNorm" in getattr(module, "original_name", type(module).__name__)

@@ -1,6 +1,10 @@
-"""Profiling subprocesses as their sessions see them: forked by a server that has imported PyTorch already.
+"""Profiling subprocesses, forked by a server that has already imported PyTorch.
 
-On systems whose libraries do not survive a fork they start as fresh interpreters.
+This is the side of the process that asks; :mod:`memopt_cli.measure.server` is the other.  On systems whose libraries do
+not survive a fork, subprocesses start as fresh interpreters.
+
+``multiprocessing``'s fork server would not do: a subprocess runs a stranger's model, so it and everything that it
+starts must be gone when its session ends, whatever it did to get away, and its output must not reach the terminal.
 """
 
 from __future__ import annotations
@@ -17,78 +21,78 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Literal
 
 Role = Literal["early", "late"]
-"""When PyTorch is imported: before the fork, or after."""
+"""The time at which PyTorch is imported: before the fork, or after."""
 _NUMBER = struct.Struct("!q")
 STEPS_FOLLOW = b"+"
-"""Says so to a server, which prepares for them."""
+"""A message to the server: steps will be run, so import the modules that they need."""
 
 
 def encoded(number: int) -> bytes:
-    """A process id or exit code, as the server tells it."""
+    """Return the bytes in which the server sends a process id or an exit code."""
     return _NUMBER.pack(number)
 
 
 class Lost(Exception):
-    """The server is gone, and its subprocesses with it; or it could start none."""
+    """A server that has ended, and its subprocesses with it, or that could not start one."""
 
 
 class Subprocess:
-    """One profiling subprocess; like :class:`subprocess.Popen` as far as it goes."""
+    """One profiling subprocess, with a part of the methods of :class:`subprocess.Popen`."""
 
     def __init__(self, status: socket.socket, server: ForkServer) -> None:
         self._status = status
-        self._server = server  # which lives as long
+        self._server = server  # keeps it alive
         self._pid: int | None = None
         self._code: int | None = None
 
     @property
     def pid(self) -> int:
-        """Its process id; waits for it to be started.  Raises :class:`Lost`."""
+        """The process id, once it is started.  Raises :class:`Lost`."""
         return self._born(None)
 
     def poll(self) -> int | None:
-        """Its exit code, negative if a signal ended it; ``None`` while it lives.  Raises :class:`Lost`."""
+        """Return the exit code, negative if a signal ended it; ``None`` while it lives.  Raises :class:`Lost`."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit code.  Raises :class:`subprocess.TimeoutExpired` and :class:`Lost`."""
+        """Return the exit code.  Raises :class:`subprocess.TimeoutExpired` and :class:`Lost`."""
         self._born(timeout_s)
         if self._code is None:
-            self._code = self._heard(timeout_s)
+            self._code = self._receive(timeout_s)
         return self._code
 
     def end(self) -> None:
-        """Kill it, and what it has started; returns when it is gone.  One that is not started yet will not be."""
+        """Kill it and all that it has started, and wait until it is gone; one that is not started yet never will be."""
         with contextlib.suppress(subprocess.TimeoutExpired, Lost, OSError), self._status:
             self._born(0.0)
             self._status.shutdown(socket.SHUT_WR)
             if self._code is None:
-                self._code = self._heard(None)
+                self._code = self._receive(None)
 
     def _born(self, timeout_s: float | None) -> int:
         if self._pid is None:
-            self._pid = self._heard(timeout_s)
+            self._pid = self._receive(timeout_s)
         return self._pid
 
-    def _heard(self, timeout_s: float | None) -> int:
+    def _receive(self, timeout_s: float | None) -> int:
         self._status.settimeout(timeout_s)
         try:
-            told = self._status.recv(_NUMBER.size)
+            received = self._status.recv(_NUMBER.size)
         except (BlockingIOError, TimeoutError):
             raise subprocess.TimeoutExpired("memopt", timeout_s or 0.0) from None
         except OSError:
-            told = b""
-        if not told:
+            received = b""
+        if not received:
             raise Lost
-        number: int = _NUMBER.unpack(told)[0]
+        number: int = _NUMBER.unpack(received)[0]
         return number
 
 
 class ForkServer:
-    """The process that forks; it ends when nobody refers to it, and with this process or the thread that made it."""
+    """The process that forks subprocesses; it ends with the last reference to it, and with this process or thread."""
 
     def __init__(self, role: Role) -> None:
         self._environment = _environment()
@@ -110,30 +114,30 @@ class ForkServer:
         weakref.finalize(self, _end_server, ours, self._process, self._user)
 
     def serves(self) -> bool:
-        """It is alive, and what it forks finds the environment of this process, as it is now."""
+        """Return whether it is alive, and its environment is that of this process."""
         is_ours = self._user == os.getpid()
         return is_ours and self._process.poll() is None and self._environment == _environment()
 
     def announce_steps(self) -> None:
-        """The next subprocess is to find imported what steps without data want, and so are all that follow."""
+        """Let it import what steps without data need, for the next subprocess and all later ones."""
         with contextlib.suppress(OSError):
             self._control.send(STEPS_FOLLOW)
 
     def ask(self, files: Sequence[int]) -> None:
-        """For a subprocess."""
-        with contextlib.suppress(ConnectionError):  # it has just died: so has the subprocess, then
+        """Ask for a subprocess with these open files."""
+        with contextlib.suppress(ConnectionError):  # it has just ended; the status of the subprocess says so
             socket.send_fds(self._control, [b"!"], list(files))
 
 
 def _environment() -> dict[str, str]:
-    """Without what pytest sets anew for every test."""
+    """Return the environment without the variable that pytest sets for each test."""
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 def _end_server(control: socket.socket, process: subprocess.Popen[bytes], user: int) -> None:
     control.close()
     if user == os.getpid():
-        process.terminate()  # its subprocesses end first
+        process.terminate()  # it ends its subprocesses first
         process.wait()
 
 
@@ -148,10 +152,7 @@ _servers = _Servers()
 
 @contextlib.contextmanager
 def kept(*, early: bool = False) -> Iterator[None]:
-    """Within, what subprocesses are forked from stays for the next one.
-
-    ``early``: PyTorch is being imported from now on.
-    """
+    """Keep the server inside the block for the next subprocess; ``early``: start it now, so that it imports PyTorch."""
     outer = _servers.kept
     _servers.kept = {} if outer is None else outer
     try:
@@ -163,9 +164,9 @@ def kept(*, early: bool = False) -> Iterator[None]:
 
 
 def start(jobs: int, replies: int, output: int, *, steps: bool) -> Subprocess:
-    """A profiling subprocess, which reads from ``jobs`` and writes to the others, open files.
+    """Start a profiling subprocess, which reads from ``jobs``, and writes to ``replies`` and ``output``, open files.
 
-    ``steps``: with what steps without data want, which is then imported once for all.
+    ``steps``: whether it will run steps, so that the server imports what these need, once for all subprocesses.
     """
     server = _server(_role())
     if steps:

@@ -1,4 +1,4 @@
-"""What of this process a profiling subprocess can import, and what it cannot: classes, functions of the user's."""
+"""The user's classes and functions in this process: can a profiling subprocess import them?"""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from memopt_cli.text.optimizer_text import IN_MEMORY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserFunction:
-    """A function of the user's that a step calls, as a subprocess finds it or as it is here."""
+    """A function of the user that a step calls, by reference or in memory."""
 
     reference: str
-    """``file.py:function``, or a name that nobody finds; empty where there is none."""
+    """``file.py:function``, or a name for a function in memory; empty if there is no function."""
     function: Callable[..., Any] | None = None
-    """``None``: found by its reference."""
+    """The function in memory; ``None`` if it is loaded by its reference."""
     obstacle: str = ""
-    """Why a subprocess cannot find it; empty if it can."""
+    """The reason why a subprocess cannot import it; empty if it can."""
 
 
 def user_function(given: str | Callable[..., Any] | None, what: str) -> UserFunction:
-    """Of a callable, or of text that names one; ``what`` it is is said in the obstacle."""
+    """Return the function that is ``given``, or named by a text; the obstacle calls it a ``what``."""
     if given is None or isinstance(given, str):
         return UserFunction(reference=given or "")
     name = getattr(given, "__qualname__", type(given).__name__)
@@ -42,7 +42,7 @@ def user_function(given: str | Callable[..., Any] | None, what: str) -> UserFunc
 
 
 def _unreachable_alone(module: ModuleType | None, name: str) -> str:
-    """Why a function cannot be had by running its file by itself, or empty."""
+    """Say why a subprocess does not get the function ``name`` by running its file; empty if it does."""
     if module is sys.modules["__main__"]:
         return _unreachable_in_main(name)
     source = Path(str(getattr(module, "__file__", "")))
@@ -54,7 +54,7 @@ def _unreachable_alone(module: ModuleType | None, name: str) -> str:
 
 
 def unreachable(name: str) -> str:
-    """Why a subprocess cannot import a qualified name, or empty."""
+    """Say why a subprocess cannot import the qualified ``name``; empty if it can."""
     package, _, rest = name.partition(".")
     if package == "__main__":
         return _unreachable_in_main(rest)
@@ -63,7 +63,7 @@ def unreachable(name: str) -> str:
 
 
 def main_script() -> Path | None:
-    """The file that Python was started with, if its parts can be imported by themselves."""
+    """Return the file that Python was started with; ``None`` if it cannot be imported by itself."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None or getattr(main, "__package__", None) or not file.endswith(".py"):
@@ -72,7 +72,7 @@ def main_script() -> Path | None:
 
 
 def _unreachable_in_main(name: str) -> str:
-    """Why ``__main__.name`` cannot be had by importing the script without its main part, or empty."""
+    """Say why importing the script without its main part does not define ``name``; empty if it does."""
     script = main_script()
     if script is None or not script.is_file():
         return "__main__ is no script"
@@ -85,9 +85,9 @@ def _unreachable_in_main(name: str) -> str:
 
 
 def _called_from_main_part(tree: ast.Module) -> bool:
-    """Whether the script is being run, at this moment, within ``if __name__ == "__main__"``.
+    """Return whether the script is now running a line inside ``if __name__ == "__main__"``.
 
-    Anything else would run again, memopt too, when a subprocess imports the script.
+    A subprocess that imports the script runs every other line again: a call of memopt there would start it again.
     """
     frame: FrameType | None = sys._getframe()
     module_level: FrameType | None = None
@@ -109,6 +109,6 @@ def _is_main_part(node: ast.stmt) -> bool:
 
 
 def _defined(body: list[ast.stmt]) -> set[str]:
-    """Names of the classes and functions that a script defines before its main part, in branches and so on too."""
+    """Return the names of the classes and functions that a script defines outside of its main part, at any depth."""
     nodes = (inner for node in body if not _is_main_part(node) for inner in ast.walk(node))
     return {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}

@@ -1,4 +1,4 @@
-"""What a profiling subprocess answered, which may be made up: read as the job says, or not at all."""
+"""The answers of a profiling subprocess, which may be made up: they are read as the job says, or not at all."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _FAILURES: dict[str, type[Failure | FileChanged]] = {
 _EXIT_CODES = frozenset(
     kind.exit_code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MemoptError)
 )
-"""Those that an error can have."""
+"""Exit codes that an error can have."""
 
 
 def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
-    """The answer to a job in a line of JSON.  Raises anything where that cannot be."""
+    """Return the answer to ``job`` in a line of JSON.  Raises any exception if it cannot be one."""
     reply = reply_in(line, job.most_bytes)
     kind = _FAILURES.get(reply["kind"])
     if kind is not None:
@@ -60,7 +60,7 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
 
 
 def _check_amounts(value: Any, name: str = "") -> None:
-    """Bytes and seconds, which names tell, are such as there can be: others are added to them, and divided by them."""
+    """Raise :class:`ValueError` for impossible bytes and seconds, told by names of fields: sums and ratios use them."""
     if is_dataclass(value):
         for f in fields(value):
             _check_amounts(getattr(value, f.name), f.name)
@@ -73,11 +73,11 @@ def _check_amounts(value: Any, name: str = "") -> None:
 
 
 _MOST: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9}
-"""Unit at the end of a field's name, the longer ones first -> the most of it."""
+"""Unit at the end of a field's name, longer ones first -> the largest value."""
 
 
 def _check_trace(trace: StepTrace) -> None:
-    """What it says of operators and storages is of some that there are: whoever reads it goes by these numbers."""
+    """Raise :class:`ValueError` for indices of operators and storages that do not exist: readers use them unchecked."""
     count, kinds = len(trace.ops), {f.name.removesuffix("_bytes") for f in fields(Breakdown)}
     places, instants = range(count), range(-1, count + 1)
     spans, storages = list[tuple[int, ...]](), list[int]()
@@ -101,7 +101,7 @@ def _require(holds: bool) -> None:
 
 
 def _with_named_inputs(found: InputSpec, given: InputSpec | None) -> InputSpec:
-    """What the user named stays as it was written, and what the user did not name is not run."""
+    """Return ``found`` with the files that the user named: a subprocess must not name others, which would be run."""
     named = (given.data_file, given.script) if given is not None else (None, None)
     if found.tensors and any(named):
         raise ValueError(named)

@@ -1,4 +1,4 @@
-"""Start a profiling subprocess, ask it, and outlive it: a time limit, a signal, lack of memory are answers."""
+"""Sessions with a profiling subprocess, which may die: a time limit, a signal and lack of memory are answers."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ class Session:
 
     @property
     def pid(self) -> int | None:
-        """Of the subprocess; ``None`` where there is none, or it is gone."""
+        """The process id of the subprocess; ``None`` if there is none, or it has ended."""
         return self._channel.started() if self._channel is not None else None
 
     @property
     def ended(self) -> bool:
-        """The subprocess is gone, as an answer has told, and answers no more."""
+        """Whether the subprocess has ended, as an answer has told."""
         return self._channel is None or self._channel.process is None
 
     def ask(self, job: Job[Answer]) -> Answer | Failure:
-        """The answer to a job."""
+        """Return the answer to ``job``, or why there is none."""
         channel = self._send(job)
         return self._answer(job, channel) if channel is not None else _ENDED
 
     def save(self, job: SaveJob, file: BinaryIO) -> Saved | Failure:
-        """The same, of a file that is written into ``file``, unless it is larger than what the model can need.
+        """Write the file that answers ``job`` into ``file``, unless it is far larger than the model can be.
 
-        Raises :class:`OSError` where ``file`` takes no more.
+        Raises :class:`OSError` if ``file`` takes no more.
         """
         channel = self._send(job)
         if channel is None:
@@ -108,10 +108,10 @@ class Session:
                 left -= written
 
     def _send(self, job: Job[Answer]) -> Channel | None:
-        """``None``: there is nobody to send it to."""
+        """Send ``job``, and return the channel for its answer; ``None`` if the subprocess has ended."""
         if self.ended or self._channel is None:
             return None
-        self._channel.started()  # of one that never will be, the answer says why
+        self._channel.started()  # if it cannot be started, the answer says why
         self._channel.more_time()
         self._channel.send({"kind": name_of(job), "job": to_data(job)})
         return self._channel
@@ -122,7 +122,7 @@ class Session:
             return line
         try:
             found = read(line, job)
-        except Exception:  # it may be made up, and a reader of what is made up may raise anything
+        except Exception:  # reading an answer that is made up may raise anything
             return channel.nonsense()
         if isinstance(found, FileChanged):
             raise ChangedFileError(found.message, hint=found.hint)
@@ -130,10 +130,10 @@ class Session:
 
 
 def _import_path(source: ModelSource) -> list[str]:
-    """Where a subprocess imports from: for a file that is not trusted not from the current folder, in which a script
-    may have the name of a library.
+    """Return ``sys.path`` for a subprocess, without the current folder: a file there may have the name of a library.
 
-    That of memopt itself stays.  One that is trusted finds what ``PYTHONPATH`` names; the command line leaves that out.
+    If the current folder is memopt's own, it stays.  A model that is trusted also finds what ``PYTHONPATH`` names,
+    which the command line leaves out.
     """
     here, own = Path.cwd(), Path(__file__).parents[2]
     if source.trust.pickle:

@@ -1,9 +1,9 @@
-"""A second wall around a process that loads and runs somebody's file: Linux's Landlock, a filter of system calls and
-the loss of privileges.  It needs none.
+"""A sandbox around a process that loads and runs somebody's file, the second wall behind the checks of the file.
 
-Confined, a process reads the files that it could read before, but no terminal, writes to a folder of its own alone,
-starts no programs, opens no connections and does nothing to other processes.  Nothing lifts it again.  What a kernel
-cannot refuse is said.
+It consists of Linux's Landlock, a filter of system calls and the loss of privileges, and needs no privilege itself.
+A confined process can read the files that it could read before, but no terminal; it can write to a folder of its own
+alone; it starts no programs, opens no connections and does nothing to other processes.  Nothing lifts the sandbox
+again.  If a kernel cannot refuse a part of this, the user is told.
 
 Sources: https://docs.kernel.org/userspace-api/landlock.html, capabilities(7)
 """
@@ -33,26 +33,28 @@ _EXECUTE, _WRITE, _READ, _READ_FOLDER = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _MAKE_DEVICES: Final = 1 << 6 | 1 << 11
 _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
 _RIGHTS: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""How many rights on files a version of Landlock knows."""
+"""Version of Landlock -> the number of rights on files that it knows."""
 _TCP: Final = 0b11
 _SCOPES: Final = 0b11
-"""Signals, and sockets without a name in the file system."""
+"""Bits for signals, and for sockets without a name in the file system."""
 _NET_FROM, _SCOPES_FROM = 4, 6
+"""First versions of Landlock with rules for connections, and with scopes."""
 
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
-"""Those of ``/dev`` that libraries use.  From a terminal it could take what is typed, or have one made (``ptmx``)."""
+"""Devices in ``/dev`` that libraries use.  Terminals are not among them: a process could read what the user types
+there, or open a new one (``ptmx``)."""
 _GPU_DEVICES: Final = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
 _THREADS: Final = "/proc/self/task"
-"""NVIDIA's driver writes the names of its threads there, since 570, and ends with error 304 if it cannot."""
+"""The folder to which NVIDIA's driver, since 570, writes the names of its threads, or it fails with error 304."""
 _CACHES: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "MPLCONFIGDIR")
-"""Where libraries write what they compile or look up."""
+"""Variables that name the folders for the caches of libraries."""
 
 _IN_MEMORY: Final = "/dev/shm"
 _LARGEST_FILE_BYTES: Final = 16 << 30
-"""Of what a process writes that is not asked to: a model that is saved goes to the parent."""
+"""Bytes of a file that a confined process writes, at most; a model that it saves goes to the parent instead."""
 _CAPABILITIES: Final = 0x20080522
 _READ_ANYTHING: Final = 1 << 2
-"""``CAP_DAC_READ_SEARCH``: what root reads, it can read confined."""
+"""``CAP_DAC_READ_SEARCH``, by which root reads all files, confined or not."""
 
 HINT: Final = (
     "It ran confined: it may write to a temporary folder alone, read no terminal, change no modes or times of files, "
@@ -62,28 +64,30 @@ HINT: Final = (
 _REFUSALS: Final = re.compile(
     r".*: Permission denied( \(13\))?|CUDA error: OS call failed or operation not supported on this OS"
 )
-_OF_LIBRARIES: Final = ("RuntimeError", "AcceleratorError")
-"""How PyTorch begins when it was refused something, and the classes by which it says so."""
+_ERROR_CLASSES: Final = ("RuntimeError", "AcceleratorError")
+"""The first lines of PyTorch's errors for a refusal, and the classes of these errors."""
 
 
 _confined = False
 
 
 def is_confined() -> bool:
-    """Whether this process is behind the wall."""
+    """Return whether this process is confined."""
     return _confined
 
 
 def confine(folder: str, *, gpu: bool) -> str:
-    """Confine this process to ``folder``, for good; why that cannot be, or empty.
+    """Confine this process to ``folder``, for good, and say what the kernel cannot refuse; empty if it can.
 
-    To be called before there is a second thread.  Temporary files and the caches of compilers go to the folder.
+    Must be called before there is a second thread.  Temporary files and the caches of compilers go to the folder.
     """
     if sys.platform != "linux":
         return f"{platform.system()} has no Landlock"
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION))
-    _bound_files()
+    now = resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft, hard = (_LARGEST_FILE_BYTES if n == resource.RLIM_INFINITY else min(n, _LARGEST_FILE_BYTES) for n in now)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     _give_up_privileges(libc)
     missing = _restrict_files(libc, version, folder, gpu=gpu)
     unfiltered = seccomp.install(gpu=gpu, signals=version < _SCOPES_FROM)
@@ -95,7 +99,7 @@ def confine(folder: str, *, gpu: bool) -> str:
 
 
 def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) -> str:
-    """Put up Landlock; why that cannot be, or empty."""
+    """Restrict access to files by Landlock, and say why that cannot be; empty if it can."""
     if version < 1:
         return "this kernel has no Landlock, or it is switched off"
     rights = (1 << _RIGHTS.get(version, max(_RIGHTS.values()))) - 1
@@ -110,7 +114,7 @@ def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) 
             _allow(libc, ruleset, str(device), rights & (_READ | _WRITE | _TRUNCATE | _IOCTL))
         if gpu:
             _allow(libc, ruleset, _THREADS, rights & (_WRITE | _TRUNCATE))
-            # Opened for good: the kernel may forget a folder that nobody has open, and the rule with it.
+            # Never closed: the kernel may forget a folder that nobody has open, and the rule with it.
             os.open(_THREADS, os.O_PATH | os.O_CLOEXEC)
         if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.syscall(_RESTRICT, ruleset, ctypes.c_uint32(0)):
             return f"Landlock refused: {os.strerror(ctypes.get_errno())}"
@@ -120,9 +124,9 @@ def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) 
 
 
 def _places_of_files() -> Iterator[str]:
-    """List what lies in the root folder but for ``/dev``: Landlock allows what is beneath a path, and excepts nothing.
+    """Yield all folders and files of the root folder but ``/dev``: Landlock allows paths, and cannot except one.
 
-    Of ``/dev`` only the file system in memory has files, which may be a model's.
+    In ``/dev``, only the file system in memory has files, which may be a model's.
     """
     with os.scandir("/") as entries:
         yield from (entry.path for entry in entries if entry.name != "dev" and not entry.is_symlink())
@@ -130,14 +134,8 @@ def _places_of_files() -> Iterator[str]:
         yield _IN_MEMORY
 
 
-def _bound_files() -> None:
-    now = resource.getrlimit(resource.RLIMIT_FSIZE)
-    soft, hard = (_LARGEST_FILE_BYTES if n == resource.RLIM_INFINITY else min(n, _LARGEST_FILE_BYTES) for n in now)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def _give_up_privileges(libc: ctypes.CDLL) -> None:
-    """Those of root; nobody needs leave to have fewer."""
+    """Drop the privileges of root, which needs no privilege."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITIES, 0))
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice, the lower halves first
     if libc.capget(header, sets) == 0:
@@ -145,27 +143,24 @@ def _give_up_privileges(libc: ctypes.CDLL) -> None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an exception, or what caused it, may be the wall's.
+    """Return whether the sandbox may have caused ``error``, or an exception behind it.
 
-    Told by its type above all: most of what an exception says is the file's, and a file must not ask for :data:`HINT`.
+    This is judged by types above all: a file can choose the texts of exceptions, and must not be able to show the user
+    :data:`HINT`, which names the switch that turns the sandbox off.
     """
     seen: BaseException | None = error
     while seen is not None:
-        says = str(seen).partition("\n")[0] if type(seen).__name__ in _OF_LIBRARIES else ""
+        says = str(seen).partition("\n")[0] if type(seen).__name__ in _ERROR_CLASSES else ""
         if isinstance(seen, PermissionError) or _REFUSALS.fullmatch(says):
-            return not _is_unreadable(seen)
+            path = getattr(seen, "filename", None)
+            is_unreadable = isinstance(path, str | bytes) and os.path.exists(path) and not os.access(path, os.R_OK)
+            return not is_unreadable  # by its mode, with a sandbox or without
         seen = seen.__cause__ or seen.__context__
     return False
 
 
-def _is_unreadable(error: BaseException) -> bool:
-    """Whether a file has such a mode that it could not be read outside of the wall either."""
-    path = getattr(error, "filename", None)
-    return isinstance(path, str | bytes) and os.path.exists(path) and not os.access(path, os.R_OK)
-
-
 def _attributes(version: int, rights: int) -> tuple[bytes, ctypes.c_size_t]:
-    """What the rules are about, as long as the kernel knows it."""
+    """Return the attributes of a ruleset as far as this version of Landlock knows them, and their size."""
     fields = [rights]
     if version >= _NET_FROM:
         fields.append(_TCP)
@@ -180,7 +175,7 @@ def _devices(patterns: Iterable[str]) -> Iterator[Path]:
 
 
 def has_opened_gpu() -> bool:
-    """Whether this process has a GPU's device file open, or inherited it open."""
+    """Return whether this process has a device file of a GPU open."""
     gpus = set(_devices(_GPU_DEVICES))
     with contextlib.suppress(OSError):
         return any(file.resolve() in gpus for file in Path("/proc/self/fd").iterdir())

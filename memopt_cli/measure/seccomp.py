@@ -1,11 +1,14 @@
-"""A filter of system calls: what Landlock leaves open to a confined process, refused without any privilege.
+"""A filter of system calls, which refuses what Landlock leaves open to a confined process, without any privilege.
 
-Landlock does not look at sockets that have a path, at memory and queues that have a key, at limits and priorities of
-other processes, nor at modes, times and attributes of files.
+Landlock does not cover sockets with a path, memory and queues with a key, limits and priorities of other processes, nor
+modes, times and attributes of files.
 
-What is refused fails with ``EACCES``, as what Landlock refuses does.  Calls newer than this table, and those whose
-arguments lie in memory and have an older kin, do not exist: libraries then take the older ones.  A filter sees numbers
-alone; whose thread a number names, it cannot tell.
+A call that is refused fails with ``EACCES``, as under Landlock.  Calls newer than this table, and calls with arguments
+in memory for which there is an older one, fail as if they did not exist: libraries then take the older ones.  A filter
+sees numbers alone; it cannot tell whose thread a number names.
+
+The kernel runs the filter before every call, as a program of a small machine with one register: load a word (the number
+of the call, or an argument), compare it, skip instructions, return a verdict.
 
 Sources: https://docs.kernel.org/userspace-api/seccomp_filter.html; the numbers are those of Linux 6.18, in
 ``arch/x86/entry/syscalls/syscall_64.tbl`` and, for aarch64, ``include/uapi/asm-generic/unistd.h``; the constants are in
@@ -26,7 +29,7 @@ from typing import Final
 
 _ARCHITECTURES: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NEWEST: Final = 469
-"""Of the calls that are known.  The numbers of x32 lie far above."""
+"""The highest number of a call that is known here.  The numbers of x32 are far above."""
 
 _REFUSED: Final = """
   # memory, semaphores, queues and secrets that have a key or a name
@@ -56,48 +59,51 @@ _REFUSED: Final = """
     fsetxattr 190 7  setxattrat 463 463  removexattr 197 14  lremovexattr 198 15  fremovexattr 199 16
     removexattrat 466 466  file_setattr 469 469  open_by_handle_at 304 265  truncate 76 45
 """
-"""Names, and numbers on x86_64 and aarch64."""
+"""Names of calls that are refused, with their numbers on x86_64 and aarch64, ``-`` if there is none."""
 _MISSING: Final = "clone3 435 435  openat2 437 437"
 _CONNECTING: Final = "connect 42 203"
-"""The one call to make a connection with.  A driver that looks for the Multi-Process Service finds none."""
+"""The one call that makes a connection.  With a GPU, it fails as if nobody listened, for its driver looks for NVIDIA's
+Multi-Process Service."""
 _SOCKETS: Final = "socket 41 198  socketpair 53 199"
 _LISTENING: Final = "bind 49 200  listen 50 201"
 _SIGNALS: Final = "kill 62 129  tkill 200 130  tgkill 234 131  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240"
 _SCHEDULING: Final = "sched_setscheduler 144 119  sched_setparam 142 118  sched_setattr 314 274"
 _BINDING: Final = "sched_setaffinity 203 122"
-_BINDS: Final = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
-"""With which OpenMP binds its threads to processors, by their numbers, and gives up if it cannot."""
+_BINDING_VARIABLES: Final = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
+"""Variables that make OpenMP bind its threads to processors, and fail if it cannot."""
 
 _ALL: Final = 0xFFFFFFFF
-"""The kernel reads no more than these bits of any argument that is looked at."""
+"""The bits that the kernel reads of any argument that is checked here."""
 _NAMESPACES: Final = 0x7E020000
 _TRUNCATE: Final = 0x200
 _UNIX, _STREAM_BITS, _STREAM = 1, 0b1011, 0b0001
-"""Types 1 and 5, whose messages go to whom they are connected with alone."""
-_ASKING: Final = (0x5401, 0x802C542A, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x5452)
-"""What a terminal is like, how much there is to read, whether to wait, and what a new program inherits."""
+"""Types 1 and 5 of sockets, whose messages go only to the socket that they are connected with."""
+_IOCTLS: Final = (0x5401, 0x802C542A, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x5452)
+"""Requests for the settings of a terminal, the bytes to read, blocking, and inheritance by a new program."""
 _GPU: Final = (0x0000, 0x4600, 0x4B00, 0x6400)
-"""Kinds of requests of nvidia-uvm, nvidia, kfd and dri."""
-_HANDLING: Final = (*range(8), 9, 11, *range(36, 39), *range(1027, 1041))
-"""What ``fcntl`` does to a descriptor, but to say whom to signal and to lease the file."""
+"""Kinds of requests to nvidia-uvm, nvidia, kfd and dri."""
+_FCNTLS: Final = (*range(8), 9, 11, *range(36, 39), *range(1027, 1041))
+"""Commands of ``fcntl``, without those that choose whom to signal, and that lease the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Only:
-    """Calls of which an argument may have some values alone."""
+    """A rule that an argument of some calls may only have certain values."""
 
     calls: str
+    """Table of the calls, in the form of :data:`_REFUSED`."""
     argument: int
+    """Index of the argument."""
     allowed: tuple[tuple[int, int], ...]
-    """Bits that are looked at, and what they may be."""
+    """Pairs of a mask and the value that the masked argument may have."""
     otherwise: int = errno.EACCES
-    """The error."""
+    """Error for any other value."""
 
 
 def install(*, gpu: bool, signals: bool) -> str:
-    """Filter the system calls of this process and its children, for good; why that cannot be, or empty.
+    """Filter the system calls of this process and its children, for good; say why that cannot be, empty if it can.
 
-    ``gpu``: what its drivers need stays open.  ``signals``: none may be sent but to this process itself.
+    With ``gpu``, the calls of its drivers are allowed; with ``signals``, this process may signal only itself.
     """
     machine = platform.machine()
     if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
@@ -105,10 +111,10 @@ def install(*, gpu: bool, signals: bool) -> str:
     program = b"".join(_program(machine, _rules(gpu=gpu, signals=signals), gpu=gpu))
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
-    set_filter, for_all_threads, no_mitigations = 1, 1, 4  # which would slow down what is measured, before Linux 5.16
+    set_filter, for_all_threads, no_mitigations = 1, 1, 4  # before Linux 5.16, mitigations would slow down the step
     call = (317, 277)[machine == "aarch64"]
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(38, 1, 0, 0, 0)  # no new privileges: without them, it is allowed to everyone
+    libc.prctl(38, 1, 0, 0, 0)  # no new privileges: a process that can gain none may install a filter
     if libc.syscall(call, set_filter, for_all_threads | no_mitigations, header):
         return f"the kernel takes no filter of system calls ({os.strerror(ctypes.get_errno())})"
     return ""
@@ -119,14 +125,14 @@ def _rules(*, gpu: bool, signals: bool) -> Iterator[_Only]:
     yield _Only("prlimit64 302 261", 0, this)
     yield _Only("setpriority 141 140", 0, _values(0))
     yield _Only("setpriority 141 140", 1, this)
-    yield _Only(_SCHEDULING if _BINDS & os.environ.keys() else f"{_SCHEDULING} {_BINDING}", 0, this)
+    yield _Only(_SCHEDULING if _BINDING_VARIABLES & os.environ.keys() else f"{_SCHEDULING} {_BINDING}", 0, this)
     yield _Only("clone 56 220", 0, ((_NAMESPACES, 0),))
     for call, flags in (("open 2 -", 1), ("openat 257 56", 2)):
-        # To truncate, it need not be opened for writing, and Landlock has not always looked.
+        # A file can be truncated without being opened for writing, which early versions of Landlock do not refuse.
         yield _Only(call, flags, ((_TRUNCATE, 0), (_TRUNCATE | 3, _TRUNCATE | 1), (_TRUNCATE | 3, _TRUNCATE | 2)))
     devices = tuple((0xFF00, kind) for kind in _GPU) if gpu else ()
-    yield _Only("ioctl 16 29", 1, (*_values(*_ASKING), *devices), otherwise=errno.ENOTTY)
-    yield _Only("fcntl 72 25", 1, _values(*_HANDLING))
+    yield _Only("ioctl 16 29", 1, (*_values(*_IOCTLS), *devices), otherwise=errno.ENOTTY)
+    yield _Only("fcntl 72 25", 1, _values(*_FCNTLS))
     if gpu:
         yield _Only(_SOCKETS, 0, _values(_UNIX))
         yield _Only(_SOCKETS, 1, ((_STREAM_BITS, _STREAM),))
@@ -139,7 +145,7 @@ def _values(*values: int) -> tuple[tuple[int, int], ...]:
 
 
 def _numbers(table: str, machine: str) -> Iterator[int]:
-    """Of the calls in a table."""
+    """Yield the numbers of the calls in ``table`` on ``machine``."""
     lines = (line for line in table.splitlines() if not line.lstrip().startswith("#"))
     words = " ".join(lines).split()
     column = 1 + tuple(_ARCHITECTURES).index(machine)
@@ -149,11 +155,11 @@ def _numbers(table: str, machine: str) -> Iterator[int]:
 _LOAD, _AND, _EQUAL, _GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
 _ERROR, _ALLOW = 0x00050000, 0x7FFF0000
 _NUMBER, _ARCHITECTURE = 0, 4
-"""Where the number of the call and that of the architecture are; arguments lie from 16 on, lower half first."""
+"""Positions of the numbers of the call and the architecture; arguments are from 16 on, lower half first."""
 
 
 def _do(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """An instruction; how many to leave out next, where it compares."""
+    """Encode an instruction; one that compares skips ``then`` or ``otherwise`` instructions."""
     return struct.pack("=HBBI", code, then, otherwise, value)
 
 

@@ -2,10 +2,16 @@
 
 Importing PyTorch takes seconds.  This process does so once (``early``), then forks a profiling subprocess for every
 session that asks for one; ``late``, each imports it for itself, in a fresh interpreter.  It runs none of the user's
-code.  With a byte on the control socket come four open files: where jobs come from, where replies go to, where output
-goes to, and a socket on which it tells the subprocess's id and, when nothing is left of it and of what it started, its
-exit code.  Once the session closes that socket, the subprocess is killed.  A byte without files says that steps are to
-be run: then it imports what they need beside PyTorch.
+code.
+
+A byte on the control socket asks for a subprocess.  With it come four open files: one to read jobs from, one for
+replies, one for output, and a socket for its status.  On that, the server sends the subprocess's id, and at the end,
+when nothing is left of it and of all that it started, its exit code.  If the session closes the socket, the subprocess
+is killed.  A byte without files says that steps will be run, and that the modules they need should be imported.
+
+A subprocess that was taken over by its model must not survive its session.  It leads a process group, which is killed
+as a whole.  Processes that leave the group become orphans when their parent dies, and the server, as the nearest
+subreaper, becomes their parent: it kills all children that belong to no living session.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from memopt_cli.measure import sandbox
 from memopt_cli.measure.processes import STEPS_FOLLOW, encoded
 
 _SWEEPS, _SWEEP_S = 100, 0.01
-"""How often, and how long after each other, orphans are looked for: whoever is not confined can start ever more."""
+"""Number of searches for orphans, and seconds between them: a process that is not confined can keep starting others."""
 
 
 class _Server:
@@ -39,12 +45,12 @@ class _Server:
         self._has_imported = has_imported
         self._import: threading.Thread | None = None
         self._alive: dict[int, socket.socket] = {}
-        """Process ids, and where to tell of them."""
+        """Process id of each living subprocess -> the socket for its status."""
         self._selector = selectors.DefaultSelector()
         self._deaths, self._wake_up = socket.socketpair()
         for end in (self._deaths, self._wake_up):
             end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # ignored, it would not be told
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a signal that is ignored would not wake the selector
         signal.set_wakeup_fd(self._wake_up.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: self._end())
         if sys.platform == "linux":
@@ -52,7 +58,7 @@ class _Server:
             ctypes.CDLL(None).prctl(become_subreaper, 1, 0, 0, 0)
 
     def serve(self) -> NoReturn:
-        """Until the parent goes."""
+        """Serve until the parent ends."""
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._deaths, selectors.EVENT_READ)
         while True:
@@ -60,8 +66,8 @@ class _Server:
                 if key.fileobj is self._control:
                     self._start()
                 elif key.fileobj is self._deaths:
-                    self._bury()
-                elif key.data in self._alive:  # its session is over; it is buried as any other
+                    self._reap()
+                elif key.data in self._alive:  # its session is over; its end is noticed as any other's
                     self._selector.unregister(key.fileobj)
                     _kill(key.data)
 
@@ -70,13 +76,15 @@ class _Server:
         if not message:
             self._end()
         if message == STEPS_FOLLOW:
-            self._import_more()
+            if self._has_imported and self._import is None:
+                self._import = threading.Thread(target=_import_the_rest, daemon=True)
+                self._import.start()
             return
         if self._import is not None:
-            self._import.join()  # in the middle of an import, nothing can be forked
+            self._import.join()  # a fork in the middle of an import would inherit its locks
         *streams, status_fd = files
         status, server = socket.socket(fileno=status_fd), os.getpid()
-        gc.freeze()  # collections of garbage in the child leave what is imported alone, and so share its memory
+        gc.freeze()  # so that the child's garbage collections do not touch, and copy, the memory of imported modules
         try:
             pid = os.fork()
         except OSError as error:
@@ -93,16 +101,11 @@ class _Server:
             return
         self._alive[pid] = status
         self._selector.register(status, selectors.EVENT_READ, pid)
-        _tell(status, pid)
-        self._bury()
-
-    def _import_more(self) -> None:
-        if self._has_imported and self._import is None:
-            self._import = threading.Thread(target=_import_the_rest, daemon=True)
-            self._import.start()
+        _send_number(status, pid)
+        self._reap()
 
     def _leave(self) -> None:
-        """In a child: what is the server's alone."""
+        """Undo in a child the settings of the server, and close its files."""
         gc.enable()
         signal.set_wakeup_fd(-1)
         for changed in (signal.SIGCHLD, signal.SIGTERM):
@@ -111,7 +114,8 @@ class _Server:
         for end in (self._control, self._deaths, self._wake_up, *self._alive.values()):
             end.close()
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
+        """Send the exit codes of subprocesses that have ended, once all processes that they started are gone."""
         with contextlib.suppress(BlockingIOError):
             self._deaths.recv(1 << 12)
         for pid in tuple(self._alive):
@@ -122,14 +126,11 @@ class _Server:
                 self._kill_orphans()
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(status)
-                _tell(status, os.waitstatus_to_exitcode(how))
+                _send_number(status, os.waitstatus_to_exitcode(how))
                 status.close()
 
     def _kill_orphans(self) -> None:
-        """What has left the group of its subprocess: as its nearest subreaper, this process becomes its parent.
-
-        Those of one that lives, and what an import has started here, stay.
-        """
+        """Kill the children that belong to no living subprocess, nor to the server, in which imports start some."""
         sessions = {os.getpid(), *self._alive}
         for _ in range(_SWEEPS):
             orphans = [pid for pid in _children() if _session(pid) not in sessions]
@@ -150,7 +151,7 @@ class _Server:
 
 
 def _children() -> list[int]:
-    """Of this process, where the system tells them."""
+    """Return the ids of the children of this process, on systems that tell them."""
     found: list[int] = []
     for children in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread that has ended meanwhile
@@ -166,31 +167,31 @@ def _session(pid: int) -> int:
 
 
 def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # it may not have got as far as to lead a group
+    for kill in (os.killpg, os.kill):  # it may be too young to lead a group
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
-def _tell(status: socket.socket, number: int) -> None:
+def _send_number(status: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # nobody listens any longer
         status.send(encoded(number), socket.MSG_DONTWAIT)
 
 
 def _import_early() -> bool:
-    """What a model is loaded with."""
-    gc.disable()  # an eighth of the time goes into looking for garbage, of which an import leaves little
+    """Import the modules that load a model, and return whether that worked."""
+    gc.disable()  # imports leave little garbage, and looking for it would take an eighth of the time
     try:
         import memopt_cli.measure.answers.chunks
         import memopt_cli.measure.answers.timed
         import memopt_cli.measure.answers.verified
         import memopt_cli.measure.worker  # noqa: F401
-    except Exception:  # then the subprocess says why, where somebody reads it
+    except Exception:  # each subprocess then imports by itself, and reports the error
         return False
     return True
 
 
 def _import_the_rest() -> None:
-    """What steps without data want, which takes as long again; a file that is refused does without."""
+    """Import what steps without data need, which takes as long again; a file that is refused does not need it."""
     with contextlib.suppress(Exception):
         from memopt_cli.runtime.private_torch import import_compiler
 
@@ -198,13 +199,13 @@ def _import_the_rest() -> None:
 
 
 def _run(server: int, jobs: int, replies: int, output: int, *, has_imported: bool) -> NoReturn:
-    """The subprocess."""
+    """Run the subprocess, in the child of a fork."""
     os.setsid()
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
     _die_with(server, signal.SIGKILL, first=True)
-    if not has_imported or sandbox.has_opened_gpu():  # a GPU that the server has looked at is lost to its children
+    if not has_imported or sandbox.has_opened_gpu():  # CUDA cannot be used in the child of a process that opened it
         for stream in (jobs, replies):
             os.set_inheritable(stream, True)
         command = [sys.executable, "-P", "-m", "memopt_cli.measure.server", "work", str(jobs), str(replies)]
@@ -222,14 +223,16 @@ def _run(server: int, jobs: int, replies: int, output: int, *, has_imported: boo
 
 
 def _work(jobs_fd: int, replies_fd: int) -> int:
-    """Answer jobs, with the surroundings that the first line gives; the exit code."""
+    """Answer jobs in the surroundings that the first line describes, and return the exit code."""
     with os.fdopen(jobs_fd) as jobs, os.fdopen(replies_fd, "w") as replies:
         surroundings = json.loads(jobs.readline())
         os.chdir(surroundings["folder"])
         sys.path[:] = surroundings["path"]
         importlib.invalidate_caches()
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-        unconfined = _confine(surroundings["confined_to"], gpu=surroundings["gpu"])
+        unconfined, folder = "", surroundings["confined_to"]
+        if folder is not None and (reason := sandbox.confine(folder, gpu=surroundings["gpu"])):
+            unconfined = f"The model is not confined in full: {reason}."
         from memopt_cli.measure.worker import main
 
         try:
@@ -242,31 +245,26 @@ def _work(jobs_fd: int, replies_fd: int) -> int:
     return 0
 
 
-def _confine(folder: str | None, *, gpu: bool) -> str:
-    """Put up the second wall, if it is wanted; what the user should know of it."""
-    if folder is None:
-        return ""
-    reason = sandbox.confine(folder, gpu=gpu)
-    return f"The model is not confined in full: {reason}." if reason else ""
-
-
 def _die_with(parent_pid: int, by: signal.Signals, *, first: bool = False) -> None:
-    """End when the parent does, however it does (it may have gone already); ``first``: first when memory runs out."""
+    """Make the signal ``by`` end this process when its parent ends, in whatever way, or has already ended.
+
+    ``first``: also make it the first to be killed when memory runs out.
+    """
     if sys.platform == "linux":
         parent_death_signal = 1
         ctypes.CDLL(None).prctl(parent_death_signal, by)
         if first:
-            with contextlib.suppress(OSError):  # a hardened container
+            with contextlib.suppress(OSError):  # refused in a hardened container
                 Path("/proc/self/oom_score_adj").write_text("1000")
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def main(role: str, first: int, second: int) -> NoReturn:
-    """Serve the process that started this one; or be a subprocess in an interpreter of its own."""
+    """Serve the process that started this one; or, with the role ``work``, be a subprocess in a fresh interpreter."""
     if role == "work":
         sys.exit(_work(first, second))
-    _die_with(second, signal.SIGTERM)  # for which a server has its subprocesses end first
+    _die_with(second, signal.SIGTERM)  # on which a server ends its subprocesses first
     _Server(socket.socket(fileno=first), has_imported=role == "early" and _import_early()).serve()
 
 

@@ -1,4 +1,4 @@
-"""How large a model may become that is loaded from a file, and who is asked to keep to it."""
+"""A bound on the size of a saved model, and the models that are confined to it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from memopt_cli.records import ModelSource
 from memopt_cli.text.documents import MOST_BYTES, read_bytes, read_json
 
 _WIDENING, _MARGIN_BYTES = 4, 1 << 30
-"""Weights of 8 bits may be trained in 32, and a model makes buffers that its file does not hold, as masks are."""
+"""Bytes of a saved model for each byte of its original, and besides: weights of 8 bits may be trained in 32, and a
+model makes buffers that its file does not hold, such as masks."""
 _UNBOUNDED_BYTES: Final = 1 << 50
-"""What the user's code makes, on the largest of disks."""
+"""The bound for models of the user's own code, larger than any disk."""
 
 
 def is_confined(source: ModelSource) -> bool:
-    """What a file says is run behind a second wall; code that the user names is trusted."""
+    """Return whether the model of ``source`` runs in the sandbox: code that the user names is trusted."""
     return source.trust.sandbox and not source.trust.pickle and not is_factory(source.location)
 
 
 def most_saved_bytes(source: ModelSource) -> int:
-    """Bytes that a model may take when it is saved: of one from a file far more than that holds, but no full disk."""
+    """Return the bytes that the model of ``source`` may take when it is saved.
+
+    For one from a file, these are far more than the file has, but they do not fill the disk.
+    """
     if not is_confined(source):
         return _UNBOUNDED_BYTES
     return _WIDENING * sum(map(_bytes_of, _places(source))) + _MARGIN_BYTES
@@ -42,10 +46,10 @@ def _places(source: ModelSource) -> Iterator[str]:
 
 
 def _bytes_of(path: str) -> int:
-    """Of a file, or of those in a folder."""
+    """Return the bytes of the file at ``path``, or of those in a folder; 0 if there is none."""
     try:
         if not os.path.isdir(path):
             return os.stat(path).st_size
         return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
-    except OSError:  # it is gone: loading it says so
+    except OSError:  # a missing file is reported when it is loaded
         return 0

@@ -1,7 +1,7 @@
-"""What runs in a profiling subprocess.
+"""The worker, which answers jobs in a profiling subprocess.
 
-It stands beside the pipeline: it loads the model as the pipeline does and answers one job after another, each from the
-state in which the model was loaded.  What it prints goes to a file of the parent's; answers go through a pipe.
+It loads the model and answers one job after another, each from the state in which the model was loaded.  Its output
+goes to a file of the parent, its answers go through a pipe.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import json
 import pkgutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, BinaryIO, TextIO, TypeVar, cast
@@ -35,11 +34,11 @@ from memopt_cli.training.wrappers import uncompiled
 Answer = TypeVar("Answer")
 
 _PIECE = 1 << 20
-"""Bytes of a file that are sent at once, at least."""
+"""Bytes of a file that are sent together, at least."""
 
 
 class Worker:
-    """A subject, and the answers to the jobs that are asked of it, in whatever order."""
+    """A subject, and the answers to jobs about it, in any order."""
 
     def __init__(
         self,
@@ -47,39 +46,38 @@ class Worker:
         build: Callable[[], nn.Module] | None = None,
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
-        """``build`` makes the model; without it, it is loaded from its file.  ``functions``: see :class:`Bench`."""
+        """Prepare to answer jobs about ``subject``; ``build`` and ``functions`` are for its :class:`Bench`."""
         self._subject = subject
         self._build = build
         self._functions = functions
 
     @functools.cached_property
     def bench(self) -> Bench:
-        """The model, loaded for the first job that runs a step."""
+        """The bench of the model, which is loaded for the first job that runs a step."""
         return Bench(self._subject, self._build, self._functions)
 
     def do(self, job: Job[Answer]) -> Answer:
-        """The answer to a job.  Raises whatever the user's code does."""
+        """Return the answer to ``job``.  Raises what the user's code raises."""
         answer: Callable[[Any, Job[Answer]], Answer] = pkgutil.resolve_name(job.answered_by)
         if not isinstance(job, StepJob):
             return answer(self._subject, job)
         try:
-            with self.bench.cleared(), self._as_to_be_run(self.bench.model):
+            keeps_compiled = self._subject.source.keeps_compiled
+            compiled = contextlib.nullcontext() if keeps_compiled else uncompiled(self.bench.model)
+            with self.bench.cleared(), compiled:
                 return answer(self.bench, job)
         except StepError as error:
             if error.hint == FORWARD_HINT and self._subject.spec.is_guess:
                 error.hint = f"The inputs were {self._subject.spec.source}. {FORWARD_HINT}"
             raise
 
-    def _as_to_be_run(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._subject.source.keeps_compiled else uncompiled(model)
-
     def close(self) -> None:
-        """There are no more jobs."""
+        """Leave what was kept for further jobs."""
         if "bench" in vars(self):
             self.bench.held.close()
 
     def save(self, job: SaveJob, file: BinaryIO) -> None:
-        """Write the model into ``file``.  Raises :class:`MemoptError`."""
+        """Write the model of ``job`` into ``file``.  Raises :class:`MemoptError`."""
         model_file.save(self._subject, job, file)
 
 
@@ -87,9 +85,10 @@ class Worker:
 
 
 def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, str]) -> None:
-    """Read the subject, then jobs, until there are no more.
+    """Read the subject from ``jobs``, then answer jobs until there are no more.
 
-    ``unconfined``: why this process could not be confined; ``places``: of files, as the parent has them.
+    ``unconfined``: why this process could not be confined; ``places``: the names of files in messages, as the parent
+    spells them.
     """
     documents.places.update(places)
     bounds.limits_process = sandbox.is_confined()
@@ -112,7 +111,7 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
 
 
 def _line(reply: Any, most_bytes: int) -> str:
-    """A reply that is read, and does not look made up because of its size."""
+    """Return ``reply`` as a line, or an error if it is so long that the parent would take it for made up."""
     line = json.dumps(reply)
     if memory_of(line) <= most_bytes:
         return line
@@ -137,13 +136,13 @@ def _send_file(worker: Worker, job: SaveJob, replies: TextIO) -> Saved:
 
 
 def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed:
-    """What an exception of a job is to whoever asked."""
+    """Return the answer to a job that raised ``error``."""
     if is_out_of_memory(error):
         first = (str(error).splitlines() or [type(error).__name__])[0]
         tried, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
         return OutOfMemory(detail=tried.removeprefix("CUDA out of memory. ").rstrip("."))
     hint = error.hint if isinstance(error, MemoptError) else ""
-    is_explained = isinstance(error, FileFormatError) and hint  # a module that trains when it is imported, say
+    is_explained = isinstance(error, FileFormatError) and hint  # such as a script that trains when it is imported
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):

@@ -296,7 +296,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
         change = b"X" + struct.pack("<I", len(key)) + key.encode() + value
         yield (
             f"an LSTM whose {key} is another later",
-            _changed_later(layer, "", change, NO_MODEL, "behind its back"),
+            _changed_later(layer, "", change, NO_MODEL, "after it has taken its state"),
         )
 
     url = "http://127.0.0.1:9/model"

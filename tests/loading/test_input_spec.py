@@ -19,14 +19,12 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
 from memopt_cli.inputs.batch_axis import with_batch
-from memopt_cli.inputs.spec_text import format_tensor
+from memopt_cli.inputs.spec_text import format_tensor, parse_dims, parse_tensor
 from memopt_cli.loading.input_spec import (
     batch_of,
     find_spec,
     guessed_spec,
     make_inputs,
-    parse_dims,
-    parse_tensor,
     read_spec_file,
 )
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec

@@ -1,7 +1,12 @@
-"""The objects of a file, looked at as a whole before any of them is made.
+"""The audit of a file's objects, as a whole and before any of them is made.
 
-Every object that can be reached from the model must be of a known kind, and be made of what that kind may be made of.
-What was not looked at is not made.
+Every object that the model reaches must be of a known kind, and be made of what that kind allows.  Only objects that
+were audited are made.
+
+A list of allowed names is not enough, which is why the graph is audited.  ``functools.partial`` of an allowed function
+is harmless as an attribute, but as a forward hook, or in the place of the method ``forward``, it would be called with
+tensors; two modules that share one ``__dict__`` change each other; a list that contains itself, or a tuple that holds
+the same tuple twice, sixty levels deep, makes whoever walks it run forever.
 """
 
 from __future__ import annotations
@@ -22,17 +27,17 @@ from memopt_cli.loading.pickles.nodes import DICT, GETATTR, Built, Global, Tuple
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _MOST_MODULES: Final = 100
 _MOST_CONTAINERS: Final = 200
-"""How deep modules, and plain containers, may lie within each other: Python walks them by recursion."""
+"""Modules, and plain containers, nested in each other, at most: Python walks them by recursion."""
 _DEEPEST: Final = 400
-"""The same of objects, each of which counts with the dicts and tuples between them: Python's copies take two calls
-for each."""
+"""Objects nested in each other, at most, dicts and tuples between them counted: ``copy.deepcopy`` takes two calls for
+each."""
 _MOST_ITEMS: Final = 4_000_000
-"""Items of a container, or modules in one, each counted wherever it can be reached: whoever prints or copies it, or
-asks for its state dict, meets them all."""
+"""Items of a container, or modules in one, at most, each counted as often as it is reached: printing or copying the
+container, or asking a module for its state dict, visits them all."""
 
 
 def uses_in(root: Any) -> list[Use]:
-    """Every way in which a name is used by what can be reached from ``root``."""
+    """List every way in which the objects that ``root`` reaches use a name."""
     return [
         Use(value, "held") if isinstance(value, Global) else Use(value.name, value.how, value)
         for value in reachable(root)
@@ -41,11 +46,13 @@ def uses_in(root: Any) -> list[Use]:
 
 
 def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
-    """Each use with the kind that it is of, by its name alone, and those that are of none."""
+    """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list those that none claims."""
     known, unknown = [], []
     found: dict[object, Kind | None] = {}
     for use in uses:
-        looks = _looks_of(use)
+        # Everything that ``Kind.claims`` looks at: ``list[int]`` is a call, and claimed by its argument ``list``, too.
+        given = use.node.given() if use.node and use.how == "called" else ()
+        looks = use.name, use.how, given[0] if given and isinstance(given[0], Global) else None, len(given)
         if looks not in found:
             found[looks] = next((kind for kind in kinds if kind.claims(use)), None)
         kind = found[looks]
@@ -56,59 +63,47 @@ def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use,
     return known, unknown
 
 
-def _looks_of(use: Use) -> object:
-    """All that kinds are told by: of types that are made of others, the name of the first is a part of theirs."""
-    given = use.node.given() if use.node and use.how == "called" else ()
-    first = given[0] if given and isinstance(given[0], Global) else None
-    return use.name, use.how, first, len(given)
-
-
 class Audit:
-    """The objects that can be reached from one; what kinds ask is :class:`~.kinds.interface.Graph`."""
+    """The objects that a root reaches; for kinds it is a :class:`~.kinds.interface.Graph`."""
 
     def __init__(self, root: Any, known: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
-        """``known``: every use, from :func:`claimed`.  Imports what the names say."""
+        """Import the names in ``known``, the uses from :func:`claimed`, and collect their recipes."""
         self.trusts = trusts
         self.recipes: dict[Built | Global, Recipe] = {}
-        """For every object, and every name that is held."""
-        self.denied: dict[Use, Denied] = {}
-        self.missing: dict[Use, Missing] = {}
+        """Every object, and every name that is held -> its recipe."""
+        self.refused: list[tuple[Global, Denied | Missing]] = []
+        """Names whose kinds refuse them once they are imported."""
         self._root = root
         self._nodes = list(reachable(root))
         self._uses = [use for use, _ in known]
-        self._take_in(known)
-
-    def _take_in(self, known: Sequence[tuple[Use, Kind]]) -> None:
         found: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
         for use, kind in known:
             named = use.name, use.how
             if named not in found:
                 found[named] = kind.recipe(use)
-            match found[named]:
-                case Recipe() as recipe:
-                    self.recipes[use.node or use.name] = recipe
-                case Denied() as denied:
-                    self.denied[use] = denied
-                case Missing() as missing:
-                    self.missing[use] = missing
+            recipe = found[named]
+            if isinstance(recipe, Recipe):
+                self.recipes[use.node or use.name] = recipe
+            else:
+                self.refused.append((use.name, recipe))
 
-    # ------------------------------------------------------------------------------------------ what kinds ask
+    # ------------------------------------------------------------------------------------------ questions of kinds
 
     def role_of(self, value: Any) -> Role:
-        """What the object that ``value`` stands for will be able to do."""
+        """Return the role of the object that ``value`` stands for."""
         recipe = self._recipe(value)
         if recipe is None:
             return "data"
         return recipe.role if isinstance(recipe.role, str) else recipe.role(value, self)
 
     def class_of(self, value: Any) -> type | None:
-        """Its class, or the class that it is, if that is one of a library's, of memopt's or of the user's."""
+        """Return the class of ``value``, or the class that it is, if it is a library's, memopt's or the user's."""
         recipe = self._recipe(value)
         kind = recipe.kind if recipe else None
         return kind if kind is None or isinstance(kind, type) else kind(value, self)
 
     def _fixed_role(self, value: Any) -> Role | None:
-        """Its role, if that does not depend on what it is made of: asking this never goes deep."""
+        """Return the role of ``value``, ``None`` if it depends on its parts: this never recurses."""
         recipe = self._recipe(value)
         role = recipe.role if recipe else "data"
         return role if isinstance(role, str) else None
@@ -119,7 +114,7 @@ class Audit:
     # ------------------------------------------------------------------------------------------ as a whole
 
     def objections(self) -> Iterator[tuple[Global, str]]:
-        """What must not be made, by its name, and why; only where nothing is denied or missing."""
+        """Yield the name of each object that must not be made, and why; if no name is denied or missing."""
         yield from self._shared()
         yield from self._compared()
         for use in self._uses:
@@ -130,7 +125,7 @@ class Audit:
         yield from self._misplaced()
 
     def exhausting(self) -> str:
-        """Why walking what can be reached would never end, or go too deep; empty if it would not."""
+        """Say why walking the objects would never end, or go too deep; empty if it would not."""
         if depth_of(self._root) > _DEEPEST:
             return f"its objects are nested deeper than {_DEEPEST}"
         modules = Walk(self._children_of_module, _MOST_MODULES, _MOST_ITEMS)
@@ -143,7 +138,7 @@ class Audit:
         return ""
 
     def _misplaced(self) -> Iterator[tuple[Global, str]]:
-        """Classes of whole models that are held for anything else than their segments."""
+        """Object to classes of whole models that are held for anything but a segment of theirs."""
         built = (node for node in self._nodes if isinstance(node, Built))
         segments = {id(node.arguments) for node in built if node.callee in RESTORE_SEGMENTS}
         for node in self._nodes:
@@ -153,7 +148,7 @@ class Audit:
                         yield part, "is no layer, and kept as something to call"
 
     def _compared(self) -> Iterator[tuple[Global, str]]:
-        """Keys whose class computes their hash of attributes, anew each time and at any length."""
+        """Object to keys whose class computes the hash from attributes, each time and in any time."""
         pending = [key for node in self._nodes if isinstance(node, Built) for key in _keys_of(node)]
         seen = set[int]()
         while pending:
@@ -167,14 +162,14 @@ class Audit:
             pending.extend(key.items if isinstance(key, Tuple) else key.given())
 
     def _shared(self) -> Iterator[tuple[Global, str]]:
-        """Attributes that two objects share: what is done to the one would be done to the other."""
+        """Object to attributes that two objects share: a change to the one would change the other."""
         held = Counter(id(part) for node in self._nodes for part in held_in(node))
         for node in self._nodes:
             if isinstance(node, Built) and any(held[id(own)] > 1 for own in self._own_parts(node)):
                 yield node.name, "shares its attributes with something else"
 
     def _own_parts(self, node: Built) -> Iterator[Built]:
-        """The dicts that are an object's attributes, and those in which a module has its parts."""
+        """Yield the dicts that become the attributes of ``node``, and the registers of a module in them."""
         for attributes in _states_of(node):
             inner = attributes.items if isinstance(attributes, Tuple) else (attributes,)
             yield from (part for part in inner if isinstance(part, Built) and part.name in _DICTS)
@@ -193,15 +188,14 @@ class Audit:
                     yield from (child for _, child in part.entries)
 
     def _items(self, value: Any) -> Sequence[Any]:
-        """Of containers, settings and what is called; other objects have attributes, which may lead back to them."""
+        """Return the items of containers, settings and callables; attributes of others may lead back to the object."""
         role = self._fixed_role(value)
-        if role == "data" or (role not in ("module", "trusted") and not _is_created(value)):
-            return held_in(value)
-        return ()
+        is_created = isinstance(value, Built) and value.how == "created"
+        return held_in(value) if role == "data" or (role not in ("module", "trusted") and not is_created) else ()
 
 
 def _keys_of(node: Built) -> Iterator[Any]:
-    """What is hashed when it is filled: keys, and items of sets and of what is made of pairs."""
+    """Yield the values that are hashed when ``node`` is filled: keys, items of sets, and first items of pairs."""
     yield from (key for key, _ in node.entries)
     if node.name.name in HASHING:
         yield from node.items
@@ -210,16 +204,12 @@ def _keys_of(node: Built) -> Iterator[Any]:
 
 
 def _has_plain_hash(kind: type) -> bool:
-    """Whether objects of the class are told apart by what they are, or by their items or names."""
+    """Return whether objects of ``kind`` are hashed by identity, or by their items or names."""
     return issubclass(kind, enum.Enum) or kind.__hash__ in (object.__hash__, Tensor.__hash__, tuple.__hash__)
 
 
-def _is_created(value: Any) -> bool:
-    return isinstance(value, Built) and value.how == "created"
-
-
 def _misfilled(node: Built, recipe: Recipe) -> str:
-    """What an object is given that it cannot hold."""
+    """Say what ``node`` is given that it cannot hold."""
     if (node.items and recipe.extend is None) or (node.entries and recipe.set is None):
         return "is filled as something else is"
     if node.has_state and recipe.fill is None:
@@ -228,5 +218,5 @@ def _misfilled(node: Built, recipe: Recipe) -> str:
 
 
 def _states_of(node: Built) -> tuple[Any, ...]:
-    """What gives an object its attributes."""
+    """Return the states that give ``node`` its attributes."""
     return node.given()[1:2] if node.callee == RESTORE_LIFTED else (node.state,)

@@ -1,4 +1,4 @@
-"""The objects of a file, made as its opcodes say: only those that were looked at, and by their recipes alone."""
+"""The making of a file's objects, in the order of its opcodes: only those that were audited, and only by recipes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from memopt_cli.training.step import is_out_of_memory
 
 
 def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -> Any:
-    """The object that ``root`` stands for, and what can be reached from it.
+    """Make the object that ``root`` stands for, and the objects that it reaches.
 
-    Raises :class:`Broken` where the parts of an object do not fit together, and
+    Raises :class:`Broken` if the parts of an object do not fit together, and
     :class:`~memopt_cli.runtime.lifted.program.BadProgram` for a lifted module that does not suit its program.
     """
     builder = _Builder(recipes, {id(value) for value in reachable(root)})
     for step in pickle.steps:
         builder.take(step)
-    # As they are now, when nothing will change them any more.
+    # Checked at the end, when no step can change them any more.
     for made in builder.modules:
         check_made(made)
         check_segment(made)
@@ -47,7 +47,7 @@ class _Builder:
         self._made: dict[int, Any] = {}
 
     def take(self, step: Step) -> None:
-        """Do what an opcode says, if it is to an object that is wanted."""
+        """Take ``step``, if its object is wanted."""
         node = step.node
         if id(node) not in self._wanted:
             return
@@ -60,7 +60,7 @@ class _Builder:
                 self._act(step, node, recipe)
         except (Broken, MemoptError, BadProgram, UnsafeScript):
             raise
-        except Exception as err:  # a library's code, or the user's, takes the state of an object
+        except Exception as err:  # a class takes its state by its own code, which may raise anything
             if is_out_of_memory(err):
                 raise
             raise Broken(f"{node.callee} cannot be made ({first_line(err)})") from err
@@ -88,7 +88,7 @@ class _Builder:
             recipe.fill(target, self.value(node.state))
 
     def value(self, value: Any) -> Any:
-        """The object that a stand-in stands for; anything else is itself."""
+        """Return the object that ``value`` stands for, or ``value`` if it is no stand-in."""
         if isinstance(value, Global):
             return self._recipes[value].make()
         if isinstance(value, Built | Tuple):

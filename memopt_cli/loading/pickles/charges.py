@@ -1,4 +1,10 @@
-"""What reading a pickle may take: every opcode and every object is charged for before it would be made."""
+"""A bound on the work of reading a pickle: every opcode and every object is charged for before it would be made.
+
+A file of 200 bytes can keep the unpickler busy for years: each of sixty tuples may hold the one before it twice, and
+hashing the last visits 2^60 items.  In a larger one, a dict may get a million keys of the same hash, each of which is
+compared with all others.  Nothing is made here, so this can be counted: each item and each comparison is a unit of
+work, and a file may cause so much for each of its bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +16,30 @@ from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
 EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
 _LEAST_WORK, _MOST_WORK = 500_000, 8_000_000
-"""Opcodes, and items that plain containers are made of: a module takes 150 in a few hundred bytes."""
+"""Units of work that any file may cause, and the largest: a module takes 150 in a few hundred bytes."""
 _DENSE, _BYTES_PER_WORK, _BYTES_PER_MORE = 8 << 20, 8, 64
-"""Bytes of a file that may all be opcodes and small weights, and for how many of these, and of those beyond, there is
-one: a large file is large because of its weights."""
+"""Bytes of a file that may consist of opcodes alone, and the bytes that allow one more unit of work, among these and
+beyond: a large file is large because of its weights."""
 _COPIES, _LEAST_TAKEN = 4, 1 << 20
-"""How often each byte of a file may be taken in by a call: bytes may stand in it once, and be used again and again."""
+"""Times that each byte of a file may be an argument of a call, and bytes that always may: the memo allows many uses."""
 
 
 @dataclass(slots=True)
 class PickleScan:
-    """What the pickles of a file want, and what following them took."""
+    """The names that the pickles of a file use, and the work of following them so far."""
 
     size: int
-    """Bytes of the file: the work that reading it may take grows with it."""
+    """Bytes of the file, with which the allowed work grows."""
     wanted: set[Global] = field(default_factory=set)
-    """Every name, whether the model can be reached from it or not."""
+    """Every name in the pickles, whether the model uses it or not."""
     called: set[Global] = field(default_factory=set)
-    """Those that it calls, or makes objects of."""
+    """Names that are called, or of which objects are created."""
     work: int = 0
+    """Units of work."""
     taken: int = 0
-    """Bytes and characters that calls take in."""
+    """Bytes and characters among the arguments of calls."""
     most_work: int = field(init=False)
+    """Units of work that the file may cause."""
 
     def __post_init__(self) -> None:
         self.most_work = min(
@@ -39,19 +47,19 @@ class PickleScan:
         )
 
     def spend(self, work: int) -> None:
-        """Raises :class:`ValueError` where unpickling would take far more work than a model of this size does."""
+        """Charge ``work`` units.  Raises :class:`ValueError` if a model of this size never takes as much."""
         self.work += work
         if self.work > self.most_work:
             raise ValueError(EXHAUSTING)
 
     def take(self, size: int) -> None:
-        """Raises :class:`ValueError` where objects are made of far more bytes than the file has."""
+        """Charge ``size`` bytes of arguments.  Raises :class:`ValueError` if they are far more than the file has."""
         self.taken += size
         if self.taken > _COPIES * self.size + _LEAST_TAKEN:
             raise ValueError(EXHAUSTING)
 
     def take_copies(self, value: Any) -> None:
-        """The same for the tensors in ``value``, each once, which whatever is made of them copies."""
+        """Charge for a copy of each tensor in ``value``."""
         pending, seen = [value], set[int]()
         while pending:
             part = pending.pop()
@@ -66,27 +74,26 @@ class PickleScan:
 
 
 def hashed(value: Any) -> int:
-    """Items that hashing it visits."""
+    """Return the number of items that hashing ``value`` visits."""
     return value.weight if isinstance(value, Tuple | Built) and value.how != "plain" else 1
 
 
 def hash_of(key: Any) -> int:
-    """The hash of a number, or of a tuple of some; objects that are made of values may all have the same."""
+    """Return the hash that ``key`` will have, or 0 for an object whose class may give all of them the same."""
     if isinstance(key, Tuple):
         return hash(tuple(map(hash_of, key.items)))
-    return 0 if isinstance(key, Built) and not _is_itself(key) else hash(key)
-
-
-def _is_itself(key: Built) -> bool:
-    """Whether it equals no other object: a tensor, and what is created of no values."""
-    return str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.given()
+    if isinstance(key, Built):
+        # Tensors, and objects that are created without values, are hashed by identity.
+        is_itself = str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.given()
+        return hash(key) if is_itself else 0
+    return hash(key)
 
 
 _TENSORS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 
 
 def amount_of(value: Any) -> int:
-    """Items, or bytes, that an object takes in when it is made of ``value``."""
+    """Return the items, or bytes, that an object takes when it is made of ``value``."""
     if isinstance(value, Built):
         return value.weight + sum(map(hashed, value.items)) + len(value.entries)
     if isinstance(value, int):
@@ -95,7 +102,7 @@ def amount_of(value: Any) -> int:
 
 
 def size_of(value: Any) -> int:
-    """Bytes or characters of it."""
+    """Return the bytes or characters of ``value``."""
     if isinstance(value, str | bytes | bytearray):
         return len(value)
     return value.size if isinstance(value, Built) else 0

@@ -1,4 +1,4 @@
-"""The tensors that a pickle describes, told from its opcodes: shapes, dtypes and which storage each is a view of."""
+"""The tensors that a pickle describes: shapes, dtypes and storages, read from its stand-ins without making any."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ STORAGE_DTYPES = {
 
 
 LARGEST = 2**63 - 1
-"""Items or bytes that any tensor has at most, whatever a file says."""
+"""Items or bytes of a tensor, at most, whatever a file says."""
 _MOST_SIZES = 64
-"""Dimensions of a tensor: most of PyTorch's operators take no more."""
+"""Dimensions of a tensor, at most: most of PyTorch's operators take no more."""
 _EXPANSION, _ALLOWANCE = 64, 64 << 20
-"""A tensor may be 64 times its storage and 64 MiB, as expanded ones are: whoever copies it needs that much."""
+"""Bytes of a tensor, at most: for each byte of its storage, and besides.  An expanded tensor is larger than its
+storage, and a copy of it takes that much."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 _MOST_WRAPPERS = 8
-"""A parameter of a subclass of a tensor …: nobody wraps deeper."""
+"""Calls around the one that makes a tensor (parameter, subclass), at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledStorage:
-    """Bytes beside the pickle."""
+    """A storage beside the pickle."""
 
     key: str
-    """Name of the record that holds them."""
+    """Name of the record that holds its bytes."""
     dtype: str
     size_bytes: int
 
@@ -61,21 +62,22 @@ class PickledTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...] = ()
     offset: int = 0
-    """Items before its first one in the storage."""
+    """Items in the storage before its first one."""
     storage: PickledStorage | None = None
-    """``None``: it is made in another way, such as a sparse tensor."""
+    """The storage that it is a view of; ``None`` if it is none, as a sparse tensor."""
     trainable: bool = False
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its items, were it dense."""
+        """Bytes of its items, counted as if it were dense."""
         return min(items_in(self.shape) * item_bytes(self.dtype), LARGEST)
 
 
 def items_in(sizes: Iterable[int]) -> int:
-    """How many items a tensor of these sizes has, at most :data:`LARGEST`.
+    """Return the number of items of a tensor with these ``sizes``, at most :data:`LARGEST`.
 
-    Raises :class:`ValueError` for sizes that no tensor has; an empty one's strides have to be numbers too.
+    Raises :class:`ValueError` for sizes that no tensor has.  Those of an empty tensor may not be too large either,
+    for its strides have to be numbers.
     """
     count, widest = 1, 1
     for dims, size in enumerate(sizes, 1):
@@ -90,15 +92,14 @@ def items_in(sizes: Iterable[int]) -> int:
 
 
 def view_end(shape: Sequence[int], stride: Sequence[int], offset: int) -> int:
-    """Items of a storage up to the last one of a view that has any."""
+    """Return the items of a storage up to the last one of a view that is not empty."""
     return offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
 
 
-def check_view(sizes: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, storage_bytes: int) -> None:
-    """Make sure that a tensor lies within its storage, and is not far larger than that.
-
-    Raises :class:`ValueError` that says what is wrong.
-    """
+def check_within(
+    sizes: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, storage_bytes: int
+) -> None:
+    """Raise :class:`ValueError` unless a tensor lies within its storage."""
     if len(sizes) != len(strides):
         raise ValueError(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
     items = items_in(sizes)
@@ -106,24 +107,29 @@ def check_view(sizes: Sequence[int], strides: Sequence[int], offset: int, item_b
         raise ValueError("a tensor has a stride or offset below 0")
     if items and view_end(sizes, strides, offset) * item_bytes > storage_bytes:
         raise ValueError(f"a tensor of the shape {sizes} reaches beyond its storage")
-    if items * item_bytes > _EXPANSION * storage_bytes + _ALLOWANCE:
+
+
+def check_view(sizes: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, storage_bytes: int) -> None:
+    """Raise :class:`ValueError` unless a tensor lies within its storage, and is not far larger than that."""
+    check_within(sizes, strides, offset, item_bytes, storage_bytes)
+    if items_in(sizes) * item_bytes > _EXPANSION * storage_bytes + _ALLOWANCE:
         raise ValueError(f"a tensor of the shape {sizes} is far larger than its {storage_bytes} bytes")
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one item of a dtype, 0 if it is not known here."""
+    """Return the bytes of one item of ``dtype``, 0 if PyTorch does not know it."""
     known = getattr(torch, dtype, None)
     return known.itemsize if isinstance(known, torch.dtype) else 0
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether items of a dtype are no whole numbers."""
+    """Return whether ``dtype`` is one of floating or complex numbers."""
     known = getattr(torch, dtype, None)
     return isinstance(known, torch.dtype) and (known.is_floating_point or known.is_complex)
 
 
 def storage_of(value: Any) -> PickledStorage | None:
-    """The storage that a stand-in stands for: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
+    """Return the storage that ``value`` stands for: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
     if not (isinstance(value, Built) and value.callee == PERSISTENT and isinstance(value.arguments, Tuple)):
         return None
     match value.arguments.items:
@@ -134,12 +140,12 @@ def storage_of(value: Any) -> PickledStorage | None:
 
 
 def is_storage(kind: Global) -> bool:
-    """Whether a name is that of a class of storages."""
+    """Return whether ``kind`` names a class of storages."""
     return kind.module in STORAGE_MODULES and kind.name in STORAGE_DTYPES
 
 
 def tensor_of(value: Any) -> PickledTensor | None:
-    """The tensor that a stand-in stands for; ``None`` if it stands for something else."""
+    """Return the tensor that ``value`` stands for; ``None`` if it stands for something else."""
     trainable: bool | None = None
     for _ in range(_MOST_WRAPPERS):
         if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):
@@ -156,10 +162,10 @@ def tensor_of(value: Any) -> PickledTensor | None:
 
 
 def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_bytes: int) -> None:
-    """Make sure that storages are as large as their records, and that no tensor reaches beyond its storage.
+    """Raise :class:`ValueError` unless storages are as large as their records, and hold all of their tensors.
 
-    ``made``: the stand-ins of a pickle; ``sizes``: bytes of each record of a zip archive by its key, or ``None``: there
-    are ``total_bytes`` for all of them.  Raises :class:`ValueError`.
+    ``made``: the stand-ins of a pickle; ``sizes``: the bytes of each record of a zip archive by its key; ``None`` if
+    the file is no archive and has ``total_bytes`` for all storages.
     """
     storages = {}
     for value in made:
@@ -169,17 +175,10 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
             if sizes is not None and sizes.get(storage.key) != storage.size_bytes:
                 raise ValueError(f"its storage {storage.key!r} does not have the size that the pickle says")
         if tensor is not None and tensor.storage is not None:
-            _check_view(tensor, tensor.storage)
+            place = tensor.shape, tensor.stride, tensor.offset
+            check_within(*place, item_bytes(tensor.dtype), tensor.storage.size_bytes)
     if sizes is None and sum(storages.values()) > total_bytes:
         raise ValueError("its storages are cut off")
-
-
-def _check_view(tensor: PickledTensor, storage: PickledStorage) -> None:
-    if len(tensor.stride) != len(tensor.shape) or min((*tensor.shape, *tensor.stride, tensor.offset)) < 0:
-        raise ValueError("a tensor has a size, stride or offset below 0, or not as many strides as sizes")
-    end = view_end(tensor.shape, tensor.stride, tensor.offset)
-    if items_in(tensor.shape) and end * item_bytes(tensor.dtype) > storage.size_bytes:
-        raise ValueError(f"a tensor of the shape {tensor.shape} reaches beyond its storage")
 
 
 def _plain_tensor(function: str, items: tuple[Any, ...]) -> PickledTensor | None:

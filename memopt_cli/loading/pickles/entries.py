@@ -1,4 +1,4 @@
-"""What a file's pickle holds, told before any of it is made: its model, or the tensors of one, and where they stand."""
+"""The model, or the state dicts, among the entries of a pickle, found before any object is made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _MOST_LOOKED_AT, _DEEPEST = 100_000, 20
 _SHOWN, _LONGEST_NAME = 8, 200
-"""Names in a message, and characters of one."""
+"""Names in a message, and characters of one, at most."""
 
 Path = tuple[str, ...]
 Notes = tuple[str, ...]
@@ -27,7 +27,7 @@ Entries = Callable[[Any], list[tuple[str, Any]]]
 
 
 def is_module(value: Any) -> bool:
-    """Whether a stand-in is that of a module, as its state tells."""
+    """Return whether ``value`` stands for a module, by its state."""
     if not isinstance(value, Built):
         return False
     if value.callee in (*RESTORE_SEGMENTS, RESTORE_LIFTED) or str(value.name) == _SCRIPT_LEAF:
@@ -44,13 +44,13 @@ class FoundModule:
     notes: Notes = ()
     """Sentences for the user on where it was found."""
     wrappers: tuple[Wrapper, ...] = ()
-    """Those around it in the file, the outermost first, down to the last that cannot be without its process."""
+    """Wrappers around it in the file, outermost first, down to the last that cannot leave its process."""
 
 
 def module_in(root: Any, key: str | None, path: str) -> FoundModule:
-    """Find the stand-in of the model that a file holds.
+    """Find the stand-in of the model in ``root``.
 
-    ``key``: where it stands, as keys joined by dots; without one it is the only model that the file's containers hold.
+    It is the entry ``key``, keys joined by dots; without one, the only model in the file's containers.
     Raises :class:`FileFormatError` that names ``path`` and says what is there instead.
     """
     whole, where = root, tuple[str, ...]()
@@ -60,9 +60,11 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
         found = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
         if len(found) > 1:
             raise several_models(found, path)
-        if not found and isinstance(root, Built) and not _is_container(root) and tensor_of(root) is None:
-            return FoundModule(root=root)  # what it is, is not known before it is made, if it may be
         if not found:
+            holds = ("collections", "argparse", "types")
+            is_object = isinstance(root, Built) and root.how != "plain" and root.name.package not in holds
+            if is_object and tensor_of(root) is None:
+                return FoundModule(root=root)  # only making it, if it is allowed, can tell whether it is a model
             raise _without_model(root, path)
         ((within, root),) = found.items()
         where = (*where, *within)
@@ -71,7 +73,7 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
 
 
 def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
-    """The refusal of a file in which there is a choice."""
+    """Return the error for a file that holds more than one model."""
     first = ".".join(next(iter(found)))
     return FileFormatError(
         f"{path} holds {len(found)} models: {listed(found)}", hint=f"Say which: {quoted_flag('--key', first)}"
@@ -79,9 +81,10 @@ def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
 
 
 def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) -> tuple[Path, Any]:
-    """Return where the entry of that ``key``, whose parts are joined by dots, stands in ``root``, and the entry.
+    """Return the path of the entry ``key``, keys joined by dots, in ``root``, and the entry.
 
-    ``entries``: what a container holds, by key or number; by default of stand-ins.  Raises :class:`FileFormatError`.
+    ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
+    Raises :class:`FileFormatError`.
     """
     value, left, within = root, key, entries or _entries
     where: list[str] = []
@@ -97,9 +100,9 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
 
 
 def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", entries: Entries | None = None) -> Notes:
-    """Say where ``what`` stands, ``The model is`` or ``The weights are``, and which entries are not written with it.
+    """Say which entry ``what`` is (``The model is``, ``The weights are``), and which others are not written with it.
 
-    ``where``: in ``root``; nothing is said of what is the whole file.  ``entries``: as of :func:`place_of`.
+    ``where`` is its path in ``root``; nothing is said if it is the whole file.  ``entries``: as of :func:`place_of`.
     """
     if not where:
         return ()
@@ -113,17 +116,13 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
 
 
 def state_dicts_in(root: Any) -> dict[Path, Any]:
-    """The stand-ins of dicts whose values are all tensors, by where they stand; not those that lie in modules."""
+    """Map paths to the stand-ins of dicts whose values are all tensors; those in modules are left out."""
     return dict(found_in(root, _is_state_dict))
 
 
 def tensors_in(root: Any) -> int:
-    """How many tensors a file's containers hold."""
+    """Count the tensors in the containers of ``root``."""
     return sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None))
-
-
-def _is_container(value: Built) -> bool:
-    return value.how == "plain" or value.name.package in ("collections", "argparse", "types")
 
 
 def _is_state_dict(value: Any) -> bool:
@@ -136,7 +135,7 @@ def _is_wrapper(value: Any) -> bool:
 
 
 def _peeled(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
-    """Return the wrappers down to the last that cannot be without its process, and what that one wraps."""
+    """Return the wrappers of ``root`` down to the last that cannot leave its process, and the module in that one."""
     wrappers: list[Wrapper] = []
     within, left_out = root, 0
     while _is_wrapper(within) and len(wrappers) < _DEEPEST:
@@ -170,7 +169,7 @@ def _without_model(root: Any, path: str) -> FileFormatError:
 
 
 def found_in(root: Any, wanted: Callable[[Any], bool], *, entries: Entries | None = None) -> Iterator[tuple[Path, Any]]:
-    """Find what is ``wanted`` in plain containers, in order, each once; ``entries`` are as for :func:`place_of`."""
+    """Yield the ``wanted`` values in the containers of ``root``, each once; ``entries`` is as in :func:`place_of`."""
     pending: list[tuple[Path, Any]] = [((), root)]
     seen, looked = set[int](), 0
     while pending and looked < _MOST_LOOKED_AT:
@@ -186,7 +185,7 @@ def found_in(root: Any, wanted: Callable[[Any], bool], *, entries: Entries | Non
 
 
 def _entries(value: Any) -> list[tuple[str, Any]]:
-    """What a container holds, by key or number."""
+    """Return the entries of the container ``value``, by key or number."""
     if isinstance(value, Tuple):
         return [(str(number), item) for number, item in enumerate(value.items)]
     if not isinstance(value, Built) or value.how == "stored" or tensor_of(value) is not None:
@@ -196,6 +195,6 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
 
 
 def listed(found: dict[Path, Any]) -> str:
-    """The first few places, as keys joined by dots."""
+    """List the first few paths of ``found``, as keys joined by dots."""
     names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(found, _SHOWN)]
     return ", ".join(names) + (", …" if len(found) > _SHOWN else "")

@@ -1,18 +1,17 @@
-"""Stand-ins for the objects that a pickle makes, and the steps that make them; each is charged for by what it takes in.
+"""Stand-ins for the objects that a pickle makes, and the steps that make them; each is charged for.
 
 =====================  =======================================================================================
-tuple                  all items in it, over again in each tuple that holds it
-call                   the bytes that it takes in; of Python's own and ``torch``'s names its items too
-call of a hash table   each key's hash, and comparing it with those of the same hash
+tuple                  all items in it, again in each tuple that holds it
+call                   the bytes of its arguments; for names of Python and ``torch`` their items, too
+call of a hash table   each key's hash, and comparing it with the keys of the same hash
 set item, add          the same
-state                  its items and its bytes; where it is copied, its tensors
+state                  its items and its bytes; if it is copied, its tensors
 =====================  =======================================================================================
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_of, hashed, size_of
@@ -20,15 +19,15 @@ from memopt_cli.loading.pickles.names import called_name, within_class
 from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Step, Tuple
 
 TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2")
-"""Calls its first argument."""
+"""A function that calls its first argument."""
 
 _DEEPEST_TUPLE = 200
 _WORK_PER_CHARACTER: Final = 200
-"""Of a regular expression, which is compiled: ranges of characters of either case are slow."""
+"""Units of work for a character of a regular expression, which is compiled: ranges that ignore case are slow."""
 HASHING: Final = ("set", "frozenset", "OrderedDict")
-"""What hashes the items of what it is made of."""
+"""Classes that hash the items that they are made of."""
 _SAME_HASHES: Final = 8
-"""Comparisons of keys that take as long as an opcode."""
+"""Comparisons of keys that are one unit of work."""
 _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
     Global("copyreg", "_reconstructor"),
     Global("copyreg", "__newobj__"),
@@ -36,24 +35,24 @@ _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
 )
 _PATTERN: Final = Global("re", "_compile")
 _COPIED: Final = (Global("torch._utils", "_rebuild_sparse_tensor"), Global("torch._utils", "_rebuild_qtensor"))
-"""What copies tensors that it is called with: indices, and the scales of channels."""
+"""Functions that copy tensors among their arguments: indices, and the scales of channels."""
 _COPIED_STATES: Final = (Global("torch", "ScriptObject"), Global("memopt_cli.runtime.script", "ScriptLeaf"))
-"""The same of a state: packed weights, and an archive that is read."""
+"""Classes that copy the tensors of their state: packed weights, and an archive that is read."""
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
-"""How the protocols before 2 create an empty object."""
+"""Functions by which the protocols before 2 create an empty object."""
 
 
 class Maker:
-    """Raises :class:`ValueError` as soon as the objects would take more than a model of the file's size does."""
+    """A maker of stand-ins, which raises :class:`ValueError` if they take more than a model of the file's size does."""
 
     def __init__(self, scan: PickleScan) -> None:
         self.steps: list[Step] = []
         self._scan = scan
         self._hashes: Counter[tuple[int, int]] = Counter()
-        """How many keys of a container have one hash."""
+        """Identity of a container and a hash -> the number of its keys that have it."""
         self._states: set[int] = set()
-        """The dicts that objects were given their attributes in: what classes have made of them is seen no more."""
+        """Dicts that gave objects their attributes, and must not change: classes have seen them as they were."""
 
     def make(self, node: Built) -> Built:
         self.steps.append(Step("make", node))
@@ -66,20 +65,21 @@ class Maker:
             raise ValueError(f"tuples are nested deeper than {_DEEPEST_TUPLE}")
         weight = len(items) + sum(item.weight for item in items if isinstance(item, Tuple | Built))
         made = Tuple(tuple(items), depth, weight)
-        self._scan.spend(made.weight if inner else 0)  # a tuple of tuples of the same tuple …: whoever walks it, falls
+        # A tuple may hold another one twice, as may that one, and so on: hashing it visits all of them.
+        self._scan.spend(made.weight if inner else 0)
         self.steps.append(Step("make", made))
         return made
 
     # ------------------------------------------------------------------------------------------ calls
 
     def create(self, kind: Any, arguments: Any, keywords: Any = None) -> Built:
-        """An empty object of a class."""
+        """Create an empty object of the class ``kind``."""
         built = Built("created", called_name(self._scan, kind), arguments, keywords)
         built.weight += sum(map(hashed, built.given()))
         return self.make(built)
 
     def call(self, callee: Any, arguments: Any) -> Built:
-        """What a call returns."""
+        """Make the object that a call of ``callee`` returns."""
         if callee in _CREATING and isinstance(arguments, Tuple) and arguments.items:
             kind, *given = arguments.items
             if callee == _RECONSTRUCTOR and given != [_OBJECT, None]:
@@ -98,16 +98,17 @@ class Maker:
         return self.make(built)
 
     def _charge_items(self, built: Built) -> None:
-        """For a call that walks what it is given."""
+        """Charge for a call that walks its arguments."""
         name = built.callee.name
         built.weight += sum(map(amount_of, built.given()))
-        if name not in ("range", "slice"):  # they take nothing in
+        if name not in ("range", "slice"):  # which only keep their arguments
             self._scan.spend(built.weight)
         if name in HASHING:
-            self.charge_keys(built, [_key_of(item, name) for part in built.given() for item in _items_of(part)])
+            parts = [part for part in built.given() if isinstance(part, Tuple | Built)]
+            self.charge_keys(built, [_key_of(item, name) for part in parts for item in part.items])
 
     def _charge_bytes(self, built: Built) -> None:
-        """For a call that takes its arguments as they are, or reads their bytes."""
+        """Charge for a call that keeps its arguments, or reads their bytes."""
         built.weight += sum(map(hashed, built.given()))
         if built.callee == _PATTERN:
             self._scan.spend(_WORK_PER_CHARACTER * built.size)
@@ -122,12 +123,12 @@ class Maker:
         self.steps.append(Step("extend", node, tuple(items)))
 
     def add(self, node: Built, items: list[Any]) -> None:
-        """To a set."""
+        """Add ``items`` to the set ``node``."""
         self.charge_keys(node, items)
         self.extend(node, items)
 
     def set_entries(self, node: Built, items: list[Any]) -> None:
-        """``items``: keys and values in turn."""
+        """Set entries of ``node``; ``items`` are keys and values in turn."""
         self._check_open(node)
         keys, values = items[::2], items[1::2]
         self.charge_keys(node, keys)
@@ -135,7 +136,7 @@ class Maker:
         self.steps.append(Step("set", node, tuple(items)))
 
     def fill(self, node: Built, state: Any) -> None:
-        """Give an object its state, once."""
+        """Give ``node`` its state, once."""
         self._check_open(node)
         if node.has_state:
             raise ValueError("it gives an object two states")
@@ -151,10 +152,10 @@ class Maker:
 
     def _check_open(self, node: Built) -> None:
         if id(node) in self._states:
-            raise ValueError("it changes the attributes of an object behind its back")
+            raise ValueError("it changes the attributes of an object after it has taken its state")
 
     def charge_keys(self, node: Built, keys: list[Any]) -> None:
-        """For what a dict or set does with its keys: it compares those of one hash, each with all before it."""
+        """Charge for hashing ``keys``, and for comparing each with those of the same hash in ``node``."""
         for key in keys:
             self._scan.spend(hashed(key))
             if not isinstance(key, str):
@@ -162,10 +163,6 @@ class Maker:
                 self._scan.spend(self._hashes[id(node), hash_of(key)] // _SAME_HASHES)
 
 
-def _items_of(value: Any) -> Sequence[Any]:
-    return value.items if isinstance(value, Tuple | Built) else ()
-
-
 def _key_of(item: Any, name: str) -> Any:
-    """What is hashed of an item that a set, or a dict of pairs, is made of."""
+    """Return the part of ``item`` that is hashed: all of it for a set, the key of a pair for a dict."""
     return item.items[0] if name == "OrderedDict" and isinstance(item, Tuple) and item.items else item

@@ -1,4 +1,4 @@
-"""The names that a pickle imports, as Python 3 spells them, and what is called by way of another name."""
+"""The names that a pickle imports and calls, as Python 3 spells them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.nodes import COMPUTED, GETATTR, Built, Global
 
 _LONGEST_NAME = 1000
-"""Characters."""
+"""Characters of a name that is imported, at most."""
 LONGEST_ATTRIBUTE = 500
-"""The same of a part of a module: a path has the names of all modules on the way, and each module its own path."""
+"""Characters of the name of a module's part, at most: it is in the paths of all modules below."""
 
 
 def wanted_name(scan: PickleScan, module: str, name: str) -> Global:
-    """The name that a pickle imports.  Raises :class:`ValueError` if it is too long."""
+    """Note and return the name that a pickle imports.  Raises :class:`ValueError` if it is too long."""
     if len(module) + len(name) > _LONGEST_NAME:
         raise ValueError(f"it imports a name of {len(module) + len(name)} characters")
     module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
@@ -25,7 +25,7 @@ def wanted_name(scan: PickleScan, module: str, name: str) -> Global:
 
 
 def called_name(scan: PickleScan, callee: Any) -> Global:
-    """What is called or created; a callable that is computed is wanted under a name of its own."""
+    """Note and return the name of ``callee``; one that is computed has the name :data:`~.nodes.COMPUTED`."""
     found = within_class(callee) or COMPUTED
     scan.wanted.add(found)
     scan.called.add(found)
@@ -33,7 +33,10 @@ def called_name(scan: PickleScan, callee: Any) -> Global:
 
 
 def within_class(callee: Any) -> Global | None:
-    """The name that is called or created; protocols before 4 ask a class for one that is defined in it."""
+    """Return the name of ``callee``; ``None`` if it is computed.
+
+    Protocols before 4 name ``Outer.Inner`` by ``getattr(Outer, "Inner")``, which counts as a name.
+    """
     if isinstance(callee, Global):
         return callee
     match callee:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Final, Literal
 from memopt_cli.text.documents import printable
 
 How = Literal["called", "created", "plain", "stored"]
-"""Called with arguments (``REDUCE``); created empty (``NEWOBJ``); a list, dict or set of the format's own; or stored
-beside the pickle."""
+"""The origin of an object: called with arguments (``REDUCE``); created empty (``NEWOBJ``); a plain list, dict or set,
+which have opcodes of their own; or stored beside the pickle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Global:
 
 
 COMPUTED: Final = Global("?", "?")
-"""Stands for a name or a callable that the pickle computes instead of naming it."""
+"""A stand-in for a name or a callable that the pickle computes."""
 PERSISTENT: Final = Global("?", "persistent")
-"""Stands for what finds an object that is stored outside of the pickle, by its identity."""
+"""A stand-in for the function that finds an object outside of the pickle, by its identity."""
 GETATTR: Final = Global("builtins", "getattr")
 DICT: Final = Global("builtins", "dict")
 LIST: Final = Global("builtins", "list")
@@ -42,13 +42,13 @@ FROZENSET: Final = Global("builtins", "frozenset")
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tuple:
-    """Stands for a tuple."""
+    """A stand-in for a tuple."""
 
     how: ClassVar = "tuple"
     items: tuple[Any, ...]
     depth: int
     weight: int
-    """Items of it and of what lies in it, each counted wherever it occurs: what hashing it visits."""
+    """Items in it, at every depth, each counted as often as it occurs: hashing the tuple visits as many."""
 
     def __repr__(self) -> str:
         return f"a tuple of {len(self.items)}"
@@ -56,41 +56,41 @@ class Tuple:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Built:
-    """Stands for an object: what makes it, of what, and what it is then filled with."""
+    """A stand-in for an object: the callable that makes it, the arguments, and all that is put into it later."""
 
     how: How
     callee: Any
-    """A :class:`Global`; of a called object it may be any stand-in."""
+    """The callable that makes it: a :class:`Global`, or for a called object any stand-in."""
     arguments: Any = ()
-    """What the callee is given: a :class:`Tuple`, or for a stored object its identity."""
+    """The arguments, a :class:`Tuple`; for a stored object its identity."""
     keywords: Any = None
-    """Named arguments of one created with them, a stand-in for a dict."""
+    """Named arguments of a created object, a stand-in for a dict; ``None`` if there are none."""
     items: list[Any] = field(default_factory=list)
-    """What is appended to a list, or added to a set."""
+    """Items that are appended to a list, or added to a set."""
     entries: list[tuple[Any, Any]] = field(default_factory=list)
     """Keys and values that are set in a dict."""
     state: Any = None
     has_state: bool = False
     weight: int = 1
-    """Work that making it anew takes, in items."""
+    """Work of making another object from it, in items."""
     size: int = 0
     """Bytes and characters that it is made of."""
 
     def __repr__(self) -> str:
-        """In a message: not what it is made of, which a file can make endless."""
+        """Return a short text for messages, without its parts, which a file can make endless."""
         return f"a {self.name}"
 
     @property
     def name(self) -> Global:
-        """Of what makes it."""
+        """The name of the callable that makes it."""
         return self.callee if isinstance(self.callee, Global) else COMPUTED
 
     def given(self) -> tuple[Any, ...]:
-        """The arguments one by one."""
+        """Return the arguments one by one."""
         return self.arguments.items if isinstance(self.arguments, Tuple) else ()
 
     def parts(self) -> tuple[Any, ...]:
-        """Every value that it is made of."""
+        """Return every value that it is made of."""
         return (self.callee, self.arguments, self.keywords, self.state, *self.items, *chain.from_iterable(self.entries))
 
 
@@ -99,12 +99,12 @@ _MADE: Final = (Built, Tuple)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that unpickling does: make a stand-in's object, extend it, set entries in it or give it its state."""
+    """One step of unpickling: make an object, extend it, set entries in it or give it its state."""
 
     action: Literal["make", "extend", "set", "fill"]
     node: Built | Tuple
     values: tuple[Any, ...] = ()
-    """Items, or keys and values by turns."""
+    """Items, or keys and values in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +112,18 @@ class Pickle:
     """A pickle that was followed to its end."""
 
     root: Any
-    """What it holds: a number, string, bytes, ``None``, :class:`Global`, :class:`Tuple` or :class:`Built`."""
+    """The value in it: a number, string, bytes, ``None``, :class:`Global`, :class:`Tuple` or :class:`Built`."""
     steps: tuple[Step, ...]
-    """In the order of the opcodes."""
+    """The steps of unpickling in the order of the opcodes."""
 
 
 def entries_of(value: Any) -> list[tuple[Any, Any]]:
-    """Keys and values of a stand-in for a dict of any kind; of anything else none."""
+    """Return the keys and values of ``value``, a stand-in for a dict of any kind; empty for anything else."""
     return value.entries if isinstance(value, Built) else []
 
 
 def held_in(value: Any) -> Sequence[Any]:
-    """The values that a stand-in holds; the name by which an object is made is none of them."""
+    """Return the values that the stand-in ``value`` holds, without the name of the callable that makes it."""
     if isinstance(value, Tuple):
         return value.items
     if isinstance(value, Built):
@@ -133,7 +133,7 @@ def held_in(value: Any) -> Sequence[Any]:
 
 
 def reachable(root: Any) -> Iterator[Any]:
-    """Each stand-in from ``root`` on, once: objects, tuples, and names that are held as values."""
+    """Yield each stand-in that ``root`` reaches, once: objects, tuples, and names that are held as values."""
     pending, seen = [root], set[int]()
     while pending:
         value = pending.pop()
@@ -146,7 +146,7 @@ def reachable(root: Any) -> Iterator[Any]:
 
 
 def depth_of(root: Any) -> int:
-    """How deep whoever copies or saves the objects recurses: into each once, in the order of the file."""
+    """Return how deep copying or saving the objects recurses: into each once, in the order of the file."""
     pending, seen, deepest = [(root, 1)] if isinstance(root, _MADE) else [], set[int](), 0
     while pending:
         value, depth = pending.pop()
@@ -158,10 +158,14 @@ def depth_of(root: Any) -> int:
 
 
 class Walk:
-    """Into what lies within objects, each once; it notices what would take a recursion too deep or too long."""
+    """A walk into objects, each once, which notices what a recursion into all of them would take.
+
+    If ``a`` holds ``b`` twice and ``b`` holds ``c`` twice, a recursion visits 1 + 2 + 4 objects.  The walk visits each
+    once, and sums the sizes from the inside: c = 1, b = 1 + 2c = 3, a = 1 + 2b = 7.
+    """
 
     def __init__(self, children: Callable[[Any], Iterable[Any]], most: int, items: int) -> None:
-        """``most``: objects within each other; ``items``: in one of them, each counted wherever it can be reached."""
+        """Allow ``most`` objects nested in each other, and ``items`` in one, each counted as often as it is reached."""
         self._children = children
         self._most = most
         self._items = items
@@ -169,7 +173,7 @@ class Walk:
         self._depths: dict[int, int] = {}
 
     def endless(self, root: Any) -> str:
-        """Why a walk from ``root`` is too long: it comes back, goes too deep, or meets too much; empty if it is not."""
+        """Say why a recursion from ``root`` would not end, go too deep or visit too much; empty if it would not."""
         pending: list[tuple[Any, Sequence[Any] | None]] = [(root, None)]
         entered = set[int]()
         while pending:

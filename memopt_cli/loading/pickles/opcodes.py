@@ -1,4 +1,4 @@
-"""What each opcode does to the stack, and what it has made."""
+"""The opcodes of pickles: the effect of each on the stack, and the objects that it makes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from memopt_cli.loading.pickles.nodes import (
 from memopt_cli.loading.pickles.stack import Stack
 
 _LONGEST_INT = 2048
-"""Bits of a number."""
+"""Bits of a number, at most."""
 
 
 class Machine:
-    """Follows a pickle, opcode by opcode."""
+    """An unpickler that makes stand-ins instead of objects."""
 
     def __init__(self, scan: PickleScan) -> None:
         self.scan = scan
@@ -39,7 +39,7 @@ class Machine:
     def run(self, stream: IO[bytes]) -> None:
         """Follow all opcodes from the stream's position on.
 
-        Raises :class:`ValueError` if they say what no file may; what a broken pickle raises besides is Python's.
+        Raises :class:`ValueError` for what no file may hold, and other exceptions of Python for a broken pickle.
         """
         spend, read, check_size = self.scan.spend, stream.read, self.stack.check_size
         code = b""
@@ -53,7 +53,7 @@ class Machine:
 
 
 Action = Callable[[Machine, Any], object]
-"""``action(machine, argument)``: the argument is what stands behind the opcode in the file, or ``None``."""
+"""``action(machine, argument)``: the argument follows the opcode in the file; ``None`` if it has none."""
 
 
 # ---------------------------------------------------------------------------------------------- names and calls
@@ -99,7 +99,7 @@ def _new_with_keywords(machine: Machine, _: Any) -> None:
 def _persistent(machine: Machine, _: Any) -> None:
     identity = machine.stack.pop()
     if isinstance(identity, Tuple) and identity.items[:1] == ("module",) and len(identity.items) == 4:
-        # A class of the legacy format, with its source code, of no interest.
+        # The legacy format stores a class with its source code, which is not needed.
         machine.stack.push(identity.items[1])
     else:
         _persistent_text(machine, identity)
@@ -112,10 +112,6 @@ def _persistent_text(machine: Machine, identity: Any) -> None:
 # ---------------------------------------------------------------------------------------------- containers
 
 
-def _marked_tuple(machine: Machine, _: Any) -> None:
-    machine.stack.push(machine.maker.make_tuple(machine.stack.pop_mark()))
-
-
 def _counted_tuple(count: int) -> Action:
     return lambda machine, _: machine.stack.push(machine.maker.make_tuple(machine.stack.pop_last(count)))
 
@@ -125,7 +121,7 @@ def _empty(kind: Global) -> Action:
 
 
 def _filled(kind: Global, fill: Callable[[Maker, Built, list[Any]], None]) -> Action:
-    """A container of all above the mark."""
+    """Return an action that makes a container of all values above the mark."""
 
     def action(machine: Machine, _: Any) -> None:
         items = machine.stack.pop_mark()
@@ -137,34 +133,19 @@ def _filled(kind: Global, fill: Callable[[Maker, Built, list[Any]], None]) -> Ac
 
 
 def _frozenset(machine: Machine, _: Any) -> None:
-    """Whole from the start, as the protocols before 4 call for one."""
+    """Make a frozenset, as a call with a tuple does: it cannot be filled later."""
     items = machine.maker.make_tuple(machine.stack.pop_mark())
     machine.stack.push(machine.maker.call(FROZENSET, machine.maker.make_tuple([items])))
 
 
-def _append(machine: Machine, _: Any) -> None:
-    item = machine.stack.pop()
-    machine.maker.extend(machine.stack.filled(), [item])
+def _filling(take: Callable[[Stack], list[Any]], fill: Callable[[Maker, Built, list[Any]], None]) -> Action:
+    """Return an action that puts the values that ``take`` pops into the container below them."""
 
+    def action(machine: Machine, _: Any) -> None:
+        items = take(machine.stack)
+        fill(machine.maker, machine.stack.filled(), items)
 
-def _append_marked(machine: Machine, _: Any) -> None:
-    items = machine.stack.pop_mark()
-    machine.maker.extend(machine.stack.filled(), items)
-
-
-def _add_marked(machine: Machine, _: Any) -> None:
-    items = machine.stack.pop_mark()
-    machine.maker.add(machine.stack.filled(), items)
-
-
-def _set_item(machine: Machine, _: Any) -> None:
-    items = machine.stack.pop_last(2)
-    machine.maker.set_entries(machine.stack.filled(), items)
-
-
-def _set_marked_items(machine: Machine, _: Any) -> None:
-    items = machine.stack.pop_mark()
-    machine.maker.set_entries(machine.stack.filled(), items)
+    return action
 
 
 def _build(machine: Machine, _: Any) -> None:
@@ -173,18 +154,6 @@ def _build(machine: Machine, _: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- stack and memo
-
-
-def _duplicate(machine: Machine, _: Any) -> None:
-    machine.stack.push(machine.stack.top())
-
-
-def _put(machine: Machine, index: int) -> None:
-    machine.stack.put(index)
-
-
-def _get(machine: Machine, index: int) -> None:
-    machine.stack.get(index)
 
 
 def _stop(machine: Machine, _: Any) -> None:
@@ -201,12 +170,8 @@ def _argument(machine: Machine, argument: Any) -> None:
     machine.stack.push(argument)
 
 
-def _nothing(machine: Machine, _: Any) -> None:
-    """Of the format itself."""
-
-
 def _unsupported(machine: Machine, _: Any) -> None:
-    raise ValueError("it uses an opcode for what a file cannot carry")
+    raise ValueError("it uses an opcode that is not for files")
 
 
 _ACTIONS: Final[dict[str, Action]] = {
@@ -220,7 +185,7 @@ _ACTIONS: Final[dict[str, Action]] = {
     "PERSID": _persistent_text,
     "BINPERSID": _persistent,
     "MARK": lambda machine, _: machine.stack.mark(),
-    "TUPLE": _marked_tuple,
+    "TUPLE": lambda machine, _: machine.stack.push(machine.maker.make_tuple(machine.stack.pop_mark())),
     "EMPTY_TUPLE": _counted_tuple(0),
     "TUPLE1": _counted_tuple(1),
     "TUPLE2": _counted_tuple(2),
@@ -231,38 +196,28 @@ _ACTIONS: Final[dict[str, Action]] = {
     "LIST": _filled(LIST, Maker.extend),
     "DICT": _filled(DICT, Maker.set_entries),
     "FROZENSET": _frozenset,
-    "APPEND": _append,
-    "APPENDS": _append_marked,
-    "ADDITEMS": _add_marked,
-    "SETITEM": _set_item,
-    "SETITEMS": _set_marked_items,
+    "APPEND": _filling(lambda stack: stack.pop_last(1), Maker.extend),
+    "APPENDS": _filling(Stack.pop_mark, Maker.extend),
+    "ADDITEMS": _filling(Stack.pop_mark, Maker.add),
+    "SETITEM": _filling(lambda stack: stack.pop_last(2), Maker.set_entries),
+    "SETITEMS": _filling(Stack.pop_mark, Maker.set_entries),
     "BUILD": _build,
     "POP": lambda machine, _: machine.stack.drop(),
     "POP_MARK": lambda machine, _: machine.stack.pop_mark(),
-    "DUP": _duplicate,
-    "PUT": _put,
-    "BINPUT": _put,
-    "LONG_BINPUT": _put,
+    "DUP": lambda machine, _: machine.stack.push(machine.stack.top()),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda machine, index: machine.stack.put(index)),
     "MEMOIZE": lambda machine, _: machine.stack.memoize(),
-    "GET": _get,
-    "BINGET": _get,
-    "LONG_BINGET": _get,
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda machine, index: machine.stack.get(index)),
     "STOP": _stop,
     "NONE": _constant(None),
     "NEWTRUE": _constant(True),
     "NEWFALSE": _constant(False),
-    "EXT1": _unsupported,
-    "EXT2": _unsupported,
-    "EXT4": _unsupported,
-    "NEXT_BUFFER": _unsupported,
-    "READONLY_BUFFER": _unsupported,
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"), _unsupported),
+    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, _: None),
 }
-
-
-def _of(opcode: pickletools.OpcodeInfo) -> tuple[Callable[[IO[bytes]], Any] | None, Action]:
-    """How its argument is read, if it has one, and what it does."""
-    action = _ACTIONS.get(opcode.name, _argument if opcode.stack_after else _nothing)
-    return None if opcode.arg is None else opcode.arg.reader, action
-
-
-_OPCODES: Final = {opcode.code.encode("latin-1"): _of(opcode) for opcode in pickletools.opcodes}
+"""Name of an opcode -> its effect; all others push their argument."""
+_OPCODES: Final = {
+    opcode.code.encode("latin-1"): (opcode.arg.reader if opcode.arg else None, _ACTIONS.get(opcode.name, _argument))
+    for opcode in pickletools.opcodes
+}
+"""Byte of an opcode -> the reader of its argument, ``None`` if it has none, and its effect."""

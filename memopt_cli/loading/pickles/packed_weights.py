@@ -1,4 +1,4 @@
-"""The states of packed weights, which PyTorch's classes of C++ take from pickles and from TorchScript."""
+"""The states of packed weights, which PyTorch's C++ classes take from pickles and from TorchScript."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 from memopt_cli.loading.pickles.nodes import Tuple
 
 NATIVE: Final = "__torch__.torch.classes."
-"""How the names of classes of C++ begin."""
+"""Prefix of the names of C++ classes."""
 _CELLS: Final = f"{NATIVE}rnn.CellParamsBase"
 _CONVOLUTIONS: Final = tuple(f"{NATIVE}quantized.Conv{dims}dPackedParamsBase" for dims in (2, 3))
 CLASSES: Final = (
@@ -19,9 +19,9 @@ CLASSES: Final = (
 
 
 def is_packed(name: str, state: Any) -> bool:
-    """Whether a stand-in is a state of that class in a form that PyTorch looks at itself.
+    """Return whether ``state`` is one of the class ``name`` in a form that PyTorch checks.
 
-    Others are those of older versions, of which it takes the parts unseen.
+    It takes the parts of the forms of older versions unchecked.
     """
     items = state.items if isinstance(state, Tuple) else ()
     if name == _CELLS:

@@ -1,10 +1,10 @@
-"""What a pickle says, read from its opcodes: nothing is imported, built or called.
+"""Pickles, followed opcode by opcode: nothing is imported, built or called.
 
-The opcodes are followed on a stack of stand-ins, as the unpickler would with real objects: a name pushed early can
-be called late, by way of the memo.
+The opcodes work on a stack of stand-ins, as the unpickler's do on real objects.  Only so is it known which names are
+called: one that is pushed early can be called late, by way of the memo.
 
-``opcodes.py`` says what each does, with ``stack.py`` (stack, marks, memo) and ``making.py`` (stand-ins of objects);
-``charges.py`` bounds the work, ``names.py`` notes what is imported and called.
+``opcodes.py`` has the effect of each opcode, ``stack.py`` the stack, its marks and the memo, ``making.py`` the
+stand-ins for objects; ``charges.py`` bounds the work, and ``names.py`` notes the names that are imported and called.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from memopt_cli.loading.pickles.opcodes import Machine
 
 
 def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
-    """Follow the pickle at the stream's position to its end, and add what it wants to ``scan``.
+    """Follow the pickle at the position of ``stream`` to its end, and add the names that it uses to ``scan``.
 
-    Raises :class:`ValueError` if the bytes there are no complete pickle, or unpickling them is made to take forever.
+    Raises :class:`ValueError` if the bytes are no complete pickle, or unpickling them would take forever.
     """
     machine = Machine(scan)
     try:
@@ -35,7 +35,7 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """What is made within stays, and would be looked through for garbage again and again."""
+    """Suspend garbage collection inside the block, which makes many objects that stay."""
     collects = gc.isenabled()
     gc.disable()
     try:

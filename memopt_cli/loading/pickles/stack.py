@@ -1,4 +1,4 @@
-"""What the opcodes work on: the stack, its marks and the memo, as the unpickler has them."""
+"""The stack, the marks and the memo on which opcodes work, as the unpickler has them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from memopt_cli.loading.pickles.charges import EXHAUSTING, PickleScan
 from memopt_cli.loading.pickles.nodes import Built
 
 _DEEPEST_MARK, _LARGEST_STACK = 10_000, 100_000
-"""Bounds against files made to exhaust whoever reads them; picklers stay far below."""
+"""Open marks, and values above the last one, at most; picklers stay far below."""
 
 
 class Stack:
-    """A mark sets the values below it aside until what is above is collected::
+    """The stack of an unpickler, in which a mark sets the values below it aside until those above are collected::
 
         MARK, 1, 2, TUPLE        values          outer
         MARK                     []              [[…]]
@@ -36,21 +36,21 @@ class Stack:
         return self._values.pop()
 
     def pop_last(self, count: int) -> list[Any]:
-        """In the order in which they were pushed."""
+        """Pop ``count`` values, and return them in the order in which they were pushed."""
         return [self._values.pop() for _ in range(count)][::-1]
 
     def top(self) -> Any:
         return self._values[-1]
 
     def filled(self) -> Built:
-        """What is on top, to be filled: never a class, or what the format has made whole."""
+        """Return the object on top, to fill it.  Raises :class:`ValueError` for a class, a tuple or a plain value."""
         node = self._values[-1]
         if not isinstance(node, Built):
             raise ValueError("it fills what can hold nothing")
         return node
 
     def check_size(self) -> None:
-        """Raises :class:`ValueError` if it holds more than any pickler puts there."""
+        """Raise :class:`ValueError` if the stack holds more than any pickler pushes."""
         if len(self._values) > _LARGEST_STACK:
             raise ValueError(EXHAUSTING)
 
@@ -63,12 +63,12 @@ class Stack:
         self._values = []
 
     def pop_mark(self) -> list[Any]:
-        """The values above the last mark, which is gone."""
+        """Pop the last mark, and return the values above it."""
         values, self._values = self._values, self._outer.pop()
         return values
 
     def drop(self) -> None:
-        """The last value, or the mark if there is none above it."""
+        """Pop the last value, or the last mark if there is none above it."""
         if self._values:
             self._values.pop()
         else:
@@ -77,7 +77,7 @@ class Stack:
     # ------------------------------------------------------------------------------------------ memo
 
     def put(self, index: int) -> None:
-        if index > self._scan.work + _LARGEST_STACK:  # readers keep a table that is as long as the largest
+        if index > self._scan.work + _LARGEST_STACK:  # C's unpickler has a table that is as long as the largest index
             raise ValueError(EXHAUSTING)
         self._memo[index] = self._values[-1]
 

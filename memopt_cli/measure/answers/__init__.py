@@ -1,1 +1,1 @@
-"""What a profiling subprocess does with the model: each job's function, by what it takes to answer it."""
+"""The functions that answer jobs about the model's steps, in a file for each kind of step."""

@@ -1,4 +1,4 @@
-"""The model of a profiling subprocess, loaded once, on which steps are run; every job finds it as it was loaded."""
+"""The bench: the model of a profiling subprocess, loaded once, and its steps; every job finds it as it was loaded."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ Knowledge = TypeVar("Knowledge")
 
 
 class Holder:
-    """Holds what was made last, and what that entered, until something else is asked for."""
+    """A holder of one value at a time, with the contexts that were entered for it."""
 
     def __init__(self) -> None:
         self._held: tuple[Any, Any] = None, None
         self._open = contextlib.ExitStack()
 
     def get(self, key: Any, make: Callable[[contextlib.ExitStack], Found]) -> Found:
-        """What ``make`` makes, and what it enters, until another key is asked for: one at a time."""
+        """Return what ``make`` made for ``key``, which is kept, with the contexts that it enters, until another key."""
         if self._held[0] != key:
             self.close()
             with contextlib.ExitStack() as entered:
@@ -58,13 +58,13 @@ class Holder:
         return found
 
     def close(self) -> None:
-        """Leave what is held."""
+        """Drop the value, and leave its contexts."""
         self._held = None, None
         self._open.close()
 
 
 class Bench:
-    """A loaded model, its steps, and what was found out of the original: nothing that depends on earlier jobs."""
+    """A loaded model, its steps, and what was found out about the original: nothing depends on earlier jobs."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Bench:
         build: Callable[[], nn.Module] | None = None,
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
-        """``build`` makes the model; without it, it is loaded from its file.
+        """Load the model of ``subject``, or let ``build`` make it.
 
-        ``functions`` that the settings name are had from here, and the others from their files.
+        Functions that the settings name are taken from ``functions``, others from their files.
         """
         self.subject = subject
         self.settings = subject.settings
@@ -100,10 +100,10 @@ class Bench:
 
     @contextlib.contextmanager
     def rank(self, layout: Layout, plan: Plan) -> Iterator[Spread]:
-        """Within, this process is one rank of many; gives the model as that has it, built anew, the plan put on before.
+        """Be one rank of ``layout`` inside the block, and yield a new model, with ``plan``, as the rank has it.
 
-        Raises :class:`StepError` for what cannot be predicted, and :class:`UsageError` for a way to spread that is
-        none.
+        Raises :class:`StepError` if it cannot be predicted, and :class:`UsageError` if the function that spreads the
+        model cannot be found.
         """
         from memopt_cli.training.sharded import fake_group, spread  # takes seconds to import
 
@@ -117,29 +117,29 @@ class Bench:
             yield made
 
     def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
-        """What ``find_out(bench)`` says of the original, which stays true: asked once for all jobs."""
+        """Return ``find_out(bench)``, a fact about the original, found out once for all jobs."""
         if find_out not in self._known:
             self._known[find_out] = find_out(self)
         found: Knowledge = self._known[find_out]
         return found
 
     def knows(self, find_out: Callable[[Bench], object]) -> bool:
-        """Whether that was asked, or told, before."""
+        """Return whether the result of ``find_out`` is known."""
         return find_out in self._known
 
     def tell(self, find_out: Callable[[Bench], object], found: object) -> None:
-        """The same was seen in steps that were run for another reason."""
+        """Record the result of ``find_out``, which steps for another purpose have shown."""
         self._known.setdefault(find_out, found)
 
     # ------------------------------------------------------------------------------------------ its state
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
-        """Within, a job is done: the model is as it was loaded before and after."""
+        """Restore the model as it was loaded before and after the block, in which a job is done."""
         self.enter_start()
         try:
             tried = contextlib.nullcontext() if self.subject.tries_rows else rows_untried()
-            with nothing_sampled(), tried:  # fingerprints and verification compare all there is, and time is measured
+            with nothing_sampled(), tried:  # sampled checks would take time, and results are compared in full anyway
                 yield
         finally:
             remove_segments(self.model)
@@ -148,7 +148,7 @@ class Bench:
 
     @contextlib.contextmanager
     def planned(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
-        """Within, a plan is on the model and its optimizer, or on those of a ``step`` of a copy of it."""
+        """Apply ``plan`` inside the block to the model and its optimizer, or to those of a ``step`` of a copy."""
         model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
         if plan.in_backward:
@@ -160,20 +160,20 @@ class Bench:
             remove_segments(model)
 
     def enter_start(self) -> None:
-        """Put the model's tensors and generators where they were when it was loaded."""
+        """Restore the model's tensors and the random generators as they were when it was loaded."""
         self._start.enter()
 
     def reset(self) -> None:
-        """The same, without gradients; a plan stays on the model."""
+        """Restore the model as it was loaded and drop its gradients; a plan stays on it."""
         self.model.zero_grad(set_to_none=True)
         self.enter_start()
 
     # ------------------------------------------------------------------------------------------ its steps
 
     def step(self, batch: int | None = None, dims: Mapping[str, int] | None = None) -> Step:
-        """A step at these sizes, or as the inputs are described.
+        """Make a step at the sizes ``batch`` and ``dims``, or at those in the description of the inputs.
 
-        Raises :class:`UsageError` for another batch of inputs from a file.
+        Raises :class:`UsageError` for another batch size of inputs from a file.
         """
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, **(dims or {})})
         if batch is not None and batch != self.batch:
@@ -194,7 +194,7 @@ class Bench:
         )
 
     def resized(self, batch: int, dims: Mapping[str, int]) -> Step:
-        """The same; of inputs from a file, the first samples."""
+        """Make a step at the sizes ``batch`` and ``dims``; of inputs from a file it takes the first samples."""
         try:
             return self.step(batch, dims)
         except UsageError:
@@ -203,16 +203,16 @@ class Bench:
             return replace(step, args=args, kwargs=kwargs)
 
     def begin(self, step: Step) -> None:
-        """See :func:`memopt_cli.training.step.begin`."""
+        """Begin ``step`` from the state in which the model was loaded: see :func:`memopt_cli.training.step.begin`."""
         begin(step, self._start)
 
     def settle(self, step: Step) -> None:
-        """Let the step's scaler find a scale at which gradients are finite; the model is then as it was loaded."""
+        """Let the scaler of ``step`` find a scale at which gradients are finite, then restore the model."""
         step.settle(self._start)
         self.reset()
 
     def settled(self, step: Step) -> Step:
-        """The step, at a scale at which its gradients are finite and with its optimizers' state; as it was loaded."""
+        """Return ``step`` with a scale at which gradients are finite, and with its optimizers' state."""
         self.settle(step)
         if any(not optimizer.state for optimizer in step.optimizers()):
             take(step)
@@ -220,7 +220,7 @@ class Bench:
         return step
 
     def at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
-        """What ``run`` finds of a step at full size; ``None`` where that does not fit, or is not to be tried."""
+        """Return what ``run`` returns for a step at full size; ``None`` if it does not fit, or must not be tried."""
         if self.subject.data != "full size":
             return None
         self.enter_start()
@@ -237,7 +237,7 @@ class Bench:
 
 
 def check_spreadable(model: nn.Module, plan: Plan, what: str) -> None:
-    """Raises :class:`StepError` for what is not predicted, or measured, for many ranks."""
+    """Raise :class:`StepError` for a step that is not ``what``, predicted or measured, for many ranks."""
     if isinstance(model, StepModels):
         raise StepError(f"a step of one's own is not {what} for many ranks", hint="Give what builds the model.")
     if plan.in_backward:
@@ -249,12 +249,15 @@ def check_spreadable(model: nn.Module, plan: Plan, what: str) -> None:
 def way_to_spread(
     layout: Layout, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 ) -> Callable[..., Any] | None:
-    """The user's function; ``None`` of a built-in way.  Raises :class:`UsageError` if there is none of that name."""
+    """Return the user's function that spreads the model; ``None`` for a built-in way.
+
+    Raises :class:`UsageError` if there is none of that name.
+    """
     return None if is_built_in(layout.parallel) else user_function(layout.parallel, "--parallel", functions)
 
 
 def _checked_alone(bench: Bench) -> None:
-    """Raises :class:`PlanError` for an optimizer that updates parameters otherwise one by one."""
+    """Raise :class:`PlanError` if the optimizer computes another update for a parameter alone than for all together."""
     if bench.optimizer is not None:
         try:
             check_steps_alone(bench.optimizer)
@@ -263,7 +266,7 @@ def _checked_alone(bench: Bench) -> None:
 
 
 def maker_of_optimizer(text: str, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> OptimizerMaker:
-    """Of what ``--optimizer`` says; ``functions``: see :class:`Bench`."""
+    """Return a maker of the optimizer that ``text`` of ``--optimizer`` names; ``functions``: see :class:`Bench`."""
     choice = parse_optimizer(text)
     made = user_function(choice.reference, "--optimizer", functions) if isinstance(choice, MadeOptimizer) else None
     return optimizer_maker(choice, made)

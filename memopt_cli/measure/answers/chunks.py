@@ -1,4 +1,4 @@
-"""Trials: which modules run in chunks with the same result."""
+"""Trials that find out which modules run in chunks with the same result."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ from memopt_cli.runtime.private_torch import hook_tables
 from memopt_cli.verification.chunking import SHORT, capture_call, find_rule
 
 _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_features", "input_size", "hidden_size"}
-"""Attributes that do not tell along which axis a module is independent."""
+"""Attributes on which the axis of independence does not depend."""
 
 
 def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkingFound:
-    """On the inputs of a small step."""
+    """Try whether the module of ``job`` can run in chunks, on its inputs in a small step."""
     return ChunkingFound(rule=bench.known(Trials).rule(job.path, allow_inexact=job.allow_inexact))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What modules have in common of which one is tried: all but their widths.  The whole plan is verified later."""
+    """A key that modules share which differ only in their widths, so that one trial is enough for all of them.
+
+    Should they differ in more, the verification of the whole plan finds it.
+    """
 
     description: str
     """Classes, every plain value but widths, and hooks."""
     lengths: tuple[int, ...]
-    """Of the input along each axis, as far as trials in chunks can tell them apart."""
+    """Sizes of the input along each axis, as far as trials in chunks can tell them apart."""
 
 
 class Trials:
-    """What was tried: of modules that are alike but for their widths, the one of the least work."""
+    """The results of trials: of modules that differ only in their widths, the one with the least work is tried."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -44,7 +47,7 @@ class Trials:
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
 
     def rule(self, path: str, *, allow_inexact: bool) -> ChunkRule | Refused:
-        """Of a module; it does not matter which of its like were asked for before."""
+        """Return the rule for the module at ``path``; the order of questions does not matter."""
         find_part(self._bench.model, path)
         if self._small is None:
             return Refused(reason="no step of it may be run on data")
@@ -56,30 +59,22 @@ class Trials:
 
     @functools.cached_property
     def _representatives(self) -> dict[str, str]:
-        """Path -> that of the module that stands for it."""
-        alike: dict[_Kind, list[ModuleTrace]] = defaultdict(list)
+        """Path of a module -> the path of the module that is tried for it."""
         assert self._small is not None
-        for module in self._small.recorded.modules:
-            alike[self._kind(module)].append(module)
-        return {module.path: min(modules, key=self._work).path for modules in alike.values() for module in modules}
-
-    def _work(self, module: ModuleTrace) -> tuple[int, int, int]:
-        return self._flops[module.path], module.input_bytes, module.order
-
-    def _kind(self, module: ModuleTrace) -> _Kind:
-        lengths = tuple(min(length, SHORT) for length in module.input_shape)
-        return _Kind(_description(find_part(self._bench.model, module.path)), lengths)
-
-    @functools.cached_property
-    def _flops(self) -> dict[str, int]:
-        """Of each module's forward, with those below it."""
-        assert self._small is not None
-        total: dict[str, int] = defaultdict(int)
+        flops: dict[str, int] = defaultdict(int)  # of a module's forward, with the modules below
         for op in self._small.recorded.ops:
             if op.phase == "forward":
                 for path in ancestry(op.module):
-                    total[path] += op.flops
-        return total
+                    flops[path] += op.flops
+        alike: dict[_Kind, list[ModuleTrace]] = defaultdict(list)
+        for module in self._small.recorded.modules:
+            lengths = tuple(min(length, SHORT) for length in module.input_shape)
+            alike[_Kind(_description(find_part(self._bench.model, module.path)), lengths)].append(module)
+        found: dict[str, str] = {}
+        for modules in alike.values():
+            tried = min(modules, key=lambda module: (flops[module.path], module.input_bytes, module.order))
+            found |= dict.fromkeys((module.path for module in modules), tried.path)
+        return found
 
 
 def _description(module: nn.Module) -> str:
@@ -98,5 +93,5 @@ def _description(module: nn.Module) -> str:
 
 
 def _name(hook: object) -> str:
-    """A function's, or its class's: those that differ in what they hold are alike, as modules are."""
+    """Return the name of a hook that is a function, or of its class: hooks with other attributes count as equal."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))

@@ -1,4 +1,4 @@
-"""A step that ``torch.compile`` compiled: what the allocator sees of it."""
+"""The allocated peak and the time of a step that ``torch.compile`` compiled."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, is_out_of_memory, take
 
 _COMPILING = 2
-"""Steps until nothing is compiled any more: the second finds gradients as every later one does."""
+"""Steps until nothing is compiled any more: the second finds gradients, as every later one does."""
 
 
 def measure(bench: Bench, job: CompiledJob) -> CompiledStep:
-    """The model is compiled as a whole; a plan is put on it before.
+    """Apply the plan of ``job``, compile the model as a whole, and measure its step.
 
-    What was compiled before is forgotten: of code that was compiled for many others, PyTorch would run it as it is.
-
-    Raises :class:`UsageError` for a backend that there is not, and :class:`StepError` where it does not compile.
+    Earlier compilations are dropped first: PyTorch compiles a function for a few models only, then runs it plainly.
+    Raises :class:`UsageError` for an unknown backend, and :class:`StepError` if the model does not compile.
     """
     if job.backend not in torch.compiler.list_backends(exclude_tags=()):
         usual = ", ".join([*torch.compiler.list_backends(), "aot_eager"])
         raise UsageError(f"torch.compile has no backend {job.backend!r} here", hint=f"It has {usual}, and others.")
-    with torch.compiler.set_stance("default"):  # also where parts of the model are, which other steps run as written
+    with torch.compiler.set_stance("default"):  # other steps run compiled parts of the model uncompiled
         return _measured(bench, job)
 
 
@@ -56,7 +55,7 @@ def _measured(bench: Bench, job: CompiledJob) -> CompiledStep:
 
 
 def _broken(bench: Bench, step: Step) -> str:
-    """Why the model is not one graph; empty if it is."""
+    """Say why the model is not one graph; empty if it is."""
     whole = torch.compile(bench.model, backend="eager", fullgraph=True)
     try:
         take_from_start(bench, replace(step, model=cast(nn.Module, whole)), Step.reach_loss)

@@ -1,4 +1,4 @@
-"""Steps that are recorded or counted, on tensors without data where the model allows."""
+"""Steps that are recorded or counted, on tensors without data if the model runs on them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from memopt_cli.training.step import Step, is_out_of_memory, run_checked
 
 
 def trace_step(bench: Bench, job: TraceJob) -> Traced:
-    """A step under a plan, with the seconds of its operators where it may be run at full size.
+    """Record a step under the plan of ``job``, with the seconds of its operators if it may run at full size.
 
-    Where its operators depend on the data, or on how many samples there are, only a full step on data tells all of it.
-    One is recorded if it may be; should that fail, the answer is what is known without.  For a device that is not here
-    its allocated peak and times are those of that device.
+    If its operators depend on the data, or on the number of samples, only a full step on data shows all of them.  One
+    is recorded if it may be; should that fail, the answer is what the dry run shows.  For a device that is not here,
+    the allocated peak and the times are estimates.
     """
     traced, card = _traced(bench, job), bench.subject.card
     if card is None:
@@ -40,7 +40,10 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
 def _traced(bench: Bench, job: TraceJob) -> Traced:
     if not job.fake:
         return _timed(bench, job.plan, record_on_data(bench, job.plan))
-    traced = _timed(bench, job.plan, _recorded(bench, job.plan))
+    recorded = (
+        bench.known(_original) if job.plan == ORIGINAL else _record(bench, job.plan, workspaces_for(bench, job.plan))
+    )
+    traced = _timed(bench, job.plan, recorded)
     if not _wants_data(bench, traced):
         return traced
     try:
@@ -51,12 +54,12 @@ def _traced(bench: Bench, job: TraceJob) -> Traced:
 
 
 def record_step(bench: Bench, job: RecordJob) -> StepTrace:
-    """A step under a plan, run."""
+    """Record a step on data under the plan of ``job``."""
     return record_on_data(bench, job.plan).trace
 
 
 def count(bench: Bench, job: CountJob) -> Counted:
-    """A step under a plan, at the sizes of the job."""
+    """Count the tensor peak of a step under the plan of ``job``, at its sizes."""
     counted = (_count_without_data if job.fake else count_on_data)(bench, job)
     return replace(counted, holders=counted.holders[:HOLDERS])
 
@@ -77,9 +80,9 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
 
 
 def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.AllocatedPeak:
-    """What a device's allocator would hand out at most, with what its library keeps for the original's products.
+    """Return a function that estimates the allocated peak on ``card``, with the blocks that its libraries keep.
 
-    ``to_fit``: of a batch that is sought, what that allocator would reserve where the device has no room for it.
+    ``to_fit``: estimate instead the bytes that the allocator needs, in a search for a batch that fits the device.
     """
     library = library_blocks(bench.known(_original).trace.ops, card)
 
@@ -92,7 +95,7 @@ def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.A
 
 
 def count_on_data(bench: Bench, job: CountJob) -> Counted:
-    """A step that is run."""
+    """Count the tensor peak and measure the allocated peak of a step on data."""
     step = bench.settled(bench.step(job.batch, job.dims))
     with bench.planned(job.plan):
         counted = trace.count(step)
@@ -102,21 +105,17 @@ def count_on_data(bench: Bench, job: CountJob) -> Counted:
 # ---------------------------------------------------------------------------------------------- records
 
 
-def _recorded(bench: Bench, plan: Plan) -> Traced:
-    """On tensors without data if the model allows; what was not seen in a small step is ``unknown``."""
-    return bench.known(_original) if plan == ORIGINAL else _record(bench, plan, workspaces_for(bench, plan))
-
-
 def _original(bench: Bench) -> Traced:
     return _record(bench, ORIGINAL, workspaces_for(bench, ORIGINAL))
 
 
 def _original_without_workspaces(bench: Bench) -> Traced:
-    """For who does not ask what kernels take, which steps on data tell."""
+    """Record the original without the workspaces of kernels, which would take steps on data."""
     return _record(bench, ORIGINAL, Workspaces())
 
 
 def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
+    """Record a step under ``plan`` on tensors without data, or on data if the model does not run without."""
     packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
     try:
         codecs = bench.known(_codecs) if packs else None
@@ -141,7 +140,7 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
 
 
 def record_on_data(bench: Bench, plan: Plan) -> Traced:
-    """A step that is run."""
+    """Record a step on data under ``plan``."""
     workspaces = workspaces_for(bench, plan)
     with bench.planned(plan):
         step = bench.settled(bench.step())
@@ -152,29 +151,29 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
 
 
 def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager[list[str]]:
-    """Watch which modules checkpoint by themselves; segments of a plan do so, too."""
+    """Watch which modules checkpoint by themselves, unless there is a plan, whose segments do so, too."""
     return watched_checkpoints(step.named) if plan == ORIGINAL else contextlib.nullcontext([])
 
 
 def _wants_data(bench: Bench, traced: Traced) -> bool:
-    """Whether a full step on data tells more, and may be run."""
+    """Return whether a full step on data would show more, and may run."""
     return traced.fake and bool(traced.unknown) and bench.subject.data == "full size"
 
 
 def _require_data(bench: Bench, reason: str) -> NoReturn:
-    """Say why a step that wants data cannot be recorded: its inputs are wrong, or it is not to be run."""
+    """Raise the error for a step that needs data: that of a small step with wrong inputs, or :class:`StepError`."""
     if bench.subject.data == "small batch":
         run_checked(bench.step(min(SMALL_BATCH, bench.batch)))
     raise StepError(reason, hint="Take a batch that fits (and memopt profile without --fake).")
 
 
 def _codecs(bench: Bench) -> trace.Codecs:
-    """What the original's step with data holds in less, for steps without."""
+    """Return the tensors that the original's step on data can hold in fewer bytes, for steps without data."""
     if bench.subject.data == "none":
         return trace.Codecs()
     dry_run = bench.known(_original if bench.knows(_original) else _original_without_workspaces)
     if _wants_data(bench, dry_run):
-        with contextlib.suppress(Exception):  # as of a step that is recorded
+        with contextlib.suppress(Exception):  # the model's own code, or too little memory
             return trace.codecs_of(record_on_data(bench, ORIGINAL).trace, dry_run.trace)
     return trace.codecs_of(dry_run.trace, dry_run.trace)
 
@@ -183,7 +182,7 @@ def _codecs(bench: Bench) -> trace.Codecs:
 
 
 def _timed(bench: Bench, plan: Plan, traced: Traced) -> Traced:
-    """With the seconds of its operators, which takes a step at full size."""
+    """Return ``traced`` with the seconds of its operators, which takes a step at full size."""
     if plan == ORIGINAL:
         times = bench.known(operator_times)
     else:
@@ -199,7 +198,7 @@ def _timed(bench: Bench, plan: Plan, traced: Traced) -> Traced:
 
 
 def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
-    """Of a step under the plan that is on the model, if it may be run and fits."""
+    """Time the operators of a step under the plan on the model; ``None`` if it must not run, or does not fit."""
     return bench.at_full_size(trace.time_operators)
 
 
@@ -210,9 +209,9 @@ def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
 def _planned(
     bench: Bench, plan: Plan, batch: int | None = None, dims: Mapping[str, int] = MappingProxyType({})
 ) -> Iterator[trace.FakeStep]:
-    """Within, the step has the plan; of one rank of many, if the subject is one."""
+    """Yield a step without data that has ``plan`` inside the block; one of a rank, if the subject is a rank."""
     if bench.subject.layout is not None:
-        with _of_rank(bench, bench.subject.layout, plan, batch, dims) as fake:
+        with _step_of_rank(bench, bench.subject.layout, plan, batch, dims) as fake:
             yield fake
         return
     fake = bench.known(_described)
@@ -225,12 +224,12 @@ def _planned(
 
 
 def _described(bench: Bench) -> trace.FakeStep:
-    """The step as the inputs are described."""
+    """Make the step without data at the sizes in the description of the inputs."""
     return trace.FakeStep(_sized(bench, None, {}), bench.mode)
 
 
 def _sized(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
-    # A file or a script of inputs may want data; sizes alone do not, which may be any in the search for a batch.
+    # A file or a script of inputs may need data.  Sizes alone do not: a search for a batch may try any of them.
     is_described = batch is None and not dims
     without_data = bool(bench.subject.spec.tensors) and not (is_described and bench.subject.data == "full size")
     with bench.mode if without_data else contextlib.nullcontext():
@@ -239,17 +238,17 @@ def _sized(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """A step of one, which takes long to make and is made for all sizes."""
+    """The step of a rank, which takes long to make and is made once for all sizes."""
 
     step: trace.FakeStep
     sizes: tuple[int | None, Mapping[str, int]]
 
 
 @contextlib.contextmanager
-def _of_rank(
+def _step_of_rank(
     bench: Bench, layout: Layout, plan: Plan, batch: int | None, dims: Mapping[str, int]
 ) -> Iterator[trace.FakeStep]:
-    """Raises :class:`StepError` for a step that depends on data."""
+    """Yield the step of a rank.  Raises :class:`StepError` for one that depends on data."""
 
     def make(entered: contextlib.ExitStack) -> _Rank:
         has = entered.enter_context(bench.rank(layout, plan))

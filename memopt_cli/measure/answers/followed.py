@@ -1,12 +1,10 @@
-"""Consecutive steps of the model as it is trained."""
+"""Consecutive training steps of the model, whose results are compared."""
 
 from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import replace
-
-from torch import nn
 
 from memopt_cli.errors import StepError
 from memopt_cli.measure.answers.bench import Bench
@@ -21,18 +19,20 @@ from memopt_cli.verification.equality import step_cast_to_double, step_in_double
 
 
 def follow(bench: Bench, job: FollowJob) -> Followed:
-    """Under the plan of the job, which the file carried."""
+    """Take consecutive steps under the plan of ``job``, which the file carried."""
     apply_plan(bench.model, job.plan.of_model)
     step = bench.step()
     if step.scaler is not None:  # until it has found a scale, it skips updates
         try:
             bench.settle(step)
         except StepError as never_finite:
-            return _failed(f"{never_finite.message}; {never_finite.hint}")
-    _enter_mode(bench, job.mode)  # until the job is done
+            why = f"{never_finite.message}; {never_finite.hint}"
+            failed = StepPrint(left=(), others=(), hooks=(), failed=why)
+            return Followed(start=(), others=(), steps=(failed,), draws=False, is_compiled=False)
+    _enter_mode(bench, job.mode)  # the bench restores it
     drawing = compiled_to_draw_alike() if job.draws_alike else contextlib.nullcontext()
-    with _as_asked(step, job) as taken, drawing:
-        between = reset_hidden_state if job.detached else _nothing
+    with _cast(step, double=job.double) as taken, drawing:
+        between = reset_hidden_state if job.detached else lambda model: None
         return replace(consecutive(taken, job.steps, job.watched, between), evaluating=bench.evaluating)
 
 
@@ -41,22 +41,12 @@ def _enter_mode(bench: Bench, mode: Mode) -> None:
         bench.model.eval()
     elif mode == "as it came":
         modes = {m: m.training and path not in bench.evaluating for path, m in bench.model.named_modules()}
-        for module, is_training in modes.items():  # the outer ones first: they hand it down
+        for module, is_training in modes.items():  # outer ones first: ``train`` sets the modules below, too
             module.train(is_training)
 
 
-def _failed(why: str) -> Followed:
-    """No step could be taken."""
-    step = StepPrint(left=(), others=(), hooks=(), failed=why)
-    return Followed(start=(), others=(), steps=(step,), draws=False, is_compiled=False)
-
-
-def _nothing(model: nn.Module) -> None:
-    """Hidden state stays as a step has left it."""
-
-
-def _as_asked(step: Step, job: FollowJob) -> AbstractContextManager[Step]:
-    if not job.double:
+def _cast(step: Step, *, double: bool) -> AbstractContextManager[Step]:
+    if not double:
         return contextlib.nullcontext(step)
     is_known_to_compiler = any(map(is_compiled, step.model.modules()))
     return step_cast_to_double(step) if is_known_to_compiler else step_in_double(step)

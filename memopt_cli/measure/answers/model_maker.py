@@ -1,4 +1,4 @@
-"""Makes the model of a profiling subprocess, as often as it is wanted."""
+"""The maker of a profiling subprocess's model, which makes any number of copies."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from memopt_cli.training.user_step import StepModels
 
 
 class ModelMaker:
-    """Builds the model of a subject, and puts it where its steps are taken: with data, or without."""
+    """A maker of the model of a subject, with data or without, on the device of its steps."""
 
     def __init__(self, subject: Subject, build: Callable[[], nn.Module] | None) -> None:
-        """``build`` makes the model; without it, it is loaded from its file."""
+        """Prepare to make the model by ``build``, or to load it from its file."""
         self._subject = subject
         self._build = build
         self._has_data = subject.data != "none"
         self.mode = trace.fake_mode()
-        """Of the tensors without data."""
+        """The mode in which tensors without data are made."""
 
     def building(self) -> contextlib.AbstractContextManager[Any]:
-        """Where parameters have no data, if they are to have none."""
+        """Return a context in which parameters are made without data, if the subject has none."""
         return contextlib.nullcontext() if self._has_data else trace.built_without_data(self.mode)
 
     def built(self) -> nn.Module:
-        """Make a new model, without its plan, and without checkpoints of its own where the subject has none."""
+        """Make a new model without its plan, and without checkpoints of its own unless the subject keeps them."""
         model = remove_plan(self._build() if self._build else load_model(self._subject.source).module)
         if not self._subject.source.own_checkpoints:
             turn_off(model)
         return model
 
     def placed(self, model: nn.Module) -> nn.Module:
-        """On the step's device, in its dtype."""
+        """Put ``model`` on the step's device, in its dtype and in training mode."""
         settings = self._subject.settings
-        if isinstance(model, StepModels):  # in the modes that their function puts them in
+        if isinstance(model, StepModels):  # their own function sets their modes
             return model.on(settings.device)
         return (place if self._has_data else trace.place_fake)(model, settings)

@@ -41,26 +41,17 @@ from memopt_cli.training.sharded import (
     real_group,
     spread_really,
 )
-from memopt_cli.training.step import (
-    Step,
-    begin,
-    input_dtype,
-    make_scaler,
-    place,
-    run_checked,
-    synchronize,
-    take,
-)
+from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, place, run_checked, synchronize, take
 
 _COUNTS = 3
-"""How often a step is counted: gloo may let go of a buffer late."""
+"""Number of times that a step is counted: gloo may free a buffer late."""
 _TIMED_STEPS = 5
 
 
 def measure(subject: Subject, job: GroupJob) -> InGroup:
-    """What every rank needs, as every rank knows it then.
+    """Measure a step on this rank, and return the measurements of all ranks, as every rank does.
 
-    Raises :class:`MemoptError`: on all ranks where one fails before it waits for others, on the one that fails later.
+    Raises :class:`MemoptError`: on all ranks if one fails before it waits for others, later only on the one that fails.
     """
     assert subject.layout is not None, "it is one rank of many"
     try:
@@ -106,7 +97,7 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
 
 
 def _built(subject: Subject, job: GroupJob) -> tuple[nn.Module, InputSpec]:
-    """The model with the plan, on this rank's device, and its inputs; parameters that are on ``meta`` stay there."""
+    """Build the model with the plan, on this rank's device, and its inputs; parameters on ``meta`` stay there."""
     loaded = load_model(subject.source)
     model = loaded.module
     check_spreadable(model, job.plan, "measured")
@@ -135,7 +126,7 @@ def _step(settings: StepSettings, spec: InputSpec, model: nn.Module) -> Step:
 
 
 def warm_up(step: Step, start: StartingState) -> None:
-    """Let the optimizer make its state, and DDP its buckets, which it does anew in the second step.
+    """Let the optimizer make its state, and DDP its buckets, which it makes again in the second step.
 
     Raises :class:`StepError` that says why a step cannot be taken.
     """

@@ -1,4 +1,4 @@
-"""A step of a few samples: what is looked into where the full step would take too long, or does not fit."""
+"""A step of a few samples, which is examined if the full step would take too long or does not fit."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step, is_out_of_memory
 
 SMALL_BATCH = 3
-"""The least that can be cut unevenly."""
+"""The least batch size that can be divided unevenly."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmallStep:
-    """A step that is quick to run: of a few samples, or the full one where its size cannot be changed."""
+    """A step that is quick to run: of a few samples, or the full one if its size cannot be changed."""
 
     step: Step
     recorded: StepTrace
-    """With what its tensors hold."""
+    """The trace of the step, with the contents of its tensors."""
     workspaces: Workspaces
-    """None of the full one."""
+    """Workspaces of its operators; empty if it is the full step."""
 
 
 def small_step(bench: Bench) -> SmallStep | None:
-    """Of the original; ``None`` if none may be run."""
+    """Take a small step of the original; ``None`` if none may run on data."""
     if bench.subject.data == "none":
         return None
     bench.enter_start()
@@ -38,7 +38,7 @@ def small_step(bench: Bench) -> SmallStep | None:
             lambda _: found.append(look_into(bench, step)), bench.settings.device, trace.resident_bytes(step)
         )
         return SmallStep(step, found[0], allocated.workspaces)
-    except Exception as error:  # inputs, or a model, of a size that cannot be changed
+    except Exception as error:  # inputs, or a model, with a fixed batch size
         if is_out_of_memory(error):
             raise
     finally:
@@ -50,5 +50,5 @@ def small_step(bench: Bench) -> SmallStep | None:
 
 
 def look_into(bench: Bench, step: Step) -> StepTrace:
-    """A record of a step with what its tensors hold, under the plan that is on the model."""
+    """Record ``step`` with the contents of its tensors, under the plan on the model."""
     return trace.record(step, bench.batch, contents=True, frees=False)

@@ -1,4 +1,4 @@
-"""One step taken while the allocator is watched."""
+"""Steps from the model's starting state, and their allocated peak."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memopt_cli.training.step import Step, reset_gradients, take
 Found = TypeVar("Found")
 
 HOLDERS = 40
-"""How many modules an answer names as holders of memory."""
+"""Number of modules that an answer names as holders of memory, at most."""
 
 
 def allocated_by(bench: Bench, step: Step) -> Allocated:
-    """What the allocator sees of a step from the model's starting state; leaves gradients."""
+    """Measure the allocated peak of ``step`` from the model's starting state; gradients stay."""
     device = bench.settings.device
     return take_from_start(
         bench, step, lambda step: measure_allocated(functools.partial(_take, step), device, trace.resident_bytes(step))
@@ -28,9 +28,9 @@ def allocated_by(bench: Bench, step: Step) -> Allocated:
 
 
 def take_from_start(bench: Bench, step: Step, run: Callable[[Step], Found]) -> Found:
-    """What ``run`` finds of the step from the model's starting state; leaves gradients."""
+    """Run ``step`` by ``run`` from the model's starting state, and return its result; gradients stay."""
     bench.begin(step)
-    if isinstance(step, OwnStep):  # it frees gradients that it finds, of which the profiler tells if it saw them made
+    if isinstance(step, OwnStep):  # it frees gradients that it finds; the profiler would count those it saw made
         step.model.zero_grad(set_to_none=True)
     return run(step)
 

@@ -1,4 +1,4 @@
-"""Steps that are run and timed: a measurement of the step as described, probes of others."""
+"""Steps on data that are timed: measurements of the step as described, and probes at other sizes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import full_workspaces, metered
-from memopt_cli.measure.jobs import (
-    ORIGINAL,
-    Measured,
-    MeasureJob,
-    ProbeJob,
-    RoundedJob,
-    TimedInTurns,
-    TimeInTurnsJob,
-)
+from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, RoundedJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, Plan
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.unsafe import warnings_of
@@ -44,19 +36,19 @@ from memopt_cli.verification.fingerprint import fingerprint, left_by, left_on, r
 
 _ENOUGH_S = 0.3
 _MOST_STEPS = 20
-"""Short steps are timed until they took this long together, or are so many."""
+"""Seconds of all timed steps together, and their number, after which short steps are timed no more."""
 _BEYOND_DOUBT = 3
-"""A first pair in which the plan is slower than it may be by this factor is not one that needs warming up."""
+"""Ratio to the allowed slowdown of a first pair that settles the matter: no warming up makes up for it."""
 _NEAR, _MOST_PAIRS, _MOST_LONG_PAIRS = 0.05, 5, 3
-"""A slowdown this close to the limit, relative, is timed by up to so many pairs: three of a busy machine gave 1.35,
-those before and after 1.14 and 1.13, where the limit was 1.33.  Of long steps fewer tell as much.
-"""
+"""Relative distance to the allowed slowdown at which more pairs are taken, and their number, of short and long steps.
+On a busy machine, three pairs gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
 _LONG_S = 1.0
-"""A step of this length is timed once, warm; not while its memory is recorded, for which plans pay 20 to 45 %."""
+"""Seconds of a step that is timed once, after a warm-up.  The step whose memory is recorded does not count: recording
+slows plans down by 20 to 45 %."""
 
 
 def measure(bench: Bench, job: MeasureJob) -> Measured:
-    """Every segment is seen to run in the first step."""
+    """Measure steps under the plan of ``job``; the first step shows that every segment runs."""
     with device_of(job.limit_bytes, bench.settings.device):
         return _measure(bench, job)
 
@@ -81,7 +73,8 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         bench.tell(full_workspaces, metered(meter, allocated))
         if clock.times:
             bench.tell(operator_times, clock.times)
-    if job.plan != ORIGINAL and allocated.left_bytes > _gradient_bytes(bench.model):
+    gradient_bytes = sum(tensor.grad.nbytes for tensor in bench.model.parameters() if tensor.grad is not None)
+    if job.plan != ORIGINAL and allocated.left_bytes > gradient_bytes:
         _refuse_growth(bench, step)
     measurement = Measurement(
         tensor_peak_bytes=counted.tensor_peak_bytes,
@@ -99,10 +92,6 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
     )
     return Measured(measurement=measurement, left=left, not_as_planned=not_as_planned)
-
-
-def _gradient_bytes(model: nn.Module) -> int:
-    return sum(tensor.grad.nbytes for tensor in model.parameters() if tensor.grad is not None)
 
 
 def _refuse_growth(bench: Bench, step: Step) -> None:
@@ -127,7 +116,10 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
 
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
-    """The first pair of short steps counts only if it settles the matter; near the limit there are more."""
+    """Time pairs of a step of the original and one under the plan of ``job``, more of them near the limit.
+
+    The first pair of short steps warms up, and counts only if it settles the matter.
+    """
     step = bench.settled(bench.step())
     first = original_s, planned_s = _timed_pair(bench, step, job.plan)
     if job.most_slowdown is not None and planned_s > _BEYOND_DOUBT * job.most_slowdown * original_s:
@@ -141,7 +133,7 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
 
 
 def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: float | None) -> bool:
-    """Whether the plan may as well be on the other side of the limit, and a few more pairs may tell."""
+    """Return whether the plan may be on the other side of the limit, so that more pairs should be taken."""
     if most_slowdown is None or len(pairs) >= most:
         return False
     original_s, planned_s = (statistics.median(times) for times in zip(*pairs, strict=True))
@@ -156,7 +148,7 @@ def _timed_pair(bench: Bench, step: Step, plan: Plan) -> tuple[float, float]:
 
 
 def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
-    """One step alone if it is long."""
+    """Measure the allocated peak and the time of a step at the sizes of ``job``."""
     step = bench.step(job.batch, job.dims)
     apply_plan(bench.model, job.plan, bench.optimizer)
     with device_of(job.limit_bytes, bench.settings.device):
@@ -165,16 +157,16 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
 
 
 def probed(bench: Bench, step: Step) -> tuple[int, float]:
-    """The allocated peak of a step in bytes, and its time, with the optimizer's state in memory."""
+    """Return the allocated peak of ``step`` in bytes and its time in seconds, with the optimizer's state in memory."""
     bench.settle(step)
     if any(not optimizer.state for optimizer in step.optimizers()):
-        _timed(bench, step)  # makes it
+        _timed(bench, step)  # makes the state
     try:
         allocated = allocated_by(bench, step)
     except Exception as error:
         if not is_out_of_memory(error):
             bench.begin(step)
-            run_checked(step)  # fails again, and says in which module
+            run_checked(step)  # fails again, with the module in its message
         raise
     step.model.zero_grad(set_to_none=True)
     if allocated.step_s >= _LONG_S:
@@ -184,7 +176,7 @@ def probed(bench: Bench, step: Step) -> tuple[int, float]:
 
 @contextlib.contextmanager
 def device_of(limit_bytes: int | None, device: str) -> Iterator[None]:
-    """A CUDA device that has so much memory; the CPU's allocator cannot be told, its peak is compared afterwards."""
+    """Limit the memory of a CUDA device inside the block; on the CPU, callers compare the peak afterwards."""
     if limit_bytes is None or not device.startswith("cuda"):
         yield
         return
@@ -197,7 +189,7 @@ def device_of(limit_bytes: int | None, device: str) -> Iterator[None]:
 
 
 def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
-    """Apply a plan and take the first step, with every segment seen to run: how long it took, and what it left."""
+    """Apply ``plan``, take a first step, check that every segment runs, and return its seconds and its results."""
     apply_plan(bench.model, plan, bench.optimizer)
     segments = plan.at(bench.subject.spec.dims).segments
     idle = {find_part(bench.model, segment.path): segment.path for segment in segments}
@@ -216,7 +208,7 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
 
 
 def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
-    """Whether that repeats is not asked."""
+    """Take a step of the original with each parameter rounded up or down at random, and return its results."""
     generator = torch.Generator().manual_seed(bench.settings.seed)
     with parameters_kept(bench.model) as movable:
         for parameter in movable:
@@ -227,7 +219,7 @@ def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
 
 
 def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
-    """A step whose gradients are finite, and without them afterwards: how long it took, and what it left."""
+    """Take a step with finite gradients, and drop them; return its seconds and its results."""
     elapsed, left = _taken(bench, step)
     if not step.is_settled():
         bench.settle(step)
@@ -256,24 +248,24 @@ def _taken(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
 
 @dataclass(slots=True)
 class _Timed:
-    """A step by the clock on the wall."""
+    """The wall times of a step in seconds."""
 
     device: str
     step_s: float = 0.0
     update_s: float = 0.0
-    """Of it, in the phases of an update."""
+    """Seconds of it in the phases of an update."""
     _phase: Phase = field(default="forward", init=False)
     _since: float = field(default=0.0, init=False)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Within, the step is taken."""
+        """Time the step that is taken inside the block."""
         self._since = self._now()
         yield
         self._note()
 
     def enter(self, phase: Phase) -> None:
-        """Waits for the device where an update begins or ends."""
+        """Enter ``phase``, and wait for the device if an update begins or ends."""
         if (phase in UPDATE_PHASES) != (self._phase in UPDATE_PHASES):
             self._note()
         self._phase = phase
@@ -291,18 +283,18 @@ class _Timed:
 
 
 def _timed(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
-    """``phases``: its update by itself, too, before and after which the device is waited for."""
+    """Time ``step``; with ``phases``, also its update alone, for which it waits for the device before and after."""
     bench.begin(step)
     timed = _Timed(bench.settings.device)
     with timed.running():
         take(step, timed.enter if phases else lambda phase: None)
-    if bench.settings.micro_batches == 1:  # else what passes leave is what the next ones find
+    if bench.settings.micro_batches == 1:  # else gradients stay, as they do between micro-batches
         step.model.zero_grad(set_to_none=True)
     return timed
 
 
 def _timed_steps(bench: Bench, step: Step, least: int, *, phases: bool = False) -> list[_Timed]:
-    """At least ``least``; more where they are so short that three would tell little."""
+    """Time ``step`` at least ``least`` times; more often if it is so short that few times tell little."""
     steps: list[_Timed] = []
     while _tells_little([timed.step_s for timed in steps], least):
         steps.append(_timed(bench, step, phases=phases))
@@ -314,7 +306,7 @@ def _tells_little(times: Sequence[float], least: int) -> bool:
 
 
 def _process_peak_bytes() -> int:
-    """Largest resident set so far.  Not ``ru_maxrss`` on Linux: there it starts from the parent's."""
+    """Return the largest resident set so far.  On Linux, ``ru_maxrss`` starts from the parent's, and is of no use."""
     if sys.platform == "linux":
         return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""A plan against the original: the comparison, and the least sizes at which it tells of every chunk."""
+"""Verification of a plan against the original, and the least sizes at which all chunks of the plan run."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from memopt_cli.verification.updates import compare_updates
 
 
 def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
-    """By forwards under the plan."""
+    """Find the least sizes at which all chunks of the plan of ``job`` run, by forwards under the plan."""
     spec = bench.subject.spec
     asked = {**({} if spec.data_file else spec.dims), BATCH: bench.batch}
     chunked = sum(segment.chunks > 1 for segment in job.plan.everywhere)
 
     def observe(sizes: Mapping[str, int]) -> Mapping[int, Cut]:
-        forget_marks(bench.model)  # what could not run in chunks at other sizes may at these
+        forget_marks(bench.model)  # a module that could not run in chunks at other sizes may at these
         step = bench.resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
         with bench.planned(job.plan.of_model), recorded_cuts() as found, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of fewer chunks than asked
+            warnings.simplefilter("ignore")  # about fewer chunks than the plan has
             step.reach_loss()
         if len(found) < chunked:
             raise StepError(f"of {chunked} segments that are to run in chunks, {len(found)} did")
         return found
 
-    # Without a symbol for it, dimension 0 is taken as the batch, and may be time.
+    # Without a symbol for the batch, dimension 0 is taken for it, and may be time.
     sizes = least_sizes(asked, observe, alike=BATCH if BATCH in spec.dims else "")
     others = {name: size for name, size in sizes.items() if name != BATCH and size != asked[name]}
     return Sizes(batch=sizes[BATCH], dims=others)
 
 
 def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
-    """At the sizes of the job; an optimizer in backward in a few updates, after all that needs none."""
+    """Verify the plan of ``job`` at its sizes; last of all an optimizer in backward, in a few updates."""
     trained = bench.resized(job.batch, job.dims)
     bench.settle(trained)
     step, plan = replace(trained, optimizer=None), job.plan.of_model

@@ -1,4 +1,4 @@
-"""What kernels allocate for themselves, which a step on tensors without data does not show: seen in steps on data."""
+"""The workspaces that kernels allocate for themselves: steps on data show them, steps without data do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memopt_cli.training.step import Step, is_out_of_memory, take
 
 
 def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
-    """Of the original at full size; where that does not fit, of a small batch, with how they grow."""
+    """Return the workspaces for steps under ``plan``: the original's at full size, or estimates from a small batch."""
     found = bench.known(full_workspaces)
     if found is None:
         return bench.known(_estimated)
@@ -24,7 +24,7 @@ def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
 
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
-    """Of the original at full size, if it may be run and fits."""
+    """Return the workspaces of the original at full size; ``None`` if it must not run, or does not fit."""
     return bench.at_full_size(functools.partial(_workspaces_by, bench))
 
 
@@ -37,33 +37,33 @@ def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
 
 
 def metered(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
-    """What was seen operator by operator, with what libraries keep; ``None``: the profiler saw it."""
+    """Return the workspaces that ``meter`` saw, with what libraries keep; without a meter, those of the profiler."""
     found = allocated.workspaces
     return found if meter is None else replace(meter.found, kept_bytes=found.kept_bytes)
 
 
 def _growing(bench: Bench) -> Workspaces:
-    """Those of the full step, and how they shrink in smaller ones."""
+    """Return the workspaces of the full step, with their growth from a small step."""
     found = bench.known(full_workspaces)
     assert found is not None
     return found.compared(_of_small_step(bench))
 
 
 def _of_small_step(bench: Bench) -> Workspaces:
-    """Empty where there is no step of a few samples."""
+    """Return the workspaces of the small step; empty if there is none."""
     small = bench.known(small_step)
     return small.workspaces if small else Workspaces()
 
 
 def _estimated(bench: Bench) -> Workspaces:
-    """Those of the small step; one of a sample less tells how they grow, where it can be run."""
+    """Return the workspaces of the small step, with their growth from a step of one sample less if that runs."""
     found = _of_small_step(bench)
     if found == Workspaces() or bench.batch < SMALL_BATCH:
         return found
     try:
         smaller = replace(bench.step(SMALL_BATCH - 1), optimizer=None)
         return found.compared(allocated_by(bench, smaller).workspaces)
-    except Exception as error:  # inputs, or a model, that do not go by ones
+    except Exception as error:  # inputs, or a model, that take only some batch sizes
         if is_out_of_memory(error):
             raise
         return found

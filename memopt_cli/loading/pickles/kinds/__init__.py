@@ -17,23 +17,12 @@ from memopt_cli.loading.pickles.kinds.vouched import Vouched
 
 
 def kinds_of(stored: Stored, vouched: Vouched) -> Sequence[Kind]:
-    """Every kind; the first that claims a name has it.  What is listed by name comes before what a user vouches for."""
+    """List every kind, in the order in which they may claim a name: kinds of listed names before the user's trust."""
     libraries = Libraries((*LIBRARIES, *vouched.trust.libraries))
-    return (
-        PLAIN,
-        TENSORS,
-        stored,
-        Arrays(),
-        QUANTIZED,
-        Annotations(),
-        Functions(),
-        Attributes(),
-        Own(),
-        vouched,
-        libraries,
-    )
+    builtin = (PLAIN, TENSORS, stored, Arrays(), QUANTIZED, Annotations(), Functions(), Attributes(), Own())
+    return (*builtin, vouched, libraries)
 
 
 def kinds_of_data(stored: Stored) -> Sequence[Kind]:
-    """Those of files that hold no model: tensors in plain containers."""
+    """List the kinds for files without a model: tensors in plain containers."""
     return (PLAIN, TENSORS, stored, Arrays())

@@ -1,4 +1,4 @@
-"""Types as values: ``typing.Any``, ``list[int]``, ``int | None``.  Some libraries keep the signatures of functions."""
+"""Types as values, such as ``typing.Any``, ``list[int]`` and ``int | None``: some libraries keep signatures."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import operator
 import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,9 +19,12 @@ _FORMS: Final = frozenset(
     "MutableSequence MutableMapping Collection OrderedDict DefaultDict Deque Counter Literal Final ClassVar Annotated "
     "NoReturn Hashable Sized Text AnyStr".split()
 )
-_GENERIC: Final = frozenset("list dict tuple set frozenset type".split())
+_GENERIC: Final[dict[str, tuple[str, ...]]] = {
+    "builtins": ("list", "dict", "tuple", "set", "frozenset", "type"),
+    "collections": ("OrderedDict", "defaultdict", "deque", "Counter"),
+}
 _TEXT: Final = re.compile(r"[\w. \[\],|-]{0,200}", re.ASCII)
-"""Python compiles a text that stands for a type."""
+"""Texts that may stand for a type: Python compiles them."""
 _SUBSCRIPT: Final = (Global("operator", "getitem"), Global("_operator", "getitem"))
 _ALTERNATIVES: Final = Global("functools", "reduce")
 _OR: Final = ("operator.or_", "_operator.or_")
@@ -31,35 +35,29 @@ class Annotations:
     """A type of :mod:`typing`, or one that is made of others."""
 
     def claims(self, use: Use) -> bool:
-        """Whether it is one, by how Python stores them."""
+        """Return whether ``use`` is a type, in the form in which Python pickles one."""
         if use.how == "held":
             return use.name.module == "typing" and use.name.name in _FORMS
         if use.how != "called" or use.node is None:
             return False
         given = use.node.given()
+        if not given or not isinstance(given[0], Global):
+            return False
         if use.name in _SUBSCRIPT:  # typing.List[int]
-            return _is_form(next(iter(given), None))
+            return given[0].module == "typing" and given[0].name in _FORMS
         if use.name == _ALTERNATIVES:  # int | None
-            return len(given) == 2 and isinstance(given[0], Global) and str(given[0]) in _OR
-        return str(use.name) == "types.GenericAlias" and _is_generic(next(iter(given), None))  # list[int]
+            return len(given) == 2 and str(given[0]) in _OR
+        return str(use.name) == "types.GenericAlias" and given[0].name in _GENERIC.get(given[0].module, ())  # list[int]
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """What is made of it."""
+        """Return the recipe for the type, which may be called."""
         if use.how == "held":
             return Recipe(make=functools.partial(getattr, typing, use.name.name), role="callable")
         if use.name == _ALTERNATIVES:
-            return Recipe(make=_alternatives, role="callable", check=_check_parts)
-        make = operator.getitem if use.name in _SUBSCRIPT else types.GenericAlias
+            make: Callable[..., Any] = _alternatives
+        else:
+            make = operator.getitem if use.name in _SUBSCRIPT else types.GenericAlias
         return Recipe(make=make, role="callable", check=_check_parts)
-
-
-def _is_form(value: Any) -> bool:
-    return isinstance(value, Global) and value.module == "typing" and value.name in _FORMS
-
-
-def _is_generic(value: Any) -> bool:
-    known = {"builtins": _GENERIC, "collections": ("OrderedDict", "defaultdict", "deque", "Counter")}
-    return isinstance(value, Global) and value.name in known.get(value.module, ())
 
 
 def _alternatives(_: Any, parts: Any) -> Any:
@@ -67,11 +65,11 @@ def _alternatives(_: Any, parts: Any) -> Any:
 
 
 _MOST_PARTS: Final = 200
-"""Of a type: Python compares each with all the others."""
+"""Parts of a type, at most: Python compares each with all the others."""
 
 
 def _check_parts(node: Built | None, graph: Graph) -> str:
-    """Of types, texts and numbers, and few of them: Python asks their classes how they go together."""
+    """Refuse a type of anything but a few types, texts and numbers: Python runs code of their classes to join them."""
     pending, seen = list(node.given()) if node else [], 0
     while pending:
         part = pending.pop()
@@ -80,12 +78,9 @@ def _check_parts(node: Built | None, graph: Graph) -> str:
             return f"makes a type of more than {_MOST_PARTS} parts"
         if isinstance(part, Tuple) or (isinstance(part, Built) and part.how == "plain"):
             pending.extend(part.items)
-        elif isinstance(part, Built) and not _is_type(part):
-            return "makes a type of something else"
+        elif isinstance(part, Built) and str(part.name) != "builtins.type":
+            if not Annotations().claims(Use(part.name, part.how, part)):
+                return "makes a type of something else"
         elif isinstance(part, str) and not _TEXT.fullmatch(part):
             return "makes a type of a text that names none"
     return ""
-
-
-def _is_type(part: Built) -> bool:
-    return str(part.name) == "builtins.type" or Annotations().claims(Use(part.name, part.how, part))

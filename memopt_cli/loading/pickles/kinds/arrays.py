@@ -1,9 +1,10 @@
-"""NumPy's arrays and numbers, of plain dtypes."""
+"""Arrays and numbers of NumPy, with plain dtypes."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 import re
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,9 +13,9 @@ from memopt_cli.loading.pickles.described import items_in
 from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use, quoted
 
 _PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
-"""Names of dtypes whose items are numbers, text or objects of the file, and no structures of them."""
+"""Names of dtypes whose items are numbers, text or objects of the file, without structures of them."""
 _LARGEST, _MOST_SIZES = 2**48, 32
-"""Items and dimensions of an array."""
+"""Items and dimensions of an array, at most."""
 _SCALARS: Final = (
     "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 )
@@ -22,14 +23,14 @@ _SCALARS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """An array, a number or a dtype of NumPy's."""
+    """An array, a number or a dtype of NumPy, or its class."""
 
     def claims(self, use: Use) -> bool:
-        """Whether it is one, or NumPy's class of one."""
+        """Return whether ``use`` is one of them."""
         return str(use.name) in _RECIPES.get(use.how, {})
 
     def recipe(self, use: Use) -> Recipe | Missing:
-        """What makes it; missing without NumPy."""
+        """Return the recipe for ``use``, or say that NumPy is missing."""
         try:
             importlib.import_module("numpy")
         except ImportError:
@@ -46,7 +47,7 @@ def _dtype(name: Any, *_: Any) -> Any:
 
 
 def _fill_dtype(dtype: Any, state: Any) -> None:
-    """It is complete: all that its state may say is that its numbers are in this machine's order."""
+    """Check the state of a dtype, which is complete without it: it may only say that bytes are in the usual order."""
     match state:
         case (int(), "<" | "|" | "=", None, None, None, *_):
             return
@@ -105,17 +106,13 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
 
 
 def _items(shape: tuple[Any, ...]) -> int:
-    """How many items an array of that shape has; no size is far larger than what is there, an empty one's neither."""
+    """Return the number of items of an array with this ``shape``; no size may be too large, even in an empty array."""
     try:
         if items_in(size or 1 for size in shape) > _LARGEST or len(shape) > _MOST_SIZES:
             raise Broken(f"an array has the shape {quoted(shape)}")
         return items_in(shape)
     except (TypeError, ValueError) as err:
         raise Broken(f"an array has the shape {quoted(shape)}") from err
-
-
-def _held(name: str) -> Any:
-    return getattr(importlib.import_module("numpy"), name)
 
 
 _RECIPES: Final[dict[str, dict[str, Recipe]]] = {
@@ -132,7 +129,7 @@ _RECIPES: Final[dict[str, dict[str, Recipe]]] = {
         },
     },
     "held": {
-        f"numpy.{name}": Recipe(make=functools.partial(_held, name), role="callable")
+        f"numpy.{name}": Recipe(make=functools.partial(pkgutil.resolve_name, f"numpy:{name}"), role="callable")
         for name in ("ndarray", *_SCALARS.split())
     },
 }

@@ -1,7 +1,7 @@
-"""Functions that modules keep as attributes: those that compute, and nothing else.
+"""Functions that modules keep as attributes: only functions that compute are allowed.
 
-PyTorch's operators are the ones that a lifted program may call (:mod:`memopt_cli.runtime.lifted.allowed`), under
-whichever name Python has them.
+Of PyTorch's operators these are the ones that a lifted program may call (:mod:`memopt_cli.runtime.lifted.allowed`),
+under any of their names in Python.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global
 from memopt_cli.runtime.lifted.allowed import is_allowed
 
 _OPERATOR_MODULES: Final = tuple(f"torch._C._{name}" for name in ("nn", "linalg", "special", "fft"))
-"""Modules of PyTorch's built-in functions, named as the operators are."""
+"""Modules whose functions have the names of operators."""
 _OPERATOR_OWNERS: Final = ("torch._C._VariableFunctionsClass", "torch._C.TensorBase", "torch._C._TensorBase")
-"""Classes whose attributes are: ``torch.bmm`` is stored as one of the first, ``torch.Tensor.view`` of the others."""
+"""Classes whose attributes have the names of operators: a pickle has ``torch.bmm`` as an attribute of the first,
+``torch.Tensor.view`` as one of the others."""
 _FUNCTION_MODULES: Final[Mapping[str, re.Pattern[str]]] = {
     "torch.nn.functional": re.compile(r"(?!triplet_margin_with_distance_loss)[a-z]\w+"),
     "torch.functional": re.compile(r"[a-z]\w+"),
@@ -44,8 +45,7 @@ _FUNCTION_MODULES: Final[Mapping[str, re.Pattern[str]]] = {
     "torchvision.ops": re.compile(r"[a-z]\w+"),
     "norse.torch.functional": re.compile(r"\w+_step(_\w+)?|compute_\w+"),
 }
-"""Modules, and packages, of functions written in Python, and the names of those that compute and call nothing that they
-are given."""
+"""Modules and packages of Python functions -> names of those that only compute, and do not call their arguments."""
 _MATH: Final = frozenset(
     "acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh degrees dist erf erfc exp exp2 expm1 fabs "
     "floor fmod fsum gamma hypot isclose isfinite isinf isnan ldexp lgamma log log10 log1p log2 modf pow prod "
@@ -63,7 +63,7 @@ class Functions:
     """A function that is held as a value."""
 
     def claims(self, use: Use) -> bool:
-        """Whether its name is of one of those modules."""
+        """Return whether ``use`` holds a function by a listed name."""
         if use.how != "held":
             return False
         module, name = use.name.module, use.name.name
@@ -75,7 +75,7 @@ class Functions:
         return name in listed.get(module, ()) or f"{module}.{name}" in _OPERATOR_OWNERS
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """The function itself; of a class that has functions only its name."""
+        """Return the recipe for the function; for a class of operators, for its name alone."""
         if str(use.name) in _OPERATOR_OWNERS:
             return Recipe(make=lambda: str(use.name))
         found = resolve(use.name)
@@ -100,21 +100,21 @@ _KEPT_METHODS: Final = {
     "torch.nn": ("reset_parameters",),
     "transformers": ("prepare_inputs_for_generation",),
 }
-"""Methods that the modules of a library keep as attributes."""
+"""Library -> methods that its modules keep as attributes."""
 _HOOK_METHODS: Final = {"torch.nn": ("_infer_parameters", "_lazy_load_hook"), "transformers": ("load_hook",)}
-"""Methods that they register as hooks."""
+"""Library -> methods that its modules register as hooks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """What ``getattr`` may give: operators, which Python finds in a class; members of enums; methods that are kept."""
+    """The result of ``getattr``: an operator, which Python finds in a class; a member of an enum; a method."""
 
     def claims(self, use: Use) -> bool:
-        """Whether it is a call of ``getattr``."""
+        """Return whether ``use`` is a call of ``getattr``."""
         return use.name == GETATTR and use.how == "called"
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """One whose check sees what is asked for, and of whom."""
+        """Return a recipe that checks the owner and the name of the attribute."""
         return Recipe(make=_attribute, check=_check_attribute, role=_role, kind=_inner_class)
 
 
@@ -126,14 +126,14 @@ def _check_attribute(node: Built | None, graph: Graph) -> str:
         case owner, str(name):
             kind = graph.class_of(owner)
             is_class = isinstance(owner, Global) or (isinstance(owner, Built) and owner.callee == GETATTR)
-            asked = _of_class if is_class else _of_object
+            asked = _may_ask_class if is_class else _may_ask_object
             allowed, of = kind is not None and asked(kind, name, graph), kind.__name__ if kind else "something"
         case _:
             return "is asked for something without a name"
     return "" if allowed else f"asks for the attribute {quoted(name)} of {of}"
 
 
-def _of_class(kind: type, name: str, graph: Graph) -> bool:
+def _may_ask_class(kind: type, name: str, graph: Graph) -> bool:
     if issubclass(kind, enum.Enum):
         return name in kind.__members__
     if is_surrogate(kind):
@@ -143,24 +143,22 @@ def _of_class(kind: type, name: str, graph: Graph) -> bool:
 
 
 def _defined(kind: type, name: str) -> Any:
-    """What the class defines under that name; a static method is a function."""
+    """Return the attribute ``name`` of the class ``kind``, unbound; for a static method its function."""
     found = inspect.getattr_static(kind, name, None)
     return found.__func__ if isinstance(found, staticmethod) else found
 
 
-def _of_object(kind: type, name: str, graph: Graph) -> bool:
+def _may_ask_object(kind: type, name: str, graph: Graph) -> bool:
     method = _defined(kind, name)
     if not isinstance(method, types.FunctionType) or is_dunder(name):
         return False
     is_forward = name == "forward" and issubclass(kind, nn.Module)
-    return is_forward or any(_is_listed(kind, name, listed) for listed in _METHODS) or graph.trusts(kind)
-
-
-_METHODS: Final = (_KEPT_METHODS, _HOOK_METHODS)
+    is_listed = any(_is_listed(kind, name, listed) for listed in (_KEPT_METHODS, _HOOK_METHODS))
+    return is_forward or is_listed or graph.trusts(kind)
 
 
 def _is_listed(kind: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether it is a method, of a class of a library, that is listed for that library."""
+    """Return whether the method ``name`` of ``kind``, a library's class, is ``listed`` and defined by the library."""
     method = _defined(kind, name)
     home = str(getattr(method, "__module__", ""))
     libraries = (library for library, names in listed.items() if name in names and within(kind.__module__, library))
@@ -168,7 +166,7 @@ def _is_listed(kind: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _inner_class(node: Built, graph: Graph) -> type | None:
-    """The class within a class that is asked for, if it is one."""
+    """Return the class that ``node`` asks another class for; ``None`` if it asks for something else."""
     owner, name = node.given()
     kind = graph.class_of(owner)
     inner = _defined(kind, name) if kind is not None and isinstance(name, str) else None

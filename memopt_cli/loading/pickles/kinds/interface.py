@@ -1,4 +1,4 @@
-"""What every kind of object implements, and how it says what it makes of a file's objects."""
+"""The interface of kinds of objects, and the recipes by which they make a file's objects."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global, How, Tuple
 from memopt_cli.records import Trust
 
 Role = Literal["data", "module", "callable", "hook", "named", "trusted"]
-"""What an object can do: nothing, not even be called; be called as a module; be called as a function or class; stand
-among a module's hooks; be the class of a segment, and nothing else; or be called, by the user's leave, as anything."""
+"""The use that may be made of an object:
+
+- ``data``: it cannot even be called;
+- ``module``, ``callable``: it may be called, as a module, or as a function or class that only computes;
+- ``hook``: it may be a hook of a module;
+- ``named``: it may be the class of a segment, and nothing else;
+- ``trusted``: anything, for the user vouched for it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One way in which a file uses a name: it calls it, creates an object of it, or holds it as a value."""
+    """One use of a name in a file: it is called, an object of it is created, or it is held as a value."""
 
     name: Global
     how: How | Literal["held"]
@@ -38,7 +44,7 @@ class Broken(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """Not allowed, for this reason."""
+    """The refusal of a name or an object, with the reason."""
 
     reason: str
     remedy: Trust | None = None
@@ -47,68 +53,68 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """It cannot be imported, for this reason."""
+    """A name that cannot be imported, with the reason."""
 
     reason: str
     lacks: str = ""
-    """The module that is not installed, where that is another than its own."""
+    """The module that is not installed, if it is not the name's own."""
 
 
 class Graph(Protocol):
     """The objects of a file, before any of them is made."""
 
     def role_of(self, value: Any) -> Role:
-        """What the object that ``value`` stands for will be able to do."""
+        """Return the role of the object that ``value`` stands for."""
 
     def class_of(self, value: Any) -> type | None:
-        """Its class, or the class that it is, if that is one of a library's, of memopt's or of the user's."""
+        """Return the class of ``value``, or the class that it is, if it is a library's, memopt's or the user's."""
 
     def trusts(self, kind: type) -> bool:
-        """Whether the user vouched for the class."""
+        """Return whether the user vouched for the class ``kind``."""
 
 
 def nothing_wrong(node: Built | None, graph: Graph) -> str:
-    """The check of a kind whose objects may be made of anything."""
+    """Allow an object of any parts."""
     return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How an object is made and filled, and what is to be seen to before."""
+    """The functions that check, make and fill one object."""
 
     make: Callable[..., Any]
-    """Called with the arguments, which are made already; for a name that is held, with none."""
+    """Makes the object from its arguments; a name that is held has none."""
     role: Role | Callable[[Built, Graph], Role] = "data"
-    """Of what is held, or made of something else, it depends on that."""
+    """Role of the object; a function if it depends on the object's parts."""
     kind: type | Callable[[Built, Graph], type | None] | None = None
-    """What :meth:`Graph.class_of` tells of it."""
+    """Answer of :meth:`Graph.class_of` for the object."""
     extend: Callable[[Any, list[Any]], object] | None = None
-    """Appends items, or adds them; ``None``: it can hold none."""
+    """Appends or adds items; ``None`` if it cannot hold any."""
     set: Callable[[Any, Any, Any], object] | None = None
-    """Sets an entry."""
+    """Sets an entry; ``None`` if it cannot hold any."""
     fill: Callable[[Any, Any], object] | None = None
-    """Gives it its state."""
+    """Gives it its state; ``None`` if it cannot have one."""
     is_vouched: bool = False
-    """The user vouched for what makes and fills it."""
+    """Whether the user vouched for the code that makes and fills it."""
     check: Callable[[Built | None, Graph], str] = nothing_wrong
-    """Why a file must not hold this object, told from what it is made of; empty if it may."""
+    """Says why a file must not hold this object, by its parts; empty if it may."""
 
 
 class Kind(Protocol):
     """A kind of object that a file may hold."""
 
     def claims(self, use: Use) -> bool:
-        """Whether this is one of it, told by the name alone: nothing is imported for it."""
+        """Return whether ``use`` is of this kind, by its name alone: nothing is imported."""
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """What is made of it; may import what the name says."""
+        """Return the recipe for ``use``, whose name it may import, or refuse it."""
 
 
 # ---------------------------------------------------------------------------------------------- shared by kinds
 
 
 def resolve(wanted: Global) -> Any | Denied | Missing:
-    """The object of that name: what a module defines, or a class within a class; imports the module."""
+    """Import the module of ``wanted``, and return what it defines by that name, which may be a class in a class."""
     try:
         found: Any = importlib.import_module(wanted.module)
         for part in wanted.name.split("."):
@@ -122,34 +128,34 @@ def resolve(wanted: Global) -> Any | Denied | Missing:
 
 
 TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
-"""Packages that cannot be vouched for as a whole: among their functions are some that run what they are given."""
+"""Packages that cannot be vouched for as a whole: some of their functions run their arguments as code."""
 
 
 def by_name(use: Use, found: Any) -> Trust | None:
-    """Trust in this name alone; none where it is another name of a part of Python's library or of PyTorch."""
+    """Return the trust in the name of ``use`` alone; ``None`` for an alias of a part of Python's library or PyTorch."""
     home = found.__name__ if isinstance(found, types.ModuleType) else getattr(found, "__module__", None)
     is_theirs = {use.name.package, str(home).partition(".")[0]} & TOO_WIDE
     return None if is_theirs else Trust(globals=(str(use.name),))
 
 
 def within(module: str, package: str) -> bool:
-    """Whether a module is the package, or in it."""
+    """Return whether ``module`` is ``package``, or inside it."""
     return module == package or module.startswith(package + ".")
 
 
 def is_callable(kind: type) -> bool:
-    """Whether objects of the class can be called."""
+    """Return whether objects of the class ``kind`` can be called."""
     return any("__call__" in vars(base) for base in kind.__mro__)
 
 
 def is_surrogate(found: Any) -> bool:
-    """Whether it is a class of a surrogate gradient of snnTorch's."""
+    """Return whether ``found`` is a class of surrogate gradients of snnTorch."""
     is_function = isinstance(found, type) and issubclass(found, torch.autograd.Function)
     return is_function and within(found.__module__, "snntorch")
 
 
 def quoted(value: Any) -> str:
-    """A part of a file's object, or of its stand-in, in a message; what holds others may take forever to print."""
+    """Return a text of ``value`` for a message; not of its parts, since printing all of them may take forever."""
     values = value if isinstance(value, tuple | list) else (value,)
     is_plain = all(item is None or isinstance(item, str | bytes | int | float) for item in values)
     if is_plain or isinstance(value, Built | Tuple):
@@ -158,12 +164,12 @@ def quoted(value: Any) -> str:
 
 
 def is_dunder(name: str) -> bool:
-    """A name such as ``__setstate__``, by which Python finds what to run."""
+    """Return whether ``name`` is one such as ``__setstate__``, by which Python finds code to run."""
     return name[:2] == "__" and name[-2:] == "__"
 
 
 def plain_entries(state: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a state that is a dict, or a dict beside an empty one of slots; ``None`` if it is neither."""
+    """Return the entries of a state: a dict of attributes, or a pair of it and a dict of slots; ``None`` for others."""
     match state:
         case Tuple(items=(None, slots)) if _is_dict(slots):
             return list(slots.entries)
@@ -177,14 +183,14 @@ def plain_entries(state: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_dict(value: Any) -> bool:
-    """Whether it is one whose entries are all set by the file: of one that is made of another they are not known."""
+    """Return whether ``value`` is a dict whose entries are all known: those of a dict made of another are not."""
     if not isinstance(value, Built) or str(value.callee) not in ("builtins.dict", "collections.OrderedDict"):
         return False
     return not (value.given() or value.keywords is not None or value.items or value.has_state)
 
 
 def set_attributes(target: Any, state: Any) -> None:
-    """What unpickling does with a state where the class says nothing else."""
+    """Set the attributes and slots in ``state``, as unpickling does for a class without ``__setstate__``."""
     attributes, slots = state if isinstance(state, tuple) else (state, None)
     if attributes:
         vars(target).update(attributes)
@@ -195,9 +201,9 @@ def set_attributes(target: Any, state: Any) -> None:
 
 
 def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Why these attributes must not be those of an object of the class; empty if they may.
+    """Say why an object of the class ``kind`` must not have the attributes ``entries``; empty if it may.
 
-    A callable in the place of a method would run in its stead, and data there would be called.
+    An attribute hides the method of its name, so a callable would run in the method's place.
     """
     for name, value in entries:
         if not isinstance(name, str) or not name.isprintable():
@@ -215,18 +221,21 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
 
 
 _BECOMES: Final = "cls_to_become"
-"""The attribute of a class by which its objects are made ones of another, once it has run: unchecked."""
+"""The attribute that makes a lazy module change its class after its first run, unchecked."""
 
 
 def _is_method(found: Any) -> bool:
-    """Whether an attribute of an object would hide what its class has there: a property is found first."""
+    """Return whether an attribute of an object would hide the attribute ``found`` of its class, as it hides a method.
+
+    A property is not hidden: Python looks for it first.
+    """
     kind = type(found)
     keeps_its_value = hasattr(kind, "__set__") or isinstance(found, functools.cached_property)
     return hasattr(kind, "__get__") and not keeps_its_value
 
 
 def _is_own_method(value: Any, name: str) -> bool:
-    """A method that is kept under its own name, as ``model.forward = model.forward`` does."""
+    """Return whether ``value`` is the method ``name`` of an object, as ``model.forward = model.forward`` keeps it."""
     return isinstance(value, Built) and value.name == GETATTR and value.given()[1:] == (name,)
 
 
@@ -235,18 +244,18 @@ Table = Mapping[str, Recipe]
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A kind whose names are all on a list."""
+    """A kind that has a table of its names for each way to use them."""
 
     called: Table
     created: Table
     held: Table
 
     def claims(self, use: Use) -> bool:
-        """Whether the name is on the list for such a use."""
+        """Return whether the table for such a use has the name."""
         return str(use.name) in self._table(use)
 
     def recipe(self, use: Use) -> Recipe:
-        """The one on the list."""
+        """Return the recipe in the table."""
         return self._table(use)[str(use.name)]
 
     def _table(self, use: Use) -> Table:

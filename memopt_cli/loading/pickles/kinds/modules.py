@@ -1,7 +1,7 @@
-"""Modules of PyTorch and of well-known model libraries, and what these attach to their models.
+"""Modules of PyTorch and of well-known model libraries, and the objects that these attach to their models.
 
-An object is created without its constructor and given its attributes.  Where its class says how it takes its state
-(``__setstate__``), that runs: the library's code, on attributes that were looked at.
+An object is created without its constructor and given its attributes.  If its class has a ``__setstate__``, that runs:
+the library's code, on attributes that were audited.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LIBRARIES: Final = (
     "memopt_cli.online",
     "memopt_cli.model_batching.module",
 )
-"""Packages whose ``nn.Module`` classes may be built without asking."""
+"""Packages whose ``nn.Module`` classes may be built without the user's trust."""
 
 LAYERS: Final = (
     *(
@@ -68,8 +68,8 @@ LAYERS: Final = (
     ),
     "torch.optim",
 )
-"""Those whose classes may be held as values: a model may make a layer of one, with arguments from the file.  The
-constructors of whole models read files and fetch weights."""
+"""Packages whose classes may be held as values: a model may call one to make a layer, with arguments from the file.
+Constructors of whole models read files and fetch weights."""
 
 _CONFIGURATIONS: Final = frozenset(
     {
@@ -89,22 +89,22 @@ _HOOKS: Final = {
     ),
     "torch.nn.modules.module": ("_WrappedHook",),
 }
-"""Classes of PyTorch's own hooks on modules."""
+"""Module of PyTorch -> its classes of hooks on modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """An object of a library that is known, or one of its classes."""
+    """An object or a class of a known library."""
 
     libraries: tuple[str, ...]
 
     def claims(self, use: Use) -> bool:
-        """Whether one of the libraries has the name; its programs are none of them."""
+        """Return whether one of the libraries has the name, outside of its programs and examples."""
         is_program = {"__main__", "examples"} & {*use.name.module.split(".")}
         return any(within(use.name.module, library) for library in self.libraries) and not is_program
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """What such a class may be: a module, a hook, settings, an enum, a named tuple; or one that is held."""
+        """Return the recipe for a module, a hook, settings, an enum, a named tuple, or a class that is held."""
         found = resolve(use.name)
         if isinstance(found, Denied | Missing):
             return found
@@ -114,19 +114,19 @@ class Libraries:
         if not any(within(found.__module__, library) for library in self.libraries):
             return Denied(f"is not defined in {use.name.package} but in {found.__module__}", remedy)
         made = {"created": _created, "called": _called, "held": self._held}[use.how](found)
-        return made or Denied(_NOT[use.how], remedy)
+        return made or Denied(_REASONS[use.how], remedy)
 
     def _held(self, found: type) -> Recipe | None:
         own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
         is_layer = issubclass(found, _LAYERS) and any(within(found.__module__, package) for package in own)
         if is_layer or is_surrogate(found) or issubclass(found, enum.Enum):
             return Recipe(make=lambda: found, role="callable", kind=found)
-        is_named = issubclass(found, nn.Module) or _is_plain(found)
+        is_named = issubclass(found, nn.Module) or _is_settings(found) or _is_named_tuple(found)
         return Recipe(make=lambda: found, role="named", kind=found) if is_named else None
 
 
 _LAYERS: Final = (nn.Module, torch.optim.Optimizer)
-_NOT: Final = {
+_REASONS: Final = {
     "created": "is no nn.Module class",
     "called": "is called with arguments from the file",
     "held": "is no layer, and kept as something to call",
@@ -134,7 +134,8 @@ _NOT: Final = {
 
 
 def _created(found: type) -> Recipe | Denied | None:
-    if issubclass(found, _PROGRAMS) or any(map(_copies_itself, found.__mro__)):
+    bases = [base for base in found.__mro__ if base.__module__ not in _PLAIN_COPIES]
+    if issubclass(found, _PROGRAMS) or any(not _COPYING.isdisjoint(vars(base)) for base in bases):
         own = found.__module__.partition(".")[0] == "torch"
         remedy = None if own else Trust(globals=(f"{found.__module__}.{found.__qualname__}",))
         return Denied("makes itself anew from its attributes when it is copied or saved", remedy)
@@ -154,31 +155,23 @@ def _created(found: type) -> Recipe | Denied | None:
 
 _PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
 _COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
-"""Methods that copy and save an object, and run code of its library's on what a file says."""
+"""Methods that copy and save an object, and run code of its library on the content of a file."""
 _PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
-"""Modules whose classes have some that copy attributes, and do nothing else."""
-
-
-def _copies_itself(base: type) -> bool:
-    return base.__module__ not in _PLAIN_COPIES and not _COPYING.isdisjoint(vars(base))
+"""Modules whose classes have such methods that only copy attributes."""
 
 
 def _called(found: type) -> Recipe | None:
-    """A call of an enum gives the member of that value."""
+    """Return the recipe for a call of an enum, which returns a member of it."""
     return Recipe(make=lambda value: _member(found, value), kind=found) if issubclass(found, enum.Enum) else None
 
 
-def _is_plain(found: type) -> bool:
-    return _is_settings(found) or _is_named_tuple(found)
-
-
 _TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-"""What some models keep that belongs to their training."""
+"""Classes of training that some models keep objects of."""
 _HELPERS: Final = (
     *("torchvision.models.detection._utils", "torchvision.transforms", "timm.models._features"),
     *("torch.distributions", "transformers.core_model_loading"),
 )
-"""Modules, and packages, whose classes hold settings and tensors and compute."""
+"""Modules and packages whose classes hold settings and tensors, and compute."""
 
 
 def _is_settings(found: type) -> bool:
@@ -207,7 +200,7 @@ def _member(found: type[enum.Enum], value: Any) -> enum.Enum:
 
 
 def _maker(found: type) -> Callable[..., Any]:
-    """Creates an object of the class without its constructor."""
+    """Return a function that creates an object of the class without its constructor."""
 
     def make(*arguments: Any) -> Any:
         if arguments:
@@ -218,7 +211,7 @@ def _maker(found: type) -> Callable[..., Any]:
 
 
 def fill(target: Any, state: Any) -> None:
-    """Give an object its state, in the way that its class says if it says one."""
+    """Give ``target`` its state, by the ``__setstate__`` of its class if it has one."""
     takes = getattr(type(target), "__setstate__", None)
     set_attributes(target, state) if takes is None else takes(target, state)
 
@@ -231,13 +224,13 @@ def _check_attributes(node: Built | None, graph: Graph) -> str:
     assert kind is not None
     if entries is None:
         return "has a state of another kind"
-    # A dict that the class has is a rule for all its settings, such as other names of some: no setting itself.
+    # A dict of the class is a rule for all its settings, such as ``attribute_map``, which renames them.
     wanted = [name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), dict)]
     return f"has {wanted[0]} among its attributes" if wanted else shadowing(kind, entries, graph)
 
 
 def _check_training(node: Built | None, graph: Graph) -> str:
-    """An optimizer looks at every parameter of its groups when it takes its state: they are in lists."""
+    """Refuse an optimizer whose groups of parameters are no lists: it visits them all when it takes its state."""
     assert node is not None
     groups = dict(plain_entries(node.state) or ()).get("param_groups")
     held = [] if groups is None else _items_of(groups)
@@ -246,7 +239,7 @@ def _check_training(node: Built | None, graph: Graph) -> str:
 
 
 def _items_of(value: Any) -> list[Any] | None:
-    """Those of a list of the format's own; ``None`` if it is none."""
+    """Return the items of a plain list; ``None`` if ``value`` is none."""
     is_list = isinstance(value, Built) and value.how == "plain" and value.name == LIST
     return value.items if is_list else None
 
@@ -256,7 +249,7 @@ _KERNELS: Final = ("_use_kernels", "kernel_config")
 
 
 def _check_hook(node: Built | None, graph: Graph) -> str:
-    """What it calls in turn are hooks too."""
+    """Refuse a hook that calls something that is no hook."""
     entries = plain_entries(node.state) if node else []
     roles = {name: graph.role_of(value) for name, value in entries or ()}
     wrong = [name for name, role in roles.items() if role == "callable" or (role == "module" and name != "module")]
@@ -267,12 +260,12 @@ def _check_hook(node: Built | None, graph: Graph) -> str:
 
 
 def module_recipe(found: type[nn.Module]) -> Recipe:
-    """Of a module: created empty, and given attributes that were looked at."""
+    """Return the recipe for a module, which is created empty and given audited attributes."""
     return Recipe(make=_maker(found), role="module", kind=found, fill=fill, check=check_module)
 
 
 def check_module(node: Built | None, graph: Graph) -> str:
-    """Why a module must not be made of its state; empty if it may."""
+    """Say why a module must not be made from its state; empty if it may."""
     assert node is not None
     kind = graph.class_of(node)
     assert kind is not None
@@ -285,7 +278,7 @@ def check_module(node: Built | None, graph: Graph) -> str:
 
 
 def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
-    """Say why taking its state would never end for a recurrent layer, which counts layers up to a number in it."""
+    """Say why a recurrent layer must not have its number of layers, to which it counts when it takes its state."""
     if not issubclass(kind, nn.RNNBase):
         return ""
     state = dict(entries)
@@ -295,7 +288,7 @@ def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
 
 
 def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Why a module of the class must not have these attributes; empty if it may."""
+    """Say why a module of the class ``kind`` must not have the attributes ``entries``; empty if it may."""
     for name, value in entries:
         register = REGISTERS.get(name) if isinstance(name, str) else None
         reason = register(name, value, graph) if register else shadowing(kind, [(name, value)], graph)
@@ -304,25 +297,18 @@ def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -
     return ""
 
 
-def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
-    is_dict = isinstance(value, Built) and str(value.callee) in ("builtins.dict", "collections.OrderedDict")
-    if not is_dict or value.items or value.given():
-        raise _Wrong(f"has {name} that are none")
-    return list(value.entries)
+Check = Callable[[str, Any, Graph], str]
+"""``check(name, value, graph)`` says why a module must not have this attribute; empty if it may."""
 
 
-class _Wrong(Exception):
-    """A register that a module cannot have."""
-
-
-def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[str, Any, Graph], str]:
-    """A check of one of the dicts that a module keeps its parts in."""
+def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
+    """Return a check of one of the dicts in which a module keeps its parts, whose entries must be as ``holds`` says."""
 
     def check(name: str, value: Any, graph: Graph) -> str:
-        try:
-            pairs = _pairs(name, value)
-        except _Wrong as reason:
-            return str(reason)
+        is_dict = isinstance(value, Built) and str(value.callee) in ("builtins.dict", "collections.OrderedDict")
+        if not is_dict or value.items or value.given():
+            return f"has {name} that are none"
+        pairs = value.entries
         longest = max((len(key) for key, _ in pairs if isinstance(key, str)), default=0)
         if longest > LONGEST_ATTRIBUTE:
             return f"has {what} with a name of {longest} characters"
@@ -336,53 +322,25 @@ def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[
 
 
 def _is_name(key: Any) -> bool:
-    """Code is generated with such names in it, also by PyTorch."""
+    """Return whether ``key`` is a plain name: PyTorch and memopt generate code with such names in it."""
     return isinstance(key, str) and key.isprintable() and key != "" and not {*".\"'\\`${}"} & {*key}
 
 
 def _is_tensor(value: Any) -> bool:
-    """As far as a stand-in tells; what is made is looked at again."""
+    """Return whether ``value`` stands for a tensor, as far as its name tells; :func:`check_made` looks again."""
     names = ("torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Uninitialized")
     return isinstance(value, Built) and value.how == "called" and str(value.callee).startswith(names)
 
 
 def _holds_tensor(key: Any, item: Any, graph: Graph) -> bool:
-    return _is_name(key) and (item is None or _is_tensor(item) or _is_vouched(item, graph))
+    kind = graph.class_of(item)
+    is_vouched = kind is not None and graph.trusts(kind)
+    return _is_name(key) and (item is None or _is_tensor(item) or is_vouched)
 
 
-def _holds_module(key: Any, item: Any, graph: Graph) -> bool:
-    return _is_name(key) and (item is None or graph.role_of(item) in ("module", "trusted"))
-
-
-def _holds_hook(key: Any, item: Any, graph: Graph) -> bool:
-    return isinstance(key, int) and graph.role_of(item) in ("hook", "trusted")
-
-
-def _holds_run(key: Any, item: Any, graph: Graph) -> bool:
-    return _is_name(key) and graph.class_of(item) is Run
-
-
-def _refuse_segment(name: str, value: Any, graph: Graph) -> str:
-    return "has a segment's settings among its attributes, which only a segment of memopt's own form has"
-
-
-def _refuse_kernels(name: str, value: Any, graph: Graph) -> str:
-    """Modules of transformers fetch them when their mode is set; each has the setting, and most say no."""
-    return "" if value is None or value is False else f"has {name}, which asks for kernels of a hub"
-
-
-def _refuse_call(name: str, value: Any, graph: Graph) -> str:
-    """PyTorch calls it in the place of the module; it saves none."""
-    return "" if value is None else f"has {name}, which would be called in its place"
-
-
-def _holds_flag(key: Any, item: Any, graph: Graph) -> bool:
-    return isinstance(key, int) and isinstance(item, bool)
-
-
-def _is_vouched(value: Any, graph: Graph) -> bool:
-    kind = graph.class_of(value)
-    return kind is not None and graph.trusts(kind)
+def _only(*allowed: Any, reason: str) -> Check:
+    """Return a check that refuses all values but a few, for a ``reason``."""
+    return lambda name, value, _: "" if any(value is one for one in allowed) else f"has {name}, which {reason}"
 
 
 def _check_names(name: str, value: Any, graph: Graph) -> str:
@@ -397,32 +355,35 @@ def _check_flag(name: str, value: Any, graph: Graph) -> str:
     return "" if value is None or isinstance(value, bool) else f"has {name} that is neither true nor false"
 
 
-_TENSORS, _MODULES = _register(_holds_tensor, "a tensor"), _register(_holds_module, "a module")
-_RUNS = _register(_holds_run, "a run")
-_HOOKED, _FLAGS = _register(_holds_hook, "a hook"), _register(_holds_flag, "a flag")
-REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
-    "_parameters": _TENSORS,
-    "_buffers": _TENSORS,
-    "_modules": _MODULES,
+REGISTERS: Final[Mapping[str, Check]] = {
+    **dict.fromkeys(("_parameters", "_buffers"), _register("a tensor", _holds_tensor)),
+    "_modules": _register(
+        "a module",
+        lambda key, item, graph: _is_name(key) and (item is None or graph.role_of(item) in ("module", "trusted")),
+    ),
     "_non_persistent_buffers_set": _check_names,
     "training": _check_flag,
-    RUNS_KEY: _RUNS,
-    SEGMENT_KEY: _refuse_segment,
-    "_compiled_call_impl": _refuse_call,
-    **dict.fromkeys(_KERNELS, _refuse_kernels),
+    RUNS_KEY: _register("a run", lambda key, item, graph: _is_name(key) and graph.class_of(item) is Run),
+    SEGMENT_KEY: lambda *_: "has a segment's settings among its attributes, which only memopt's own segments have",
+    "_compiled_call_impl": _only(None, reason="would be called in its place"),
+    # Modules of transformers fetch kernels when their mode is set; each has the setting, and most say no.
+    **dict.fromkeys(_KERNELS, _only(None, False, reason="asks for kernels of a hub")),
     "_is_full_backward_hook": _check_flag,
     **dict.fromkeys(
         (
             *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"),
             *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
         ),
-        _HOOKED,
+        _register(
+            "a hook", lambda key, item, graph: isinstance(key, int) and graph.role_of(item) in ("hook", "trusted")
+        ),
     ),
     **dict.fromkeys(
-        ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"), _FLAGS
+        ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+        _register("a flag", lambda key, item, graph: isinstance(key, int) and isinstance(item, bool)),
     ),
 }
-"""What every module has, or memopt gives it, and how it must look."""
+"""Attribute that every module has, or memopt gives it -> its check."""
 
 
 # ---------------------------------------------------------------------------------------------- made
@@ -431,7 +392,7 @@ _PARTS: Final = {"_parameters": Tensor, "_buffers": Tensor, "_modules": nn.Modul
 
 
 def check_made(module: nn.Module) -> None:
-    """Look again at a module that is made, whatever its stand-in said.  Raises :class:`Broken`."""
+    """Raise :class:`Broken` unless the registers of ``module``, which is made now, hold tensors and modules."""
     kind, attributes = type(module), vars(module)
     for register, holds in _PARTS.items():
         parts = attributes.get(register)
@@ -443,7 +404,7 @@ def check_made(module: nn.Module) -> None:
 
 
 def check_apart(modules: Iterable[nn.Module]) -> None:
-    """No two modules have a register in common.  Raises :class:`Broken`."""
+    """Raise :class:`Broken` if two of ``modules`` have a register in common."""
     owners: dict[int, nn.Module] = {}
     for module in modules:
         for register in REGISTERS:

@@ -1,4 +1,4 @@
-"""What memopt's own files hold: segments, lifted modules, scripts, and the few classes that go with them."""
+"""The objects in memopt's own files: segments, lifted modules, scripts, and the few classes that go with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.loading.archive import OF_CODE_WITHIN
+from memopt_cli.loading.archive import NESTED_CODE_LIMIT
 from memopt_cli.loading.pickles.kinds.interface import (
     Broken,
     Denied,
@@ -42,16 +42,16 @@ _MODULES: Final = frozenset(
     f"{RUNTIME}.{name}"
     for name in ("runs.Chain", "runs.Run", "runs.GroupedSequential", "script.ScriptLeaf", "script.ScriptPart")
 )
-_SETTINGS: Final = {f.name for f in fields(SegmentConfig)}
-_OF_LENGTH: Final = {f.name for f in fields(LengthOf)}
+_CONFIG_FIELDS: Final = {f.name for f in fields(SegmentConfig)}
+_LENGTH_FIELDS: Final = {f.name for f in fields(LengthOf)}
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A name of the runtime, all of which are a file format."""
+    """A name of the runtime that is a part of the file format."""
 
     def claims(self, use: Use) -> bool:
-        """Whether it is one; any other name of the runtime is nobody's."""
+        """Return whether ``use`` is one of them; no kind claims other names of the runtime."""
         if use.name in (*RESTORE_SEGMENTS, RESTORE_LIFTED):
             return use.how == "called"
         if str(use.name) in _MODULES:
@@ -59,11 +59,17 @@ class Own:
         return use.how == "created" and use.name.module == f"{RUNTIME}.compressor"
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """What it makes."""
+        """Return the recipe for ``use``."""
         if use.name in RESTORE_SEGMENTS:
             make = restore_by_length if use.name == RESTORE_BY_LENGTH else restore_segment
             restore = functools.partial(_segment, make)
-            return Recipe(make=restore, role="module", kind=_original, fill=fill, check=_check_segment)
+            return Recipe(
+                make=restore,
+                role="module",
+                kind=lambda node, graph: graph.class_of(next(iter(node.given()), None)),  # the class that it had before
+                fill=fill,
+                check=_check_segment,
+            )
         if use.name == RESTORE_LIFTED:
             return Recipe(make=restore_lifted, role="module", kind=LiftedModule, check=_check_lifted)
         found = resolve(use.name)
@@ -79,12 +85,12 @@ class Own:
 
 
 def _fill_script(target: Any, state: Any) -> None:
-    """PyTorch trusts the archive in a script's state: it is looked at as a file of its own would be."""
+    """Check the archive in the state of a script, as a file of its own is checked, and give it to ``target``."""
     archive = state.get("archive") if isinstance(state, dict) else None
     if not isinstance(archive, Tensor) or archive.dtype != torch.uint8 or archive.dim() != 1:
         raise Broken("a script has no archive")
     try:
-        check_script_archive(bytes_of(archive), "its TorchScript part", OF_CODE_WITHIN)
+        check_script_archive(bytes_of(archive), "its TorchScript part", NESTED_CODE_LIMIT)
     except ValueError as err:
         raise Broken(f"its TorchScript part is damaged: {err}") from err
     fill(target, state)
@@ -99,20 +105,15 @@ def _segment(restore: Callable[..., nn.Module], original: Any, settings: Any) ->
 
 
 def check_segment(module: nn.Module) -> None:
-    """Look at a segment whose state is there.  Raises :class:`Broken` for one that a plan could not make."""
+    """Raise :class:`Broken` for a segment that no plan could make; it has its state now."""
     try:
         check_installed(module)
     except ValueError as reason:
         raise Broken(f"its {name_of(module)} can be no segment: {reason}") from reason
 
 
-def _original(node: Built, graph: Graph) -> type | None:
-    """The class that a segment had before."""
-    return graph.class_of(next(iter(node.given()), None))
-
-
 def _check_segment(node: Built | None, graph: Graph) -> str:
-    """A segment of a class, whose state follows; or of a lifted module, which has its own."""
+    """Refuse a segment unless it is of a module's class, and given its state, or of a lifted module, which has one."""
     assert node is not None
     is_plain = _is_by_length if node.callee == RESTORE_BY_LENGTH else _is_plain
     match node.given():
@@ -127,13 +128,13 @@ def _check_segment(node: Built | None, graph: Graph) -> str:
 
 
 def _is_plain(settings: Built) -> bool:
-    """The fields of a segment's configuration; their values are looked at where it is made."""
+    """Return whether ``settings`` has fields of a segment's configuration; making it checks their values."""
     entries = plain_entries(settings)
-    return entries is not None and all(name in _SETTINGS and _is_setting(value) for name, value in entries)
+    return entries is not None and all(name in _CONFIG_FIELDS and _is_setting(value) for name, value in entries)
 
 
 def is_segment(value: Built) -> bool:
-    """Whether it makes a module that is recomputed or packed, at some length at least."""
+    """Return whether ``value`` makes a module that is recomputed or packed, at some length at least."""
     match value.callee, value.given():
         case callee, (_, Built() as settings) if callee == RESTORE_BY_LENGTH:
             configs = dict(plain_entries(settings) or ()).get("configs")
@@ -142,25 +143,21 @@ def is_segment(value: Built) -> bool:
 
 
 def _is_by_length(settings: Built) -> bool:
-    """The same of one by length: a configuration, or none, for each bound, and for the root where the length stands."""
+    """Return whether ``settings`` has a configuration, or none, for each bound, and for the root its length."""
     match dict(plain_entries(settings) or ()):
         case {"up_to": Tuple() as up_to, "configs": Tuple() as configs, "length": length, "path": path, **others}:
             are_configs = all(one is None or (isinstance(one, Built) and _is_plain(one)) for one in configs.items)
             ascend = all(type(bound) is int for bound in up_to.items) and list(up_to.items) == sorted(set(up_to.items))
             is_known = not others and isinstance(path, str) and _is_setting(path) and _is_length(length)
-            return is_known and are_configs and ascend and _are_as_many(up_to, configs)
+            return is_known and are_configs and ascend and 0 < len(up_to.items) == len(configs.items)
     return False
-
-
-def _are_as_many(up_to: Tuple, configs: Tuple) -> bool:
-    return 0 < len(up_to.items) == len(configs.items)
 
 
 def _is_length(value: Any) -> bool:
     if value is None:
         return True
     found = dict(plain_entries(value) or ()) if isinstance(value, Built) else {}
-    return found.keys() == _OF_LENGTH and all(map(_is_setting, found.values()))
+    return found.keys() == _LENGTH_FIELDS and all(map(_is_setting, found.values()))
 
 
 def _is_setting(value: Any) -> bool:
@@ -170,7 +167,7 @@ def _is_setting(value: Any) -> bool:
 
 
 def _check_lifted(node: Built | None, graph: Graph) -> str:
-    """Its attributes are those of a module; whether they suit its program is seen when all of it is there."""
+    """Refuse a lifted module without attributes of a module; that they suit its program is checked once it is made."""
     assert node is not None
     match node.given():
         case (Tuple(), Built() as state):

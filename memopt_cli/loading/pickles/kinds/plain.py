@@ -1,6 +1,6 @@
-"""Containers and values of the standard library: what holds data and runs nothing.
+"""Containers and values of the standard library, which hold data and run nothing.
 
-A call of one of these names is no call here: its arguments are looked at, and the object is made of them.
+A pickle makes them by calls; here their arguments are checked, and the object is made from them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import decimal
 import functools
 import inspect
 import logging
+import operator
 import pathlib
 import random
 import re
@@ -34,11 +35,11 @@ from memopt_cli.loading.pickles.kinds.interface import (
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 
 _LONGEST, _LONGEST_LOGGER, _LONGEST_PATTERN = 10_000, 200, 1000
-"""Characters of a path, of the name of a logger, whose parts Python makes loggers of too, and of a pattern."""
+"""Characters of a path, of the name of a logger (Python makes a logger for each part of it), and of a pattern."""
 
 
 def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[..., Any]:
-    """``make``, which refuses arguments of other types than these, and more than so many."""
+    """Return ``make`` with a check of its arguments: of the types ``given`` only, and ``most`` of them."""
 
     def checked(*arguments: Any) -> Any:
         if len(arguments) > most or not all(type(argument) in given for argument in arguments):
@@ -49,7 +50,7 @@ def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Protocol 2 knows no bytes: it encodes a text whose characters they are."""
+    """Make bytes as protocol 2 does, which has none: it encodes a text with one character for each byte."""
     if encoding not in ("latin1", "latin-1"):
         raise Broken(f"bytes are encoded as {quoted(encoding)}")
     return text.encode("latin1")
@@ -60,7 +61,7 @@ def _bytearray(data: Any = b"", encoding: str = "latin1") -> bytearray:
 
 
 def _check_defaultdict(node: Built | None, graph: Graph) -> str:
-    """It makes its values of a plain type, or of what the user vouched for."""
+    """Refuse a defaultdict unless its factory is a plain type, or the user vouched for it."""
     assert node is not None
     factory, *more = node.given() or (None,)
     if more:
@@ -93,7 +94,7 @@ def _logger(name: str = "root") -> logging.Logger:
 def _pattern(text: Any, flags: Any = 0) -> Any:
     if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _LONGEST_PATTERN:
         raise Broken("a regular expression is made of something else")
-    return re.compile(text, flags & ~re.DEBUG)  # which prints
+    return re.compile(text, flags & ~re.DEBUG)  # DEBUG prints
 
 
 def _decimal(text: Any) -> decimal.Decimal:
@@ -103,7 +104,7 @@ def _decimal(text: Any) -> decimal.Decimal:
 
 
 def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """``datetime`` and its like: of their bytes, and of a time zone."""
+    """Return a maker of ``datetime`` and its like, from their bytes and a time zone."""
 
     def make(*arguments: Any) -> Any:
         return kind(*(_bytes(argument) if type(argument) is str else argument for argument in arguments))
@@ -112,7 +113,7 @@ def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_random(generator: random.Random, state: Any) -> None:
-    """Python computes with the numbers of another version's state, whatever they are."""
+    """Set the state of ``generator``, unless it is another version's: Python would compute with any values in that."""
     match state:
         case (3, tuple(numbers), None | float()) if all(type(number) is int for number in numbers):
             generator.setstate(state)
@@ -121,7 +122,7 @@ def _set_random(generator: random.Random, state: Any) -> None:
 
 
 def _type_of(value: Any) -> type:
-    """``type(None)``: Python stores the types of its singletons so."""
+    """Return the type of a singleton, which Python stores as ``type(None)``."""
     if value is not None and value is not Ellipsis and value is not NotImplemented:
         raise Broken("it asks for the type of something")
     return type(value)
@@ -136,7 +137,7 @@ def _fill_partial(target: Any, state: Any) -> None:
 
 
 def _check_partial(node: Built | None, graph: Graph) -> str:
-    """What it calls computes, and is the function that it was made of."""
+    """Refuse a partial unless its function only computes, and its state names the same function."""
     assert node is not None
     given = node.given()
     if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
@@ -162,7 +163,7 @@ def _role_of_partial(node: Built, graph: Graph) -> Role:
 
 
 def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built | None, Graph], str]:
-    """A check that an object has no other attributes."""
+    """Return a check that refuses attributes whose names are not ``allowed``."""
 
     def check(node: Built | None, graph: Graph) -> str:
         entries = plain_entries(node.state) if node is not None and node.has_state else []
@@ -173,17 +174,13 @@ def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built | None, Graph
     return check
 
 
-def _set(mapping: Any, key: Any, value: Any) -> None:
-    mapping[key] = value
-
-
 _NAMED: Final = _attributes(lambda name: isinstance(name, str) and not is_dunder(name))
 _OF_ITEMS: Final = (list, tuple)
 
 PLAIN: Final = Listed(
     called={
         "builtins.list": Recipe(make=_of(list, *_OF_ITEMS, most=1), extend=list.extend),
-        "builtins.dict": Recipe(make=_of(dict, dict, most=1), set=_set),
+        "builtins.dict": Recipe(make=_of(dict, dict, most=1), set=operator.setitem),
         "builtins.set": Recipe(make=_of(set, *_OF_ITEMS, most=1), extend=set.update),
         "builtins.frozenset": Recipe(make=_of(frozenset, *_OF_ITEMS, most=1)),
         "builtins.tuple": Recipe(make=_of(tuple, *_OF_ITEMS, most=1)),
@@ -196,12 +193,14 @@ PLAIN: Final = Listed(
         "_codecs.encode": Recipe(make=_of(_bytes, str, most=2)),
         "collections.OrderedDict": Recipe(
             make=_of(collections.OrderedDict, *_OF_ITEMS, most=1),
-            set=_set,
+            set=operator.setitem,
             fill=set_attributes,
-            check=_attributes(lambda name: name in ("_metadata", "__orig_class__")),  # versions of modules, and a type
+            check=_attributes(
+                lambda name: name in ("_metadata", "__orig_class__")
+            ),  # set by ``state_dict`` and by ``typing``
         ),
-        "collections.defaultdict": Recipe(make=collections.defaultdict, set=_set, check=_check_defaultdict),
-        "collections.Counter": Recipe(make=_of(collections.Counter, dict, most=1), set=_set),
+        "collections.defaultdict": Recipe(make=collections.defaultdict, set=operator.setitem, check=_check_defaultdict),
+        "collections.Counter": Recipe(make=_of(collections.Counter, dict, most=1), set=operator.setitem),
         "collections.deque": Recipe(make=_deque, extend=collections.deque.extend),
         "functools.partial": Recipe(
             make=functools.partial, fill=_fill_partial, check=_check_partial, role=_role_of_partial
@@ -212,7 +211,7 @@ PLAIN: Final = Listed(
         "logging.getLogger": Recipe(make=_of(_logger, str, most=1)),
         **{
             f"{home}.{name}": Recipe(make=_path(kind))
-            for home in ("pathlib", "pathlib._local")  # of Python 3.13
+            for home in ("pathlib", "pathlib._local")  # the second is Python 3.13's
             for name, kind in {
                 "PosixPath": pathlib.Path,
                 "PurePosixPath": pathlib.PurePosixPath,
@@ -243,4 +242,4 @@ PLAIN: Final = Listed(
         "collections.OrderedDict": Recipe(make=lambda: collections.OrderedDict, role="callable"),
     },
 )
-"""Every name of the standard library by which a file may make or hold something."""
+"""Every name of the standard library that a file may call, create an object of, or hold."""

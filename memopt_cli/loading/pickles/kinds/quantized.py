@@ -1,4 +1,4 @@
-"""The packed weights of quantized layers: objects of PyTorch's own classes of C++."""
+"""The packed weights of quantized layers: objects of PyTorch's C++ classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _make(*arguments: Any) -> Any:
 
 
 def _check(node: Built | None, graph: Graph) -> str:
-    """Its state is what the class takes, and the name of the class."""
+    """Refuse packed weights unless their state is a pair of a state that the class takes, and its name."""
     assert node is not None
     match node.state:
         case Tuple(items=(state, str(name))) if name in CLASSES:

@@ -1,7 +1,7 @@
-"""Tensors, and what describes them.
+"""Tensors, and the dtypes, devices and layouts that describe them.
 
-PyTorch's functions that put a tensor together trust what they are given.  They are not called: a tensor is made here,
-when its storage is known to hold it.
+PyTorch's functions that rebuild a tensor trust their arguments, and are not called: a tensor is made here, after a
+check that its storage holds it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -31,24 +31,20 @@ from memopt_cli.loading.pickles.making import TENSOR_SUBCLASS_REBUILD
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 from memopt_cli.runtime.private_torch import quantized_by_channel, quantized_by_tensor, set_bits
 
+if TYPE_CHECKING:  # which imports this package
+    from memopt_cli.loading.pickles.storages import Storages
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Bytes of tensors; ``dtype`` is what the file says they are."""
+    """A storage of tensors, with the dtype that the file says it has."""
 
     data: torch.UntypedStorage
     dtype: torch.dtype
 
 
-class Storages(Protocol):
-    """The bytes that a file has beside its pickle."""
-
-    def get(self, key: str, nbytes: int) -> torch.UntypedStorage:
-        """Those of one storage, ``nbytes`` of them.  Raises :class:`Broken` if there are not as many."""
-
-
 NESTED: Final = Global("torch.storage", "_load_from_bytes")
-"""A storage within a pickle that has nothing beside it: a legacy file of its own, as bytes."""
+"""The function that makes a storage inside a plain pickle, from the bytes of a legacy file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +53,14 @@ class Stored:
 
     storages: Storages
     nested: Callable[[bytes], tuple[Any, Storages]]
-    """Of the bytes of a :data:`NESTED` one the identity in them, and what it is found among."""
+    """Reads the bytes of a :data:`NESTED` storage: its identity, and the storages of its legacy file."""
 
     def claims(self, use: Use) -> bool:
-        """Whether it is stored beside the pickle, or in it."""
+        """Return whether ``use`` is a storage beside the pickle, or inside it."""
         return (use.how == "stored" and use.name == PERSISTENT) or (use.how == "called" and use.name == NESTED)
 
     def recipe(self, use: Use) -> Recipe:
-        """One that takes it from the file."""
+        """Return a recipe that takes the storage from the file."""
         return Recipe(make=self._nested if use.name == NESTED else self._storage)
 
     def _nested(self, data: Any) -> Storage:
@@ -93,7 +89,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> None:
-    """Make sure that a view lies within its storage, and is not far larger than that."""
+    """Raise :class:`Broken` unless a view lies within its storage, and is not far larger than that."""
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
         raise Broken("a tensor is made of no storage")
     sizes, strides, (start,) = _sizes(size), _sizes(stride), _sizes([offset])
@@ -145,9 +141,9 @@ def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tens
 
 
 def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tensor:
-    """Of a tensor, or NumPy's array, that was on a device whose storages are of another kind."""
+    """Make a tensor that was on a device whose storages PyTorch saves as tensors or arrays."""
     made = data.detach() if isinstance(data, Tensor) else torch.from_numpy(data)
-    if made.dtype != dtype:  # converting takes memory anew, each time that the file uses the same bytes
+    if made.dtype != dtype:  # converting takes memory each time that the file uses the same bytes
         raise Broken(f"a tensor of {dtype} is stored as {made.dtype}")
     return made.requires_grad_(bool(requires_grad))
 
@@ -158,7 +154,7 @@ def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tenso
 def _sparse_tensor(layout: Any, data: Any) -> Tensor:
     if not all(isinstance(part, Tensor | tuple | bool | type(None)) for part in data):
         raise Broken("a sparse tensor is made of something else")
-    # The indices are looked at once, here: nothing else that is in the file may share, and change, their memory.
+    # The indices are checked once, here.  They are copied, so that no other tensor of the file can change them later.
     if layout is torch.sparse_coo:
         indices, values, size, *is_coalesced = data
         indices = indices.clone()
@@ -167,7 +163,7 @@ def _sparse_tensor(layout: Any, data: Any) -> Tensor:
         )
     compressed, plain, values, size = data
     if layout in (torch.sparse_bsr, torch.sparse_bsc) and 0 in values.shape[-2:]:
-        raise Broken("a sparse tensor has blocks of no size")  # by which kernels divide
+        raise Broken("a sparse tensor has blocks of no size")  # kernels divide by it
     compressed, plain = compressed.clone(), plain.clone()
     return torch.sparse_compressed_tensor(compressed, plain, values, _sizes(size), layout=layout, check_invariants=True)
 
@@ -195,7 +191,10 @@ def _quantized_tensor(
 def _quantized_by_channel(
     sizes: tuple[int, ...], scales: Tensor, zeros: Tensor, axis: int, dtype: torch.dtype
 ) -> Tensor:
-    """Embeddings have zero points that are no whole numbers, and are packed as if they had one for each row."""
+    """Make a tensor that is quantized by channels.
+
+    One of embeddings has zero points that are not whole numbers, and one for each row, since it is packed by rows.
+    """
     is_of_rows = zeros.is_floating_point()
     if not 0 <= axis < len(sizes) or any(given.shape != (sizes[axis],) for given in (scales, zeros)):
         raise Broken("a quantized tensor has not one scale for each channel")
@@ -228,7 +227,7 @@ def _check_state_of_parameter(node: Built | None, graph: Graph) -> str:
 
 
 def _check_attributes(given: tuple[Any, ...], graph: Graph) -> str:
-    """Of a tensor: they take the place of none of its methods."""
+    """Refuse attributes of a tensor that would hide its methods."""
     if given in ((), (None,)):
         return ""
     entries = plain_entries(given[0])
@@ -236,7 +235,7 @@ def _check_attributes(given: tuple[Any, ...], graph: Graph) -> str:
 
 
 def _uninitialized(kind: Any) -> Callable[..., Tensor]:
-    """A parameter or buffer of a lazy module, which has no shape yet."""
+    """Return a maker of the parameter or buffer of a lazy module, which has no shape yet."""
 
     def make(requires_grad: Any = False, *_: Any) -> Any:
         return kind(bool(requires_grad))
@@ -247,8 +246,8 @@ def _uninitialized(kind: Any) -> Callable[..., Tensor]:
 # ---------------------------------------------------------------------------------------------- subclasses
 
 
-def _of_subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
-    """A tensor with attributes, or of a class of its own: the parts of one that ``function`` makes."""
+def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
+    """Make a tensor with attributes, or of the class ``kind``, from the tensor that ``function`` makes."""
     if function not in _MAKERS or not (isinstance(kind, type) and issubclass(kind, Tensor)):
         raise Broken("a tensor is made by something else")
     made = _MAKERS[function](*arguments)
@@ -305,12 +304,12 @@ _MAKERS: Final[Mapping[str, Callable[..., Tensor]]] = {
 }
 
 
-def _named(value: Any) -> Callable[[], Any]:
-    return functools.partial(lambda value: value, value)
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _constants() -> dict[str, Recipe]:
-    """Names that stand for themselves; of functions and storages the name is all that is needed."""
+    """Return the recipes for names that are held; functions and classes of storages are held as their names."""
     dtypes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
     schemes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.qscheme)}
     formats = {
@@ -325,8 +324,9 @@ def _constants() -> dict[str, Recipe]:
         "torch.nn.parameter.Buffer": nn.Buffer,
         "torch.nn.modules.module.Module": nn.Module,
     }
-    return {name: Recipe(make=_named(value)) for name, value in values.items()} | {
-        name: Recipe(make=_named(kind), role="callable", kind=kind) for name, kind in classes.items()
+    return {name: Recipe(make=functools.partial(_itself, value)) for name, value in values.items()} | {
+        name: Recipe(make=functools.partial(_itself, kind), role="callable", kind=kind)
+        for name, kind in classes.items()
     }
 
 
@@ -336,7 +336,7 @@ TENSORS: Final = Listed(
         "torch._utils._rebuild_parameter_with_state": Recipe(
             make=_parameter_with_state, check=_check_state_of_parameter
         ),
-        str(TENSOR_SUBCLASS_REBUILD): Recipe(make=_of_subclass, check=_check_subclass),
+        str(TENSOR_SUBCLASS_REBUILD): Recipe(make=_subclass_tensor, check=_check_subclass),
         "torch.nn.parameter.UninitializedParameter": Recipe(make=_uninitialized(UninitializedParameter)),
         "torch.nn.parameter.UninitializedBuffer": Recipe(make=_uninitialized(UninitializedBuffer)),
         "torch.Size": Recipe(make=_size),

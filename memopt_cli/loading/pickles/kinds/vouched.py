@@ -1,12 +1,12 @@
-"""What the user vouched for: packages, single names, and code of his own."""
+"""Objects that the user vouched for: by packages, single names, and code of their own."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -32,10 +32,10 @@ from memopt_cli.records import Trust
 
 _SCRIPT: Final = "YOUR_SCRIPT.py"
 _MOST_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
-"""Files here that are looked at for the one that defines a class, and bytes of one."""
+"""Files of this folder that are searched for the definition of a class, and bytes of one, at most."""
 _DEFINITION: Final = re.compile(rb'^(?:[ \t]*")?(class|def)[ \t]+(\w+)', re.MULTILINE)
-"""At the beginning of a line of Python, or of one in a notebook, where it is a string: ``"class Net(Module):\\n",``.
-Parsing a source takes Python seconds, and 300 bytes of memory for each of its bytes: too much for a hint."""
+"""A definition in a line of Python, or in a line of a notebook, which is a string: ``"class Net(Module):\\n",``.
+Parsing a source would take seconds, and 300 bytes of memory for each of its bytes: too much for a hint."""
 
 Definition = Literal["class", "def", ""]
 
@@ -44,19 +44,19 @@ Definition = Literal["class", "def", ""]
 class Vouched:
     """An object of a vouched package, script or name.
 
-    A package vouches for its classes, and for its functions as values; a function that the file itself calls must be
-    named.  A module is looked at as any other: its class is trusted, its attributes come from the file.
+    Trust in a package covers its classes, and its functions as values; a function that the file calls must be named by
+    itself.  A module is audited as any other: its class is trusted, but its attributes come from the file.
     """
 
     trust: Trust
     code: UserCode
 
     def claims(self, use: Use) -> bool:
-        """Whether the user vouched for it."""
+        """Return whether the user vouched for the name of ``use``."""
         return self._vouches(use.name)
 
     def vouches(self, kind: type) -> bool:
-        """The same of a class that was found."""
+        """Return whether the user vouched for the class ``kind``, which was imported."""
         return self._vouches(Global(kind.__module__, kind.__qualname__))
 
     def _vouches(self, name: Global) -> bool:
@@ -64,7 +64,7 @@ class Vouched:
         return str(name) in self.trust.globals or name.package in packages or self.code.defines(name.module)
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """What is made of it."""
+        """Return the recipe for ``use``, or say what else the user would have to allow."""
         own = self.code.defines(use.name.module)
         if use.name.module == "__main__" and not own:
             return needs_script(use.name)
@@ -83,14 +83,14 @@ class Vouched:
         if not isinstance(found, type):
             if use.how == "called" and not named:
                 return Denied("is a function that is called with arguments from the file", by_name(use, found))
-            return Recipe(make=found, role="trusted", extend=_extend, set=_set, fill=fill, is_vouched=True)
+            return Recipe(make=found, role="trusted", extend=_extend, set=operator.setitem, fill=fill, is_vouched=True)
         is_module = issubclass(found, nn.Module)
         return Recipe(
-            make=found if use.how == "called" else _creator(found),
+            make=found if use.how == "called" else functools.partial(found.__new__, found),
             role="trusted" if not is_module else "module",
             kind=found,
             extend=_extend,
-            set=_set,
+            set=operator.setitem,
             fill=fill,
             is_vouched=True,
             check=check_module if is_module and use.how == "created" else nothing_wrong,
@@ -98,7 +98,7 @@ class Vouched:
 
 
 def needs_script(wanted: Global) -> Denied:
-    """Say why ``wanted``, a name of ``__main__``, is refused, and which script here defines it: read, not run."""
+    """Refuse ``wanted``, a name of ``__main__``, and suggest the script of this folder that defines it; none is run."""
     found = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
     source = found[0] if len(found) == 1 else Path(_SCRIPT)
     reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
@@ -109,13 +109,13 @@ def needs_script(wanted: Global) -> Denied:
 
 
 def _sources_with(wanted: Global, pattern: str) -> list[Path]:
-    """Return the files of this folder that define a class or a function of that name."""
+    """Return the files of this folder that define ``wanted``."""
     sources = itertools.islice(sorted(Path().glob(pattern)), _MOST_SCRIPTS)
     return [path for path in sources if defined_as(path, wanted)]
 
 
 def defined_as(path: Path, wanted: Global) -> Definition:
-    """Whether a source defines a class or a function of that name; looked at, not imported.  Empty: neither."""
+    """Return how the source at ``path`` defines ``wanted``, empty if it does not; it is read, not imported."""
     try:
         state = path.stat()
         return _definitions(path, state.st_mtime_ns, state.st_size).get(wanted.name.partition(".")[0], "")
@@ -125,23 +125,12 @@ def defined_as(path: Path, wanted: Global) -> Definition:
 
 @functools.lru_cache(maxsize=2 * _MOST_SCRIPTS)
 def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
-    """Once for all names that a file asks for."""
+    """Return the definitions in the source at ``path``, read once for all names that a file uses."""
     if size > _LONGEST_SCRIPT or not path.is_file():
         return {}
     found = _DEFINITION.findall(path.read_bytes())
     return {name.decode(errors="replace"): "class" if kind == b"class" else "def" for kind, name in found}
 
 
-def _creator(found: type) -> Callable[..., Any]:
-    def make(*arguments: Any, **keywords: Any) -> Any:
-        return found.__new__(found, *arguments, **keywords)
-
-    return make
-
-
 def _extend(target: Any, items: list[Any]) -> None:
     target.extend(items) if hasattr(target, "extend") else target.update(items)
-
-
-def _set(target: Any, key: Any, value: Any) -> None:
-    target[key] = value
