@@ -21,6 +21,7 @@ from memopt_cli.measure import sandbox, worker
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.records import ModelSource, to_data
 from tests.loading.test_pretrained import gpt2
+from tests.rows import quick
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memopt confines on Linux alone")
 
@@ -46,7 +47,7 @@ print("and on")
 
 @LINUX
 @pytest.mark.slow
-@pytest.mark.parametrize("escaping", ESCAPING)
+@pytest.mark.parametrize("escaping", quick(ESCAPING, {"memory", "time"}))
 def test_settings_that_escape_are_stopped(escaping: str) -> None:
     trial = TRIAL.format(ESCAPING[escaping].replace("\n", "\n        "))
     done = subprocess.run([sys.executable, "-c", trial], capture_output=True, text=True, timeout=60, check=True)

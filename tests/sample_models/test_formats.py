@@ -25,6 +25,7 @@ from sample_models.gpt import GPT
 from sample_models.lif_rnn import LIFRNN
 from sample_models.resnet import ResNet
 from sample_models.spiking_vgg import SpikingVGG
+from tests.rows import quick
 
 SUFFIXES = (".pt", ".ts", ".traced.ts", ".pt2")
 SMALL: dict[str, tuple[Callable[[], nn.Module], str, dict[str, int]]] = {
@@ -45,7 +46,7 @@ SEGMENTS = {
 """Pattern of the paths that become segments; none of an LSTM's, which gains nothing."""
 
 
-@pytest.fixture(scope="module", params=SMALL)
+@pytest.fixture(scope="module", params=quick(SMALL, {*SMALL} - {"spiking_vgg"}))
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small version of a sample model in every format; the path of ``NAME.pt``."""
     make, shape, dims = SMALL[request.param]

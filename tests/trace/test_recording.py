@@ -50,6 +50,7 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.optimizers import optimizer_maker
 from memopt_cli.training.step import Step
+from tests.rows import quick
 
 FLOAT = 4
 SMALL = {
@@ -100,7 +101,7 @@ def sample_step(name: str) -> Step:
     return Step(model=module.build().train(), args=args, kwargs=kwargs, settings=StepSettings())
 
 
-@pytest.fixture(scope="module", params=SMALL)
+@pytest.fixture(scope="module", params=quick(SMALL, {*SMALL} - {"spiking_vgg"}))
 def sample(request: pytest.FixtureRequest) -> tuple[StepTrace, StepTrace]:
     """A sample model's step on tensors without data, and on real ones."""
     step = sample_step(request.param)

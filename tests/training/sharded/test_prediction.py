@@ -24,7 +24,6 @@ from memopt_cli.training.sharded.spread import repeated_blocks
 from tests.rows import quick
 from tests.training.sharded import models, wrong
 from tests.training.sharded.cases import (
-    BOTH,
     FOUR,
     FULLY_SHARDED,
     REPLICATED,
@@ -47,10 +46,8 @@ COMBINED = {
     "2: fsdp, convolutional, segments",
     "2: tensor parallel, segments",
     "3: fsdp, uneven, segments",
-    "4: fsdp × tp, segments",
-    "4: hsdp, segments",
 }
-"""Between them they have all that the others have."""
+"""Between them they have all that the others of two and three ranks have; real groups of four take long to start."""
 REPLICATED_COMBINED = {"2: ddp, segments", "2: ddp, views, adamw", "2: ddp, convolutional"}
 
 
@@ -167,7 +164,7 @@ def test_ranks_that_have_samples_of_their_own(name: str, ranks: int, first: Firs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [TWO[2], BOTH, REPLICATED[0], REPLICATED[5]], ids=label)
+@pytest.mark.parametrize("case", [TWO[2], REPLICATED[0], REPLICATED[5]], ids=label)
 def test_a_rank_is_made_once_for_all_sizes_of_its_batch(case: Case) -> None:
     def session() -> LocalSession:
         subject = Subject(

@@ -9,7 +9,7 @@ from memopt_cli.measure.jobs import CountJob, Subject, TraceJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.records import Counted, InputSpec, Layout, ModelSource, Plan, SegmentPlan, StepSettings
 from memopt_cli.search.plan.cost_model import CostModel
-from tests.training.sharded.cases import BOTH, FULLY_SHARDED, REPLICATED, SEGMENTS, TENSOR_PARALLEL, Case
+from tests.training.sharded.cases import BOTH, FULLY_SHARDED, REPLICATED, SEGMENTS, Case
 
 PLANS = {
     "all blocks": SEGMENTS,
@@ -22,7 +22,7 @@ PLANS = {
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("case", "apart"),
-    [(FULLY_SHARDED, 1e-3), (TENSOR_PARALLEL, 1e-3), (BOTH, 0.02), (REPLICATED[0], 1e-3)],
+    [(FULLY_SHARDED, 1e-3), (BOTH, 0.02), (REPLICATED[0], 1e-3)],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_sums_are_what_dry_runs_count(case: Case, apart: float) -> None:
