@@ -75,8 +75,8 @@ _MODULES = ("batching", "errors", "model_batching", "online", "ranks", "records"
 __all__ = [name for name in _PUBLIC if name != "__version__"]
 
 on_unsafe = "warn"
-"""What a segment does whose forward did what a recomputation cannot repeat, or whose recomputation computes something
-else: ``warn``, and run plainly from then on; or ``raise``."""
+"""Reaction of a segment whose forward cannot be repeated, or whose recomputation gives something else: ``warn`` and run
+plainly from then on; or ``raise``."""
 
 
 def __dir__() -> list[str]:

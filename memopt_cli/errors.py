@@ -142,7 +142,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """An exception of any kind as one line: its type, and how what it says begins, which may quote a whole file.
+    """Return ``error`` as one line: its type, and the beginning of its text, which may quote a whole file.
 
     A line that ends with a colon announces the next: ``backend='tvm' raised:`` says nothing by itself.
     """
@@ -158,14 +158,14 @@ _LONGEST_LINE = 2000
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would obey, such as escape sequences, spelled out."""
+    """Spell out what a terminal would obey in ``text``, such as escape sequences."""
     if text.isprintable():
         return text
     return text.translate(_SPELLED)
 
 
 def printable_lines(text: str) -> str:
-    """The same of each line by itself."""
+    """Make each line of ``text`` printable by itself."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -181,13 +181,13 @@ _SPELLED: Final = _Spelled()
 
 
 def shortened(value: object, most: int = 60) -> str:
-    """A value of a file as a message quotes it: its ``repr``, or no more than how that begins."""
+    """Quote ``value``, of a file, for a message: its ``repr``, or the beginning of that."""
     text = repr(value[: most + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def told(given: object) -> str:
-    """A value that people typed, or the kind of another."""
+    """Quote ``given`` if it is a value that people type; else name its kind."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
     return shortened(given) if isinstance(given, str | bytes | int | float | None) else f"a {type(given).__name__}"

@@ -49,7 +49,7 @@ class TrainMemory:
         optimizer: str = "none",
         seed: int = 0,
     ) -> Counted:
-        """The tensor peak of one step on ``model(*args, **inputs)``, in bytes, and who holds it.
+        """Count the tensor peak of one step on ``model(*args, **inputs)``, in bytes, and who holds it.
 
         ``loss`` is called with the output; without it a scalar output or an entry ``loss`` is the loss, else backward
         starts from a random cotangent.  ``optimizer``: whose state counts, from the second step on, as ``--optimizer``
@@ -86,7 +86,7 @@ class TrainMemory:
 
 @pytest.fixture
 def train_memory(request: pytest.FixtureRequest) -> TrainMemory:
-    """Counts the memory of one training step: ``train_memory(model, *inputs)``; see the marker for a limit."""
+    """Count the memory of one training step: ``train_memory(model, *inputs)``; see the marker for a limit."""
     marker = request.node.get_closest_marker(_MARKER)
     return TrainMemory(None if marker is None else _limit(marker))
 
@@ -101,7 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """A limit on nothing would be green for ever: a marked test must count a step."""
+    """Fail a marked test that counts no step: a limit on nothing would hold for ever."""
     result = yield
     marker = pyfuncitem.get_closest_marker(_MARKER)
     if marker is not None:
@@ -131,7 +131,7 @@ def _device(model: nn.Module) -> str:
 
 
 def _complaint(name: str, counted: Counted, limit: int) -> str:
-    """The peak, what it consists of, and the modules that hold most."""
+    """Describe the peak in ``counted``, its parts, and the modules that hold most."""
     peak = counted.tensor_peak_bytes
     over = f"{format_bytes(peak - limit)} more than its limit of {format_bytes(limit)}"
     parts = {kind.removesuffix("_bytes"): size for kind, size in to_data(counted.breakdown).items() if size}

@@ -61,7 +61,7 @@ from memopt_cli.text.python_words import said_in_python
 __all__ = ["RankPrediction", "plan_rank", "predict_rank", "recommend_ranks"]
 
 Build = str | Callable[[], nn.Module]
-"""What builds the model, or text as for the command line: ``package.module:callable``."""
+"""Function that builds the model, or text as for the command line: ``package.module:callable``."""
 Parallelize = str | Callable[[nn.Module, Any], nn.Module]
 """A function of a model and a ``DeviceMesh``; or text as for ``--parallel``: ``"fsdp"``, ``"train.py:shard"``."""
 

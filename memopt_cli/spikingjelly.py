@@ -83,11 +83,11 @@ _GUESS_LIMIT_S = 60.0
 """A step of a few samples that takes longer is not waited for."""
 
 MEMOPT_PROFILES: tuple[str, ...] = get_args(Profile)
-"""What ``profile`` may be, from the least search to the most."""
+"""Values of ``profile``, from the least search to the most."""
 MEMOPT_CHECKPOINT_BUDGETS: tuple[str, ...] = get_args(Preference)
-"""What ``checkpoint_budget`` may be, from the fewest segments to the most."""
+"""Values of ``checkpoint_budget``, from the fewest segments to the most."""
 MEMOPT_PREFERENCES: tuple[str, ...] = get_args(Preference)
-"""What ``prefer`` may be."""
+"""Values of ``prefer``."""
 
 
 _RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -265,7 +265,7 @@ def apply_gc(
 
 
 def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, nn.Module, str]:
-    """The module at a path such as ``layer1.0.conv1``, its parent, and its name in the parent.
+    """Return the module at ``module_name``, a path such as ``layer1.0.conv1``, its parent, and its name in the parent.
 
     Raises :class:`ValueError` for the empty path (the root has no parent), :class:`AttributeError` for one that leads
     to no module.
@@ -277,7 +277,7 @@ def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, 
 
 
 def resolve_device() -> str:
-    """The device of this process: ``cpu`` without CUDA, else ``cuda:N``.
+    """Return the device of this process: ``cpu`` without CUDA, else ``cuda:N``.
 
     N is the local rank that a launcher put into the environment (torchrun, Slurm, Open MPI, MVAPICH2); else, with
     ``torch.distributed`` initialized, the rank modulo the number of devices; else the current device.
@@ -349,7 +349,7 @@ def _measured(
 
 
 def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
-    """A step of a copy; a note if it fails."""
+    """Take a step of a copy of ``net`` under ``plan``; return a note if it fails."""
     with LocalSession(prepared.subject, 0.0, build=lambda: detached_copy(net)) as session:
         outcome = session.ask(CountJob(plan=plan, fake=False))
     if isinstance(outcome, Counted):

@@ -1,1 +1,1 @@
-"""What scripts call: each command of the shell, as a function of Python."""
+"""Functions for scripts: each command of the shell as a function of Python."""

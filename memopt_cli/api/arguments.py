@@ -1,4 +1,4 @@
-"""What the calls for live models are given, checked as the command line checks its flags."""
+"""Arguments of the calls for live models, checked as the command line checks its flags."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | str | Sequence[str]
 Loss = str | Callable[[Any], Tensor]
 """Called with the model's output; or the name of such a function, as for ``--loss``."""
 Optimizer = str | Callable[[nn.Module], torch.optim.Optimizer] | None
-"""What makes the optimizer of a model; or text as for ``--optimizer``: ``"adamw:fused"``."""
+"""Function that makes the optimizer of a model; or text as for ``--optimizer``: ``"adamw:fused"``."""
 Named = str | type[nn.Module]
 """A class of modules, or text as for ``--target``."""
 Lengths = str | os.PathLike[str] | Mapping[int, int] | Iterable[int]

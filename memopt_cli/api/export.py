@@ -15,7 +15,7 @@ from memopt_cli.text.units import counted
 
 
 def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
-    """A Python file that does what the plan does by ``torch.utils.checkpoint`` and selective policies alone.
+    """Return Python code that does what ``plan`` does by ``torch.utils.checkpoint`` and selective policies alone.
 
     ``plan``: one, or the path of its file.  What has no plain form (chunks, packing, an optimizer in backward) is left
     out, and named at the head of the file.  Raises :class:`UsageError` for what is no plan.
@@ -31,7 +31,7 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
 
 
 def _table(rows: Mapping[str, tuple[str, ...]]) -> str:
-    """Of constants, in the place of an empty one."""
+    """Return the code of a table with ``rows`` of constants, to stand in place of an empty one."""
     lines = (f"    {key!r}: {value!r},\n" for key, value in rows.items())
     return " = {\n" + "".join(lines) + "}" if rows else " = {}"
 

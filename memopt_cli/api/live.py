@@ -1,4 +1,4 @@
-"""What the commands do, for a model in memory: the same names, the same answers."""
+"""The commands for a model in memory, under their names and with their answers."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def frontier(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> Optimized:
-    """The plans between the fastest and the smallest, measured, as ``memopt optimize --frontier``.
+    """Find the plans between the fastest and the smallest, measured, as ``memopt optimize --frontier`` does.
 
     They are in ``summary.frontier``; ``memopt_cli.apply_plan(model, point.plan)`` takes one.  The model stays as it
     is.  ``max_slowdown``: ``None`` is 10 here.  Other arguments and errors are those of :func:`optimize`.

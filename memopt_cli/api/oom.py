@@ -20,7 +20,7 @@ from memopt_cli.training.step import is_out_of_memory
 
 @contextlib.contextmanager
 def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
-    """Within, an out-of-memory error leaves what explains it on the disk, and is raised as ever.
+    """Write what explains an out-of-memory error inside the block to the disk, and let the error go on.
 
     ``with memopt_cli.explain_oom(): train()``, or ``@memopt_cli.explain_oom()`` above a function.  ``path``: of the
     files, without their endings: ``.log`` has the traceback, and ``.snapshot.pickle``, on a GPU, who held what, by the
@@ -38,7 +38,7 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
 
 
 def _kept(error: Exception, base: Path) -> str:
-    """Writes the files; what to type, or why they could not be written."""
+    """Write the files of ``error``, and return the command to type, or why they could not be written."""
     try:
         files = _files(error, base)
         write_all({path: content(data) for path, (_, data) in files.items()}, force=True)

@@ -38,12 +38,12 @@ def checkpoint_segments(model: nn.Module) -> nn.Module:
 
 
 def _names_in(module: nn.Module) -> list[str]:
-    """Of its children, in their order; one that stands twice has two."""
+    """Return the names of the children of ``module`` in their order; one that stands twice has two."""
     return [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
 
 
 def _find(model: nn.Module, path: str) -> tuple[nn.Module, tuple[str, str] | None]:
-    """A module; or an nn.Sequential, with the first and the last of its layers that are one segment."""
+    """Find the module at ``path``; or an nn.Sequential, and its first and last layer that are one segment."""
     module, run = model, None
     for name in path.split(".") if path else ():
         first, _, last = name.partition("-")
@@ -104,7 +104,7 @@ def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 class _Buffers:
-    """Of some modules: the second run begins with what the first began with, and what it writes is forgotten."""
+    """Buffers of some modules: the second run begins with those of the first, and what it writes is dropped."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         inner = {part: None for module in modules for part in module.modules()}
@@ -139,7 +139,7 @@ class _Buffers:
 
 
 def _policy(kept: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """Keeps the outputs of these operators; of ``aten::addmm#2`` that of the second call in a run."""
+    """Return the policy that keeps the outputs of the operators ``kept``: ``aten::addmm#2`` is a run's second call."""
     calls: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

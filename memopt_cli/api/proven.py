@@ -85,7 +85,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 @contextlib.contextmanager
 def _off_the_last_step(model: nn.Module) -> Iterator[None]:
-    """Within, nothing that ``model`` keeps hangs on the graph of the step before; afterwards it does again.
+    """Detach, inside the block, what ``model`` keeps from the graph of the step before.
 
     The membranes of a network that was trained and not reset do, and the backward of the first step here would fail.
     """

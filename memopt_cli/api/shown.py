@@ -1,4 +1,4 @@
-"""What the commands return in Python: looks like the command's report where it is printed, and in a notebook."""
+"""Results of the commands in Python, which print as the command's report does, also in a notebook."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Optimized(Shown):
-    """What was found, as ``memopt optimize`` shows it."""
+    """Result of an optimization, shown as ``memopt optimize`` shows it."""
 
     result: OptimizeResult
 
@@ -103,7 +103,7 @@ class RanksRecommended(Shown):
 
     @property
     def fewest_ranks(self) -> int:
-        """Of those that were tried, the least on which the smallest batch fits."""
+        """Smallest number of ranks, of those that were tried, on which the smallest batch fits."""
         return self.result.fewest_ranks
 
     def _write(self, stream: TextIO) -> None:

@@ -135,7 +135,7 @@ def _prepared(
 
 
 def _refuse_hooks_on_gradients(name: str, model: nn.Module) -> None:
-    """What is compared is a copy, and PyTorch copies no hooks of parameters: gradients would be others."""
+    """Refuse ``model`` if its parameters have hooks: a copy is compared, to which PyTorch copies no such hooks."""
     hooked = next((path for path, parameter in model.named_parameters() if _hooks_of_others(parameter)), None)
     if hooked is not None:
         raise OptionError(

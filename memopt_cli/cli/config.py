@@ -25,17 +25,17 @@ _SAYS_NO_CODE = {
     *("LOW:HIGH", "METRIC:LIMIT", "N", "NAME", "NAME,...", "NAME=SIZE", "NAME=SIZE,...", "NORM", "RATIO", "SECONDS"),
     *("SPEC", None),
 }
-"""What ``--help`` calls the values of flags that name no code: a found file sets no others.  A model may be code, too:
-``package.module:callable``.  Where files are is looked at besides."""
+"""Names in ``--help`` of the values of flags that name no code: a file merely found sets no other flags. A model
+may be code, too (``package.module:callable``), and the places of files are checked besides."""
 
 
 _NAMES_FILE = {"FILE", "CARD|FILE"}
-"""Of those, what names a file that is read, or may."""
+"""Names among them of values that are, or may be, files to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """What a config file adds to the command line, beside the defaults of flags."""
+    """Settings that a config file adds to the command line, beside the defaults of flags."""
 
     path: str = ""
     """The file; empty if there is none."""

@@ -133,7 +133,7 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownOptions:
-    """What is printed, and where."""
+    """Options of what is printed, and how."""
 
     json: bool = False
     quiet: bool = False
@@ -150,7 +150,7 @@ class ShownOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadOptions:
-    """Of how many ranks one is predicted, and how the model is spread over them."""
+    """Options of a prediction for one rank of many: how many, and how the model is spread over them."""
 
     ranks: int | None = None
     parallel: str | None = None
@@ -340,4 +340,4 @@ _CALLBACKS: Final[dict[str, dict[str, Any]]] = {
     "help all": {"is_eager": True, "callback": show_all},
     "verbose": {"callback": _set_verbose},
 }
-"""Of options that act by themselves."""
+"""Kind of an option that acts by itself -> its callback, as typer takes it."""

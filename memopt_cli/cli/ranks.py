@@ -17,7 +17,7 @@ another lets all.  ``torchrun`` ends the others when one has ended, so that they
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the launcher says of this process."""
+    """Place of this process among those of its launcher."""
 
     rank: int
     ranks: int

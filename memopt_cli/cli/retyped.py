@@ -10,7 +10,7 @@ from memopt_cli.text.documents import quoted_flag
 
 
 def typed_flags(context: typer.Context, *, leave_out: Container[str]) -> tuple[str, ...]:
-    """As they can be typed again, less the parameters that are left out."""
+    """Return the flags of ``context`` as they can be typed again, without the parameters in ``leave_out``."""
     return tuple(_typed(context, leave_out))
 
 

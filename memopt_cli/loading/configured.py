@@ -46,7 +46,7 @@ def _by_transformers(module: nn.Module) -> tuple[TensorSpec, ...]:
 
 
 def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
-    """What the head of ``module`` is told, so that it returns a loss; nothing where that is not known."""
+    """Return the labels with which the head of ``module`` returns a loss; none where they are not known."""
     kind, labels = type(module).__name__, getattr(config, "num_labels", None)
     if "labels" not in inspect.signature(module.forward).parameters:
         return ()

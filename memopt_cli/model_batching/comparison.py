@@ -47,7 +47,7 @@ at most the first of these three."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteTrial:
-    """What was found out about one route."""
+    """Result of trying one route."""
 
     name: RouteName
     refused: str = ""

@@ -153,7 +153,7 @@ class MemOptSummary:
     plan: Plan | None = None
     verification: Verification | None = None
     advice: BatchAdvice | BatchEstimate | None = None
-    """Of the batch that fits, by runs or by dry runs alone; ``None``: it was not looked for, or a note says why not."""
+    """Batch that fits, by runs or by dry runs alone; ``None`` if it was not looked for, or a note says why not."""
     model_format: str = ""
     spent_s: float = 0.0
     """Wall time of the whole optimization."""

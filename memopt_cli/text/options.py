@@ -40,18 +40,18 @@ class Option:
     help: str
     group: str = OTHERS
     takes: str | None = None
-    """What help calls its value; ``None``: a switch."""
+    """Name of its value in help; ``None`` for a switch."""
     kind: Kind | str | None = None
-    """What it takes: a kind of value for both surfaces, or the name of a check of the command line's own
-    (:mod:`memopt_cli.cli.values`); ``None``: any text, or what the type of the parameter says."""
+    """Kind of value for both surfaces, or the name of a check of the command line alone (:mod:`memopt_cli.cli.values`);
+    ``None`` for any text, or what the type of the parameter says."""
     default: str = ""
-    """What help says of the default where the value does not tell."""
+    """Default in words, for help, where the value does not tell."""
     flags: tuple[str, ...] = ()
-    """On the command line, where the name does not tell."""
+    """Flags on the command line, where the name does not tell."""
     common: bool = False
-    """On the first screen of help; the rest is behind ``--help-all``."""
+    """Whether it is on the first screen of help; the rest is behind ``--help-all``."""
     python: str | None = None
-    """What does it in Python; ``None``: an argument of the same name, empty: nothing."""
+    """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none."""
 
 
 _SECONDS = Real(0, LONGEST_S, unit="seconds")

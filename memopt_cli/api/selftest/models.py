@@ -20,7 +20,7 @@ class Attention(nn.Module):
         self.to_heads, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``x``."""
+        """Return a tensor of the shape of ``x``."""
         batch, length, _ = x.shape
         heads = self.to_heads(x).view(batch, length, 3, 4, _WIDTH // 4)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -38,7 +38,7 @@ class TransformerBlock(nn.Module):
         self.norm2, self.up, self.down = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 256), nn.Linear(256, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``x``."""
+        """Return a tensor of the shape of ``x``."""
         x = x + self.attention(self.norm1(x))
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1, self.training)
 
@@ -52,7 +52,7 @@ class ConvolutionBlock(nn.Module):
         self.conv2, self.norm2 = nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1), nn.BatchNorm2d(_CHANNELS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``x``."""
+        """Return a tensor of the shape of ``x``."""
         y = torch.relu(self.norm1(self.conv1(x)))
         return torch.relu(x + self.norm2(self.conv2(y)))
 
@@ -65,7 +65,7 @@ class SpikingLayer(nn.Module):
         self.weight = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``x``."""
+        """Return a tensor of the shape of ``x``."""
         potential, spikes = torch.zeros_like(x[0]), []
         for current in self.weight(x):
             potential = 0.8 * potential + current
@@ -78,7 +78,7 @@ class SpikingLayer(nn.Module):
 
 @functools.cache
 def _side_of(device: torch.device) -> torch.cuda.Stream:
-    """A stream beside the current one, always the same: cuBLAS keeps workspace for each that it has run on."""
+    """Return one stream beside the current one for all calls: cuBLAS keeps workspace for each that it ran on."""
     return torch.cuda.Stream(device)
 
 
@@ -90,7 +90,7 @@ class TwoStreams(nn.Module):
         self.here, self.there = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``x``."""
+        """Return a tensor of the shape of ``x``."""
         if not x.is_cuda:
             return x + torch.tanh(self.here(x)) + torch.tanh(self.there(x))
         side, main = _side_of(x.device), torch.cuda.current_stream(x.device)

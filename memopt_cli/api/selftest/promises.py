@@ -51,9 +51,9 @@ _MAX_SLOWDOWN = 50.0
 GPU took minutes."""
 _TIMEOUT_S = 120.0
 _MEMORY = 64 * 2**20
-"""What a recommended batch is to fit into on the CPU."""
+"""Bytes into which a recommended batch must fit on the CPU."""
 _GPU_MEMORY = 8 * _MEMORY
-"""The same on a GPU, where cuBLAS may keep 64 MiB."""
+"""Bytes into which a recommended batch must fit on a GPU, where cuBLAS may keep 64 MiB."""
 _GPU_SAMPLES = 16
 """So many times the batch of the CPU, for a plan to save more than a few per cent of what libraries keep."""
 
@@ -142,7 +142,7 @@ def selftest(device: str, *, progress: Progress) -> SelftestReport:
 
 
 def _tests(device: str) -> Iterator[tuple[_Case, _Test]]:
-    """What is run, and what yields the rows of it."""
+    """Yield the cases for ``device``, each with the test that yields its rows."""
     for case in _PLANNED:
         if device != "cpu":
             case = replace(case, dims={**case.dims, "B": _GPU_SAMPLES * case.dims["B"]})
@@ -206,7 +206,7 @@ def _text_of(peak: int | str) -> str:
 
 
 def _compared(case: _Case, promise: str, predicted: int | str, measured: int | str) -> SelftestRow:
-    """Of bytes, or why they are not known: then it does not hold."""
+    """Compare bytes; where ``predicted`` or ``measured`` says why they are not known, the promise does not hold."""
     holds = False
     if isinstance(predicted, int) and isinstance(measured, int):
         holds = abs(predicted - measured) <= max(_CLOSE * measured, LEAST_BYTES)
@@ -218,7 +218,7 @@ def _compared(case: _Case, promise: str, predicted: int | str, measured: int | s
 
 
 def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
-    """Of a step with an optimizer: measured, and predicted on tensors without data."""
+    """Compare the phases of a step with an optimizer, measured and predicted on tensors without data."""
     with _prepared(case, device).session() as session:
         outcome = measurement_in(session.ask(MeasureJob(plan=ORIGINAL)))
         counted = required(session.ask(CountJob(plan=ORIGINAL, fake=True)), "without data it could not be run: ")
@@ -245,7 +245,7 @@ def _repeated(case: _Case, device: str) -> Iterator[SelftestRow]:
 
 
 def _measured(prepared: Prepared) -> Measurement | Failure:
-    """A step in a subprocess of its own."""
+    """Measure a step in a subprocess of its own."""
     return measurement_in(prepared.ask(MeasureJob(plan=ORIGINAL)))
 
 

@@ -27,7 +27,7 @@ class Call:
     args: Any
     """For each positional argument, nested as the arguments are: whether it is batched; ``None`` for a constant."""
     kwargs: Any
-    """The same for each keyword argument, by name."""
+    """For each keyword argument, by name: whether it is batched; ``None`` for a constant."""
 
     def mapped(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with ``args`` and ``kwargs`` under ``vmap``."""
