@@ -395,22 +395,51 @@ class CostModel:
         return set(self.trace.ops[born].reads) if born >= 0 else set()
 
 
-def _timed_alike(trace: StepTrace) -> list[float]:
-    """Return the seconds of every operator: the median of those that do the same on equal sizes.
-
-    Each was timed only once, perhaps with cold caches or while the machine did something else.
-    """
+def _kinds(trace: StepTrace) -> list[tuple[object, ...]]:
+    """Return for every operator a key that it shares with those that do the same on equal sizes."""
 
     def kind(op: OpTrace) -> tuple[object, ...]:
         tensors = (tuple(trace.storages[index].nbytes for index in held) for held in (op.reads, op.makes))
         return (op.name, op.phase, op.flops, *tensors)
 
-    kinds = [kind(op) for op in trace.ops]
-    alike: dict[tuple[object, ...], list[OpTrace]] = defaultdict(list)
-    for op, key in zip(trace.ops, kinds, strict=True):
-        alike[key].append(op)
-    medians = {key: statistics.median(op.seconds for op in ops) for key, ops in alike.items()}
-    return [medians[key] for key in kinds]
+    return [kind(op) for op in trace.ops]
+
+
+def _median_times(trace: StepTrace, kinds: Sequence[tuple[object, ...]]) -> dict[tuple[object, ...], float]:
+    """Return the median seconds of each of the ``kinds`` of operators in ``trace``.
+
+    Each operator was timed only once, perhaps with cold caches or while the machine did something else.
+    """
+    alike: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    for op, kind in zip(trace.ops, kinds, strict=True):
+        alike[kind].append(op.seconds)
+    return {kind: statistics.median(seconds) for kind, seconds in alike.items()}
+
+
+def _timed_alike(trace: StepTrace) -> list[float]:
+    """Return the seconds of every operator of ``trace``: the median of its kind."""
+    kinds = _kinds(trace)
+    medians = _median_times(trace, kinds)
+    return [medians[kind] for kind in kinds]
+
+
+def timed_like(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
+    """Return ``trace`` with the times that its operators had in ``first``, and its step time over that of ``first``.
+
+    Two recordings of steps that differ in a few operators are seconds apart, and a machine may be half as fast in one of
+    them: the sums of their times would then say that the whole step became faster or slower.  An operator that both
+    run has the median time of its kind in ``first``; the others are scaled by what the common ones take there.
+    """
+    medians, kinds = _median_times(first, _kinds(first)), _kinds(trace)
+    common = [(medians[kind], op.seconds) for op, kind in zip(trace.ops, kinds, strict=True) if kind in medians]
+    theirs_s, own_s = (sum(seconds) for seconds in zip(*common, strict=True)) if common else (0.0, 0.0)
+    speed = theirs_s / own_s if theirs_s and own_s else 1.0
+    ops = tuple(
+        replace(op, seconds=medians.get(kind, speed * op.seconds)) for op, kind in zip(trace.ops, kinds, strict=True)
+    )
+    timed = replace(trace, ops=ops)
+    before_s, after_s = sum(_timed_alike(first)), sum(_timed_alike(timed))
+    return timed, after_s / before_s if before_s and after_s else 1.0
 
 
 def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec: CompressorName) -> dict[int, int]:

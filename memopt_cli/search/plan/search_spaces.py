@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepTrace
+from memopt_cli.search.plan.cost_model import timed_like
 from memopt_cli.search.plan.improvements import Improvements
 from memopt_cli.search.plan.interface import NotTried, Probes
 from memopt_cli.search.plan.levels import CHUNKS, NESTED, allowed_at
@@ -180,8 +181,7 @@ class SearchSpaces:
         return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
 
     def _headed_by(self, found: Plan, trace: StepTrace) -> SearchSpace:
-        seconds = [sum(op.seconds for op in step.ops) for step in (self._trace, trace)]
-        slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
+        trace, slowdown = timed_like(trace, self._trace)
         proposals = Proposals(trace, self._tick, heads=heads_of(found), slowdown=slowdown)
         for plan in (found, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt_cli.records import Plan, SegmentPlan, StepSettings, StepTrace
+from memopt_cli.records import OpTrace, Plan, SegmentPlan, StepSettings, StepTrace
+from memopt_cli.search.plan.cost_model import timed_like
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.loss_heads import loss_heads, with_heads
 from memopt_cli.training.apply import apply_plan, remove_plan
@@ -215,3 +216,18 @@ def test_feed_forward_blocks_run_in_chunks_where_heads_no_longer_stand_at_the_pe
     checked = verify(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=8, full_size=True)
     assert checked.passed, checked
     assert checked.tolerance == 1e-9
+
+
+def test_a_machine_that_is_faster_in_the_second_recording_does_not_make_the_head_faster() -> None:
+    """All operators took half as long in the second recording, in which the head ran twice as many of its own."""
+
+    def step(head: Sequence[str], seconds: float) -> StepTrace:
+        names = ("aten::mm", "aten::add", *head)
+        ops = tuple(OpTrace(name=name, module="", phase="forward", seconds=seconds) for name in names)
+        return StepTrace(modules=(), tensor_peak_bytes=0, resident_bytes=0, batch=1, ops=ops)
+
+    first, second = step(["aten::softmax"], 1.0), step(["aten::chunk", "aten::chunk"], 0.5)
+    timed, slowdown = timed_like(second, first)
+    assert [op.seconds for op in timed.ops] == [1.0] * 4
+    assert slowdown == 4 / 3
+    assert timed_like(step([], 0.0), step([], 0.0))[1] == 1.0
