@@ -35,7 +35,7 @@ from memopt_cli.runtime.learned import Learned
 from memopt_cli.runtime.lengths import at_length, present_length
 from memopt_cli.runtime.module_state import name_of
 from memopt_cli.runtime.noise import noise_since
-from memopt_cli.runtime.private_torch import forbids_hooks, memory_of, next_node, not_compiled
+from memopt_cli.runtime.private_torch import forbids_hooks, is_of_transform, memory_of, next_node, not_compiled
 from memopt_cli.runtime.running import outermost_turn, recomputing, taking_turns
 from memopt_cli.runtime.samples import agrees, glance, is_alike, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
@@ -201,7 +201,8 @@ class SegmentRun:
 
     def _last_activation(self) -> int | None:
         """Return the place of the tensor that is compared in every call; ``None`` if there is none to look at."""
-        parameters = {memory_of(p) for p in self._module.parameters() if type(p) is nn.Parameter}
+        own = (p for p in self._module.parameters() if type(p) is nn.Parameter and not is_of_transform(p))
+        parameters = set(map(memory_of, own))
         for place in sorted(self._samples, reverse=True):
             saved = self._refs[place]()
             tensor = None if saved is None else saved.tensor

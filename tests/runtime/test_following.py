@@ -587,6 +587,26 @@ def test_a_parameter_that_a_mapped_forward_left_behind(config: SegmentConfig) ->
     assert equal(gradients(model), gradients(optimized))
 
 
+def test_a_parameter_that_a_mapped_part_leaves_in_a_segment() -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Adding()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(self.inner, randomness="different")(x)
+
+    model, optimized = pair(Mapped(), PLAIN)
+    x = torch.ones(2, 3, 4)
+    outputs = []
+    for net in (model, optimized):
+        torch.manual_seed(0)
+        outputs.append(net(x))
+        outputs[-1].sum().backward()
+    assert torch.equal(*outputs)
+    assert torch.equal(model.inner.layer.weight.grad, optimized.inner.layer.weight.grad)
+
+
 def test_gradients_of_functions_in_what_is_packed_are_told() -> None:
     model = nn.Sequential(Mapping("grad"))
     install_segment(model, PACKED)
