@@ -123,10 +123,12 @@ class LIF(Neuron):
             self.receive(y)
         spikes = self.get_spike()
         drop = self.V_th - self.V_reset if self.spk_reset == "soft" else self.v.detach() - self.V_reset
-        v = self.v - drop * spikes
-        leaked = self.decay * v if self.V_rest == 0 else self.V_rest + self.decay * (v - self.V_rest)
-        self.v = leaked + self.take_projected(self.v)
+        self.v = self._leaked(self.v - drop * spikes) + self.take_projected(self.v)
         return self.get_spike()
+
+    def _leaked(self, v: Tensor) -> Tensor:
+        # A name for ``v`` in the caller would keep its tensor until the end of the step.
+        return self.decay * v if self.V_rest == 0 else self.V_rest + self.decay * (v - self.V_rest)
 
 
 def decay_of(tau: float) -> float:
