@@ -426,9 +426,9 @@ def _timed_alike(trace: StepTrace) -> list[float]:
 def timed_like(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
     """Return ``trace`` with the times that its operators had in ``first``, and its step time over that of ``first``.
 
-    Two recordings of steps that differ in a few operators are seconds apart, and a machine may be half as fast in one of
-    them: the sums of their times would then say that the whole step became faster or slower.  An operator that both
-    run has the median time of its kind in ``first``; the others are scaled by what the common ones take there.
+    Two recordings of steps that differ in a few operators are seconds apart, and a machine may be half as fast in one:
+    the sums of their times would then say that the whole step became faster or slower.  An operator that both run has
+    the median time of its kind in ``first``; the others are scaled by what the common ones take there.
     """
     medians, kinds = _median_times(first, _kinds(first)), _kinds(trace)
     common = [(medians[kind], op.seconds) for op, kind in zip(trace.ops, kinds, strict=True) if kind in medians]
