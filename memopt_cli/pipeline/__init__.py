@@ -1,4 +1,4 @@
-"""What each command does, stage by stage.  The only place that knows the order."""
+"""The stages of each command, in order; no other package knows that order."""
 
 from memopt_cli.pipeline.batches.fastest import recommend_fastest
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks

@@ -1,4 +1,4 @@
-"""A measurement that gave no numbers, where the command cannot go on without: the error that says why."""
+"""Errors for measurements that failed, where the command cannot go on without their numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Found = TypeVar("Found")
 
 
 def required(found: Found | Failure, context: str = "") -> Found:
-    """What was found.  Raises as :func:`raise_failure` where that is a failure."""
+    """Return ``found``, or raise its error, as :func:`raise_failure` does, if it is a failure."""
     if isinstance(found, Failure):
         raise_failure(found, context)
     return found
 
 
 def raise_failure(failure: Failure, context: str = "") -> NoReturn:
-    """Raise the error that a failed measurement means to the user, ``context`` in front of its message."""
+    """Raise ``failure`` as an error for the user, with ``context`` in front of its message."""
     if isinstance(failure, StepFailed):
         kinds: dict[int, type[MemoptError]] = {kind.exit_code: kind for kind in (UsageError, UnsafeFileError)}
         raise kinds.get(failure.exit_code, StepError)(context + failure.message, hint=failure.hint)

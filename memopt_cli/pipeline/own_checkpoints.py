@@ -1,4 +1,4 @@
-"""Plans for models that checkpoint by themselves: searched without that, and held against it."""
+"""Models that checkpoint by themselves: plans are searched with that turned off, and compared with it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from memopt_cli.text.units import counted, format_bytes, format_seconds, format_
 
 
 def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Prepared:
-    """Return the same model with its own checkpointing off, if it has any that an attribute turns off.
+    """Return the model with its own checkpointing off, if it has any that an attribute turns off.
 
-    A step without data tells whether it checkpoints: attributes of such names may stand for something else.  A note
-    says so, and what the step takes with that on, unless nothing is to be run (``measures``).
+    The name of an attribute proves nothing, so a step without data shows whether the model checkpoints.  A note says
+    so, and if ``measures``, what the step takes with checkpointing on.
     """
     source, switches = prepared.subject.source, prepared.facts.checkpoint_switches
     if not switches or not source.own_checkpoints:
@@ -36,7 +36,7 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
 
 
 def _taken(prepared: Prepared) -> str:
-    """Say what the step takes as the model came."""
+    """Say what the step takes with the model's own checkpointing on."""
     prepared.progress.stage("measuring the step with the model's own checkpoints")
     found = prepared.ask(MeasureJob(plan=ORIGINAL))
     if not isinstance(found, Measured):

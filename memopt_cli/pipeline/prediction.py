@@ -1,4 +1,4 @@
-"""What one rank of many needs, predicted in a process of its own: process groups are global."""
+"""Predictions of what one rank of many needs, each in a subprocess, since process groups are global."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from memopt_cli.records import DeviceProfile, Layout, Plan, RankPrediction, pred
 
 
 def without_data(opening: Opening, layout: Layout) -> Opening:
-    """The same model and step as they are predicted: on the CPU, the parameters never allocated.
+    """Return ``opening`` as it is predicted for ``layout``: on the CPU, with parameters that are never allocated.
 
-    Raises :class:`UsageError` for another device, and for a model that has parameters already.
+    Raises :class:`UsageError` for a GPU, and for a model whose parameters exist already.
     """
     location, device = opening.source.location, opening.settings.device
     if not is_factory(location):
@@ -38,7 +38,7 @@ def without_data(opening: Opening, layout: Layout) -> Opening:
 def predicted_ranks(
     prepared: Prepared, layout: Layout, plan: Plan, *, rank: int | None = None, card: DeviceProfile | None = None
 ) -> Iterator[tuple[Session, tuple[RankPrediction, ...]]]:
-    """Predictions of a rank, or else of the first and the last, and a session of the first of them that is largest.
+    """Predict ``rank``, or if ``None`` the first and the last; yield the session of the largest, and the predictions.
 
     Raises :class:`MemoptError`.
     """
@@ -56,5 +56,5 @@ def predicted_ranks(
 
 
 def predict(session: Session, layout: Layout, rank: int, plan: Plan) -> RankPrediction:
-    """The step of the rank that a session is.  Raises :class:`MemoptError`."""
+    """Predict the step of ``rank``, for which ``session`` was opened.  Raises :class:`MemoptError`."""
     return predicted(required(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)

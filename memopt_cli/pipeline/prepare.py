@@ -1,4 +1,4 @@
-"""What every command that runs a step does first: find the device, the model and its inputs."""
+"""The first stage of every command that runs a step: find the device, the model and its inputs."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class Prepared:
     subject: Subject
     facts: ModelFacts
     notes: tuple[str, ...]
-    """What the user should know of how it was loaded and what it is fed."""
+    """Sentences for the user on how the model was loaded and which inputs its step gets."""
     open_session: Callable[[Subject, float], Session] | None = None
-    """Opens a session that is no subprocess."""
+    """A function that opens a session in this process; `None`: sessions are subprocesses."""
     carried: Plan = ORIGINAL
-    """The plan that the file carries; it is taken off the loaded model."""
+    """The plan that the file carries; the loaded model is without it."""
     timeout_s: float = 600.0
-    """Of each answer of a session."""
+    """The longest wait for one answer of a session, in seconds."""
     progress: Progress = field(default_factory=Progress)
-    """Is told what is done with it."""
+    """The display of the stages that the model goes through."""
 
     def without_carried(self, note: str) -> Prepared:
-        """The same where it does not matter that the file carries a plan, which ``note`` says, if it does."""
+        """Return the model with no carried plan; ``note`` tells the user, if the file carries one."""
         if self.carried == ORIGINAL:
             return self
         self.progress.note(note)
@@ -63,52 +63,55 @@ class Prepared:
 
     @property
     def batch(self) -> int:
-        """Batch size of the inputs."""
+        """Batch size of the inputs, in samples."""
         assert self.facts.batch is not None, "they were asked for"
         return self.facts.batch
 
     def session(self, data: Data = "full size") -> Session:
-        """A fresh profiling subprocess; ``data`` bounds what it may run."""
+        """Open a fresh profiling subprocess; ``data`` bounds the steps that it may run."""
         return (self.open_session or Session)(replace(self.subject, data=data), self.timeout_s)
 
     def ask(self, job: Job[Answer], data: Data = "full size") -> Answer | Failure:
-        """The answer to a job, in such a subprocess of its own."""
+        """Return the answer to ``job`` from a profiling subprocess that is opened for it alone."""
         with self.session(data) as session:
             return session.ask(job)
 
     def at(self, batch: int) -> Prepared:
-        """The same with inputs of another batch size.  Raises :class:`UsageError` where they have one alone."""
+        """Return the model with inputs of batch size ``batch``.
+
+        Raises :class:`UsageError` where the batch of the inputs is fixed.
+        """
         spec = with_batch(self.subject.spec, batch) if batch != self.batch else self.subject.spec
         facts = replace(self.facts, batch=batch, spec=spec)
         return replace(self, subject=replace(self.subject, spec=spec), facts=facts)
 
     def sized(self, symbol: str, size: int) -> Prepared:
-        """The same with another size of a dimension that is not the batch."""
+        """Return the model with inputs whose dimension ``symbol``, which is not the batch, has ``size``."""
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, symbol: size})
         return replace(self, subject=replace(self.subject, spec=spec), facts=replace(self.facts, spec=spec))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening(StepRequest):
-    """How a model is to be found, and what is to be known of it."""
+    """A request to open a model: where it is, its step, and the checks to make while it is loaded."""
 
     settings: StepSettings
     plan: Plan = ORIGINAL
-    """One that is to suit the model."""
+    """A plan that must fit the model; the original's plan fits every model."""
     replicas: bool = False
-    """Copies of it are to be trained as one."""
+    """Whether copies of the model are to be trained together (``--replicas``)."""
     data: Data = "full size"
 
 
 def opening_of(request: StepRequest, settings: StepSettings) -> Opening:
-    """Of a command's model, what every command says of it."""
+    """Return the opening that ``request`` describes, with the step of ``settings``."""
     return Opening(source=request.source, spec=request.spec, settings=settings, timeout_s=request.timeout_s)
 
 
 def recorded_here(settings: StepSettings, card: DeviceProfile | None) -> StepSettings:
-    """The settings of a step that is recorded for a card of ``--for``, which is done on the CPU.
+    """Return ``settings`` on the CPU, where a step is recorded for a ``card`` of ``--for``; unchanged without a card.
 
-    Raises :class:`UsageError` for a device of its own.
+    Raises :class:`UsageError` where the settings name a GPU as well.
     """
     if card is None:
         return settings
@@ -121,23 +124,23 @@ def recorded_here(settings: StepSettings, card: DeviceProfile | None) -> StepSet
 
 
 def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:
-    """What a plan says of the inputs, as far as it is data; ``None`` if that is nothing.
+    """Return the part of ``spec``, read from a plan, that is data: shapes and sizes; ``None`` if it has none.
 
-    Code, and files of inputs, the command line alone may name: a plan may have come with the model.
+    Only the command line may name code or input files: a plan may have been downloaded with its model.
     """
     return InputSpec(tensors=spec.tensors, dims=spec.dims, source=source) if spec.tensors else None
 
 
 def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
-    """Load the model in a subprocess, without the plan that it may carry, and find its inputs and its device.
+    """Load the model of ``opening`` in a subprocess, without the plan that it may carry; find its inputs and device.
 
-    What the user vouches for when asked goes to later subprocesses too.  Raises :class:`MemoptError`.
+    Names that the user allows when ``ask`` asks are allowed in later subprocesses too.  Raises :class:`MemoptError`.
     """
     return prepare_with_plan(opening, progress=progress, ask=ask).without_carried(TAKEN_OFF)
 
 
 def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
-    """The same for a command that runs the step as the file says, under the plan that it carries."""
+    """Load the model of ``opening`` as :func:`prepare` does, and keep the plan that its file carries."""
     progress.stage("loading")
     settings = replace(opening.settings, device=resolve_device(opening.settings.device))
     job = DescribeJob(spec=opening.spec, plan=opening.plan, replicas=opening.replicas)
@@ -160,7 +163,7 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
 
 
 def _refuse_settings(settings: StepSettings, location: str) -> None:
-    """A step of one's own does all of it itself."""
+    """Raise :class:`UsageError` for options that the user's own step, at ``location``, decides itself."""
     given = {
         "--precision": settings.precision != "stored",
         "--loss": settings.loss is not None,
@@ -176,9 +179,10 @@ def _refuse_settings(settings: StepSettings, location: str) -> None:
 def open_model(
     source: ModelSource, job: DescribeJob, timeout_s: float, *, ask: Ask | None, data: Data = "full size"
 ) -> tuple[ModelSource, ModelFacts]:
-    """What a subprocess that loads the model tells of it, and the source with what the user vouched for when asked.
+    """Load the model of ``source`` in a subprocess; return the source with its file hashes, and the model's facts.
 
-    Whoever loads it from there later finds the same files, or a :class:`ChangedFileError`.
+    The source also gains the names that the user allowed when asked.  Loading from it later finds the same files, or
+    raises :class:`ChangedFileError`.
 
     Raises :class:`MemoptError`.
     """
@@ -194,10 +198,10 @@ def open_model(
 
 
 def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[BinaryIO], None]:
-    """Return a function that writes the model with a ``plan`` to a named file, as a fresh subprocess sends it.
+    """Return a function that writes the model of ``source`` with ``plan`` to an open file.
 
-    In that subprocess the model was loaded, by PyTorch's own code as well, and a plan installed.  It is not believed:
-    another one, which makes nothing of either file, looks at what was written.
+    A fresh subprocess loads the model, installs the plan and sends the bytes.  Since a hostile model may have taken
+    that subprocess over, a second one, which never loads either file, compares what was written with the source.
     """
 
     def save(file: BinaryIO) -> None:
@@ -223,7 +227,7 @@ def turned_off(prepared: Prepared) -> tuple[str, ...]:
 
 
 def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
-    """Say that what read a model of that format does not read the optimized one at ``path``; nothing if it does."""
+    """Warn that the usual reader of ``model_format`` cannot read the optimized model at ``path``; empty if it can."""
     reader = _READERS.get(model_format)
     if reader is None:
         return ()
@@ -231,16 +235,16 @@ def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
 
 
 _READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
-"""Format of a model's file -> what a script reads it with, where that reads no pickled modules."""
+"""Format of a model's file -> the function that scripts read it with, where that cannot read pickled modules."""
 
 
 def file_header(prepared: Prepared) -> FileHeader:
-    """Where a file that is written now comes from."""
+    """Return the header of a file that is written now about ``prepared``."""
     return header_of(prepared.subject, prepared.facts.sha256)
 
 
 def header_of(subject: Subject, sha256: str | None) -> FileHeader:
-    """The same of a model that need not be prepared here; ``sha256``: of its file, if it has one."""
+    """Return the header of a file about ``subject``; ``sha256``: of the model's file, if it has one."""
     return FileHeader(
         schema_version=SCHEMA_VERSION,
         memopt=__version__,
@@ -254,7 +258,7 @@ def header_of(subject: Subject, sha256: str | None) -> FileHeader:
 
 
 def inputs_note(spec: InputSpec) -> str:
-    """What the step is fed and who said so, a guess above all."""
+    """Describe the inputs in ``spec`` and where they come from, so that a guess shows as one."""
     inputs = ", ".join(map(format_tensor, spec.tensors)) or spec.data_file or spec.script
     sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())
     batch = "; dimension 0 is taken as the batch" if spec.tensors and BATCH not in spec.dims else ""

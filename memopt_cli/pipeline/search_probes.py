@@ -1,4 +1,4 @@
-"""What a search for a plan asks of a profiling subprocess: every question once, and none when the search is over."""
+"""The questions of a search to a profiling subprocess: each is asked once, and none after the time limit."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from memopt_cli.text.units import counted, format_bytes
 Answer = TypeVar("Answer")
 
 _MORE = 0.2
-"""Share of the time limit in which another plan is looked for where the step of one that was found takes too long."""
+"""The share of the time limit that a search gets on top, at least, where a plan turns out too slow."""
 
 
 class SearchProbes:
-    """Jobs for a search; what was asked before is answered from memory."""
+    """A cache of answers to jobs, with the time limit of the search."""
 
     def __init__(self, session: Callable[[], Session], *, limit_s: float | None) -> None:
         self._session = session
         self._limit_s = limit_s
         self._ends = time.monotonic() + (math.inf if limit_s is None else limit_s)
         self.over = ""
-        """Why something was not tried any more; empty if all was that was asked."""
+        """Why some jobs were not tried; empty if all were."""
         self._ended = False
         self._answers: dict[Job[object], object] = {}
 
     def left(self) -> Span | None:
-        """How long the search may go on; ``None``: as long as it takes."""
+        """Return the time that is left to the search; ``None``: no limit."""
         if self._ended:
             return Span(0.0, is_limit=True)
         return None if self._limit_s is None else Span(max(0.0, self._ends - time.monotonic()), is_limit=True)
 
     def prolong(self) -> None:
-        """Go on for a part of the time limit at least, to look for another plan; not where the search was ended."""
+        """Leave the search at least a part of its time limit to look for another plan, unless it was ended."""
         if self._limit_s is not None:
             self._ends = max(self._ends, time.monotonic() + _MORE * self._limit_s)
 
     def late(self) -> bool:
-        """Whether the search is over: by its time limit, or because it was ended."""
+        """Tell whether the search is over, by its time limit or because it was ended."""
         is_late = time.monotonic() >= self._ends
         if is_late and not self.over:
             self.over = f"the search was ended after {self._limit_s:.3g} s (--search-time)"
         return is_late or self._ended
 
     def end(self, reason: str) -> None:
-        """Nothing more is tried."""
+        """End the search for ``reason``: from now on only answers from the cache are given."""
         self.over = reason
         self._ended = True
 
     def ask(self, job: Job[Answer]) -> Answer | Failure | NotTried:
-        """The answer to a job, which runs at most once."""
+        """Return the answer to ``job``, which runs at most once, and not after the time limit."""
         return NotTried(reason=self.over) if job not in self._answers and self.late() else self.ask_late(job)
 
     def ask_late(self, job: Job[Answer]) -> Answer | Failure | NotTried:
-        """The same, of a job that does not belong to the search, and does not wait for its time; only for its end."""
+        """Return the answer to ``job`` even after the time limit, but not once the search was ended."""
         if job not in self._answers:
             if self._ended:
                 return NotTried(reason=self.over)
@@ -70,23 +70,23 @@ class SearchProbes:
         return answer
 
     def chunking(self, path: str, *, allow_inexact: bool) -> ChunkRule | Refused:
-        """How the module at a path may run in chunks, if it may."""
+        """Return how the module at ``path`` may run in chunks, or why it may not."""
         return _rule_in(self.ask(ChunkingJob(path=path, allow_inexact=allow_inexact)))
 
     def improved(self, original: Counted) -> bool:
-        """Whether a plan was tried that lowers the peak."""
+        """Tell whether a plan was tried that lowers the peak of the ``original``."""
         counted = (found for found in self._answers.values() if isinstance(found, Counted))
         return any(found.allocated_peak_bytes < original.allocated_peak_bytes for found in counted)
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Paths of the modules that may not run in chunks, and why."""
+        """Path of a module that may not run in chunks -> why."""
         asked = ((job.path, _rule_in(found)) for job, found in self._answers.items() if isinstance(job, ChunkingJob))
         return {path: rule.reason for path, rule in asked if isinstance(rule, Refused)}
 
 
 def _rule_in(answer: object) -> ChunkRule | Refused:
-    """How a module may run in chunks, by the answer to a :class:`ChunkingJob`: a failure is a refusal."""
+    """Return how a module may run in chunks by the ``answer`` to a :class:`ChunkingJob`; a failure is a refusal."""
     match answer:
         case ChunkingFound(rule=rule):
             return rule
@@ -98,9 +98,9 @@ def _rule_in(answer: object) -> ChunkRule | Refused:
 def planner_probes(
     probes: SearchProbes, original: Counted, progress: Progress, *, fake: bool, allow_inexact: bool
 ) -> Probes:
-    """What a planner may ask, with its progress shown.
+    """Return the questions that a planner may ask, which show its progress.
 
-    ``fake``: of tensors without data; ``allow_inexact``: chunks that differ by their batch statistics alone will do.
+    ``fake``: on tensors without data.  ``allow_inexact``: allow chunks that only change batch statistics.
     """
     reporter = _Reporter(progress, original.allocated_peak_bytes)
 
@@ -122,7 +122,7 @@ def planner_probes(
 
 
 class _Reporter:
-    """Tells progress what is tried, and the least peak so far: ``8 segments: 341.7 MiB, the least so far · 12``."""
+    """Progress of a search, with the least peak so far: ``8 segments: 341.7 MiB, the least so far · 12``."""
 
     def __init__(self, progress: Progress, start_bytes: int) -> None:
         self._progress = progress
@@ -130,11 +130,11 @@ class _Reporter:
         self._tried = 0
 
     def report(self, text: str) -> None:
-        """Tell what is tried next, which takes a while."""
+        """Show ``text``, what is tried next."""
         self._progress.update(self._tried, None, f"{text}; {self._least}")
 
     def counted(self, plan: Plan, found: Counted | Failure | NotTried) -> Counted | Failure | NotTried:
-        """Tell what became of a plan, if it was tried; the same."""
+        """Show the peak of ``plan``, if it was tried, and return ``found``."""
         if not isinstance(found, NotTried):
             self._tried += 1
             tried = counted(len(plan.segments), "segment") + (", saved tensors packed" if plan.packed else "")

@@ -1,4 +1,4 @@
-"""A profiling subprocess that lives across jobs, and the next one where a job ended it."""
+"""A profiling subprocess for several jobs, replaced by a fresh one whenever a job ends it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _RESTARTED = "A profiling subprocess died; restarted."
 
 
 class Sessions(contextlib.ExitStack):
-    """Called, it gives the session that answers; all of them are closed at the end."""
+    """A context manager whose call returns a live session; it closes all of them at the end."""
 
     def __init__(self, prepared: Prepared, data: Data, notes: list[str]) -> None:
-        """``data``: what steps may be run on; ``notes`` are told where a job has ended a subprocess."""
+        """Set up sessions of ``prepared`` for steps on ``data``; ``notes`` gains a sentence if a subprocess dies."""
         super().__init__()
         self.prepared = prepared
         self._data = data
@@ -28,7 +28,7 @@ class Sessions(contextlib.ExitStack):
         return self
 
     def __call__(self) -> Session:
-        """One that lives."""
+        """Return a live session, a fresh one if the last job has ended the current one."""
         assert self._current is not None, "not entered yet"
         if self._current.ended:
             if _RESTARTED not in self._notes:
@@ -37,7 +37,7 @@ class Sessions(contextlib.ExitStack):
         return self._current
 
     def smaller(self) -> Session:
-        """The next one, which runs steps of a few samples alone, as all that follow do."""
+        """Return a fresh session; from now on all run steps of only a few samples."""
         self._data = "small batch"
         self.close()
         return self._next()

@@ -1,4 +1,9 @@
-"""A plan against the original, at the size of its step or at the largest that can be run."""
+"""The verification of a plan: its step against the original's, at full size or at the largest that can be run.
+
+A comparison in full keeps all tensors of both steps, which may not fit, and takes several steps.  So the measured steps
+of both leave fingerprints, a few numbers for each tensor, which are compared at full size; a full comparison then
+follows on fewer samples.  Only where the fingerprints differ is the full comparison made at full size.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +29,17 @@ from memopt_cli.records import (
 )
 
 _STEPS = 3
-"""Of the plain model and with the plan together, to compare the recorded step of an exact plan ..."""
+"""The number of steps, of the original and with the plan together, that a comparison in full takes."""
 _QUICK_S = 1.0
-"""... which is taken at the size that was asked for if they take no longer, else of fewer samples."""
+"""The longest that these steps may take, in seconds; where a step takes longer, fewer samples are compared."""
 _FEW = 2
-"""Samples of a step that is compared where a full one is not to be run."""
+"""The batch at which a plan is verified where no step at full size is to be run."""
 
 
 def verified(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verification | Failure:
-    """At full size where the original fits, else at the largest half, quarter … that does.
+    """Verify ``plan`` at full size where the original ``fits``, else at the largest half, quarter … that does.
 
-    The steps that follow are left out where they, and not the recorded one, end the subprocess.
+    The further steps are left out where they, and not the first one, end the subprocess.
     """
     size = prepared.batch if fits else max(1, prepared.batch // 2)
     while True:
@@ -46,7 +51,7 @@ def verified(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verificati
 
 
 def verified_small(prepared: Prepared, plan: Plan) -> Verification | Failure:
-    """At two samples, or the least sizes at which all chunks run, where a full step is not to be run here."""
+    """Verify ``plan`` on two samples, or at the smallest sizes at which all its chunks run."""
     prepared.progress.stage("verifying a few samples")
     sizes = _small(prepared, plan, min(_FEW, prepared.batch))
     found = _verified_at(prepared, plan, sizes) if isinstance(sizes, Sizes) else None
@@ -57,20 +62,20 @@ def verified_small(prepared: Prepared, plan: Plan) -> Verification | Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSteps:
-    """What the measured steps left, of the original and of a plan."""
+    """Fingerprints of the measured steps of the original and of a plan."""
 
     original: Fingerprint
     planned: Fingerprint
     original_s: float
-    """Time of a step."""
+    """The time of a step of the original, in seconds."""
 
 
 def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSteps) -> Verification | Failure:
-    """By what the measured steps left, at full size, and by a comparison in full of a step that is quick.
+    """Verify ``plan`` by the fingerprints of its ``measured`` steps at full size, and in full on fewer samples.
 
-    That is one of fewer samples, or of a plan in chunks the least at which all of these run.  Where fingerprints of
-    chunks differ, so may those of the original where its parameters are rounded otherwise.  Where they differ by more,
-    or the model takes no such step, all is compared at full size: see :func:`verified`.
+    Chunks change the order of sums, so their fingerprints may differ as much as those of the original do when its
+    parameters are rounded.  Where they differ by more, or the model cannot run that step, the comparison in full is
+    made at full size: see :func:`verified`.
     """
     check = agreement(measured, plan, prepared)
     if check is None and not plan.has_chunks:
@@ -92,7 +97,7 @@ def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredS
 
 
 def fault_in(found: Verification | Failure) -> Differs | NotRun | None:
-    """Return what speaks against a plan; ``None`` if it passes."""
+    """Return why a plan whose verification ``found`` this fails; ``None`` if it passes."""
     if isinstance(found, Verification):
         return None if found.passed else Differs(verification=found)
     return NotRun(failure=found, in_verification=True)
@@ -101,9 +106,9 @@ def fault_in(found: Verification | Failure) -> Differs | NotRun | None:
 def agreement(
     measured: MeasuredSteps, plan: Plan, prepared: Prepared, rounded: Fingerprint | None = None
 ) -> FingerprintCheck | None:
-    """What was compared, to the bit or with chunks in norm; ``None`` where something differs.
+    """Return the check of the ``measured`` fingerprints: to the bit, or with chunks in norm; ``None`` if they differ.
 
-    ``rounded``: what a step of the original leaves whose parameters are rounded otherwise.
+    ``rounded``: the fingerprint of a step of the original with rounded parameters.
     """
     subject = prepared.subject
     dims = dict(subject.spec.dims)
@@ -120,19 +125,22 @@ def agreement(
 
 
 def _small(session: Session | Prepared, plan: Plan, batch: int) -> Sizes | Failure:
-    """So many samples; of a plan in chunks the least sizes at which all of these run."""
+    """Return ``batch`` as sizes, or for a plan in chunks the smallest sizes at which all its chunks run."""
     return session.ask(SizesJob(plan=plan)) if plan.has_chunks else Sizes(batch=batch)
 
 
 def _says_nothing(found: Verification | Failure) -> bool:
-    """Whether chunks did not run that do at full size, perhaps."""
+    """Tell whether chunks that may run at full size did not run at the smaller size, so that it proves nothing."""
     return isinstance(found, Verification) and found.whole and not found.full_size
 
 
 def _verified_at(
     prepared: Prepared, plan: Plan, sizes: Sizes, asked_s: float = 0.0, session: Session | None = None
 ) -> Verification | Failure:
-    """``session``: that is to answer; without one, or where it cannot, a fresh one does."""
+    """Verify ``plan`` at ``sizes`` in ``session``, or in a fresh one if there is none or it dies.
+
+    If the further steps are what ends the subprocess, they are reported as skipped.
+    """
     job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
     found = (session or prepared).ask(job)
     if isinstance(found, Verification | StepFailed):

@@ -1,4 +1,4 @@
-"""How large a batch a plan allows on this device: what ``memopt optimize`` adds to the plan."""
+"""The batch that fits on this device under a plan, which ``memopt optimize`` reports with the plan."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from memopt_cli.search.batch_size.memory_limit import limits_of_device
 from memopt_cli.search.batch_size.search import BatchSearch
 
 _FAR = 1000
-"""Memory does not limit the batch where so many times the one described would fit, or one whose step, in proportion,
-takes longer than :data:`LONGEST_STEP_S`: 360,000 sequences of a small recurrent network, say, where 128 are trained."""
+"""Memory is not what limits the batch if this many times the described one would fit, or one whose step takes longer
+than :data:`LONGEST_STEP_S`: 360,000 sequences of a small recurrent network, say, where 128 are trained."""
 _PROBES = 2
-"""Batch sizes that the advice rests on, at least, where so many can be run."""
+"""The number of batch sizes that are run for the advice, at least, where so many can be run."""
 _AIM = 0.7
-"""Share of the longest step at which a run aims: it is taken once, cold, and while its memory is recorded, where the
-measurement that it goes by was warm, and took 1.2 to 1.5 times as long in a ResNet and a spiking VGG.  One that comes
-late costs another run.
+"""The share of the longest step that a run aims at.  The run is cold and its memory is recorded, while the measurement
+that predicts its time was warm: it took 1.2 to 1.5 times as long in a ResNet and a spiking VGG.  A step that is too
+long costs another run.
 """
 _LEAST_S, _LEAST_GPU_S, _MOST_S = 1.0, 5.0, 10.0
 _LONGEST_STEPS = 2.5
-"""The step at the answer takes no longer than so many steps as described, within these bounds, if nothing is asked for:
-the answer is not to cost more than the search did.  On a GPU memory bounds the batch: few steps there take seconds.
+"""Without ``--longest-step``, the step of the answer takes at most this many described steps, within the bounds above:
+the advice should not cost more than the search.  On a GPU memory limits the batch: few steps take seconds there.
 """
 
 
@@ -47,11 +47,11 @@ def advise(
     notes: list[str],
     details: list[str],
 ) -> BatchAdvice | BatchEstimate | None:
-    """Return how large a batch ``plan`` allows; ``None``, and a note among ``notes``, if there is none to name.
+    """Return the largest batch that fits under ``plan``; ``None``, with the reason in ``notes``, if there is none.
 
-    By dry runs alone, or by runs where ``request`` wants the batch confirmed: then ``measured``, the step under
-    ``plan`` at the batch as described, is the first of them.  ``begun``: the search so far, perhaps of another plan.
-    ``details`` gains what the peaks leave out.
+    Dry runs find it, and runs confirm it where ``request`` asks for that.  ``measured``, the step under ``plan`` at the
+    batch as described, counts as the first run.  ``begun``: the search so far, perhaps for another plan.  ``details``
+    gains a sentence on what the peaks leave out.
     """
     assert measured is not None, "it is applied"
     advice = _advice(request, prepared, plan, measured, begun, notes)
@@ -70,7 +70,7 @@ def _advice(
     begun: BegunAdvice | None,
     notes: list[str],
 ) -> BatchAdvice | BatchEstimate | str:
-    """Return the advice; or why there is none, in words."""
+    """Return the advice, or why there is none, in words."""
     prepared.progress.stage("finding the batch that fits")
     try:
         check_varied(prepared)
@@ -87,7 +87,7 @@ def _advice(
 
 
 def predicted(search: BatchSearch) -> BatchEstimate | str:
-    """Return the largest batch that fits by dry runs, corrected by the run at the batch described; or why none does."""
+    """Return the largest batch that fits by dry runs, corrected by the run at the described batch; or why none does."""
     if search.model.predict is None:
         return "the step cannot run on tensors without data; --recommend-batch finds the batch by runs"
     if refusal := search.refusal():
@@ -124,9 +124,9 @@ def _confirmed(search: BatchSearch) -> BatchAdvice | str:
 
 @dataclass(slots=True, kw_only=True)
 class BegunAdvice:
-    """The search for the batch of a plan, in which the batch as described counts as run, before any other is.
+    """A search for the batch that fits under a plan, with the described batch as its first run.
 
-    What its session has told is known whichever session goes on.
+    It may go on in another session: the answers of the first one are kept.
     """
 
     probes: BatchProbes
@@ -136,7 +136,7 @@ class BegunAdvice:
 def begin_advice(
     request: OptimizeRequest, prepared: Prepared, plan: Plan, measured: Measurement, session: Sessions
 ) -> BegunAdvice:
-    """``measured``: under the plan, at the batch as described."""
+    """Begin the search for the batch that fits under ``plan``, whose step was ``measured`` at the described batch."""
     device, longest_s = prepared.subject.settings.device, request.longest_step_s
     if longest_s is None:
         least_s = _LEAST_S if device == "cpu" else _LEAST_GPU_S

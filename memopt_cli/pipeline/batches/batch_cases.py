@@ -1,4 +1,4 @@
-"""The cases of one recommendation, each a plan and sizes whose largest batch is searched; they share their runs."""
+"""The cases of one recommendation: for each pair of a plan and sizes, the largest batch is searched."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_copies
 
 _LOOPED = 0.02
-"""Share of the longest step for a model that loops over its batch: a larger batch is hardly faster there (a GRU cell
-over 850 rows: 170 samples a second, over 7,076: 115), and six runs of up to a minute took ten."""
+"""The share of the longest step that a model may take if it loops over its batch.  A larger batch is hardly faster then
+(a GRU cell over 850 rows: 170 samples a second, over 7,076 rows: 115), and six runs took ten minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """A plan and sizes, and the search of their largest batch."""
+    """A plan and sizes of the inputs, with the search for their largest batch."""
 
     planned: bool
     plan: Plan
@@ -32,26 +32,26 @@ class Case:
     search: BatchSearch = field(init=False)
     copies: ReplicaSearch | None = None
     settled: ReplicaAdvice | None = None
-    """How many copies train fastest at the batch described; ``None``: not asked for, not yet known, or none fits."""
+    """The number of copies that train fastest at the described batch; `None`: not asked for, unknown, or none fits."""
 
     @property
     def fits(self) -> bool:
-        """A batch, or a number of copies, was run that does."""
+        """Whether a batch, or a number of copies, was run that fits."""
         return bool(self.search.runs.fitting or (self.copies is not None and self.copies.fitting))
 
     def settle(self, found: ReplicaAdvice) -> None:
-        """Go on with the fastest number of copies, whose run is the first of the search of their batch."""
+        """Search the batch of the fastest number of copies in ``found``; their run counts as its first."""
         self.settled, self.probes.replicas = found, found.fastest
         self.search.runs[self.search.batch] = found.best
 
     def go_on_with_fewest(self) -> None:
-        """Where not even they fit at the batch described, a smaller one is looked for."""
+        """Search a smaller batch for the fewest copies, since not even they fit at the described one."""
         assert self.copies is not None
         ((self.probes.replicas, self.search.runs[self.search.batch]),) = self.copies.outcomes.items()
 
     @property
     def replicas(self) -> ReplicaAdvice | None:
-        """How many copies; those that did not fit at the batch described are told by their largest batch."""
+        """The number of copies that train fastest, by their largest batch if none fits at the described one."""
         if self.settled is not None or self.copies is None or not self.search.runs.fitting:
             return self.settled
         reason = f"at batch {self.search.batch} {format_copies(self.probes.replicas)} would take more"
@@ -62,37 +62,37 @@ class Case:
         )
 
     def row(self) -> BatchRow:
-        """What fits, by the runs so far."""
+        """Return the row of the report: the batch that fits, by the runs so far."""
         return BatchRow(planned=self.planned, dims=self.dims, outcome=self.search.outcome(), replicas=self.replicas)
 
     @property
     def text(self) -> str:
-        """`` at S=128, under the plan``, or nothing."""
+        """The case in words, `` at S=128 under the plan``, or nothing."""
         sizes = "".join(f" at {symbol}={size}" for symbol, size in self.dims.items())
         return sizes + (" under the plan" if self.planned else "")
 
 
 @dataclass(slots=True, kw_only=True)
 class CaseSearch:
-    """Searches cases one after another, and shares the runs out among them."""
+    """A search of cases, one after another, which share a number of runs."""
 
     prepared: Prepared
     notes: list[str]
     limits: Limits
     most_runs: int
-    """To find what fits."""
+    """The number of runs to find the batches that fit, in all cases together."""
     replicas: Sequence[int] = ()
-    """Numbers of copies to choose from; empty: of a single model."""
+    """The numbers of copies to choose from; empty: a single model is trained."""
     run: Callable[[int], BatchProbe | Failure] | None = None
-    """As in :class:`BatchProbes`."""
+    """A function that runs a batch, as in :attr:`BatchProbes.run`."""
     runs: int = 0
     searched: list[Case] = field(default_factory=list)
     """The cases whose search has begun, the last first."""
 
     def find(self, cases: Sequence[Case], session: Callable[[], Session]) -> None:
-        """Search one case after another, the last first; the runs are shared out, and what they taught is passed on.
+        """Search ``cases``, the last first; each passes on how far measured peaks are from its dry runs.
 
-        Where there are more cases than runs, those of the plan and of long sequences are the ones to be sure of.
+        The last are those of the plan and of long sequences: if runs are scarce, these are the ones to be sure of.
         """
         ratio = 1.0
         for left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
@@ -121,7 +121,7 @@ class CaseSearch:
             ratio = case.search.model.measured_ratio() if case.search.model.predict else 1.0
 
     def _restrain_loop(self, case: Case) -> None:
-        """Look whether the step loops over its batch; if so, say it and run shorter steps."""
+        """Note it if the step loops over its batch, and run only short steps then."""
         runs, model = case.search.runs, case.search.model
         if model.predict is not None:
             foreseen = model.largest_within(runs.limits.budget_bytes)  # by dry runs, which the search would begin with
@@ -137,7 +137,7 @@ class CaseSearch:
             self.notes.append(said)
 
     def _find_copies(self, case: Case) -> None:
-        """Find how many copies train fastest; the case is searched with so many."""
+        """Find the number of copies that trains fastest, and search ``case`` with that many."""
         self.prepared.progress.stage(f"finding the number of copies{case.text}")
         batch = case.search.batch
         case.copies = ReplicaSearch(
@@ -153,7 +153,7 @@ class CaseSearch:
         self.prepared.progress.stage(f"finding the batch that fits{case.text}")
 
     def _check(self, case: Case) -> None:
-        """Raise what went wrong where nothing ran, unless it was for lack of memory."""
+        """Raise :class:`MemoptError` where no batch of ``case`` ran for another reason than memory."""
         failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
         others = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
         if others and not case.search.runs.measured:
@@ -177,11 +177,11 @@ class CaseSearch:
 
     @property
     def left(self) -> int:
-        """Runs that there may still be."""
+        """The number of runs that are left."""
         return self.most_runs - self.runs
 
     def run_more(self, case: Case, run: Callable[[BatchSearch], None]) -> None:
-        """Let a search that has ended run what it is told to, as far as runs are left."""
+        """Let the search of ``case``, which has ended, go on by ``run``, as far as runs are left."""
         search, before = case.search, len(case.search.runs)
         search.runs.limits = replace(search.runs.limits, probes=before + self.left)
         run(search)

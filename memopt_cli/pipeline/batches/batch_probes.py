@@ -1,4 +1,4 @@
-"""What a search for the largest batch asks of profiling subprocesses."""
+"""The questions of a search for the largest batch to profiling subprocesses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_bytes
 
 _MOST_OPERATORS = 50_000
-"""Of a dry run: on a slow core so many take half a minute."""
+"""The most operators of a dry run, which take half a minute on a slow core."""
 
 
 def check_varied(prepared: Prepared) -> None:
@@ -33,10 +33,10 @@ def check_varied(prepared: Prepared) -> None:
 
 
 def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
-    """Why no other batch than the one described is to be recommended, in words; empty if nothing speaks against it.
+    """Return why no batch but the described one may be recommended, in words; empty if others may.
 
-    A model that holds the edges of one graph takes more rows than the graph has nodes, and means nothing by them; it
-    fails on fewer: on so many that the row which it points at last is missing.
+    Example: a model that holds the edges of one graph has nodes as rows.  It runs on more rows than the graph has
+    nodes, which is pointless, and fails on fewer, as edges then point at missing rows.  So it is tried on fewer.
     """
     pointing = {name: last for name, last in prepared.facts.indices.items() if last < search.batch}
     if not pointing:
@@ -52,7 +52,7 @@ def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
 
 
 def looped_over(probes: BatchProbes) -> str:
-    """That the step loops over its batch, in words; empty if it was not seen to."""
+    """Return a warning that the step loops over its batch; empty if it does not seem to."""
     if probes.operators_per_sample < 1:
         return ""
     few, many = min(probes.operators), max(probes.operators)
@@ -63,9 +63,9 @@ def looped_over(probes: BatchProbes) -> str:
 
 
 def memory_left_out(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
-    """What training takes beside the steps that are run here, in words: an optimizer that nobody named.
+    """Return a sentence on the optimizer's state, which no peak includes if no optimizer was named.
 
-    ``adamw``: what AdamW's state would take, where it is not that of all the parameters.
+    ``adamw``: the size of AdamW's state in words, where it is not that of all the parameters.
     """
     settings, facts = prepared.subject.settings, prepared.facts
     if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
@@ -76,31 +76,31 @@ def memory_left_out(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class BatchProbes:
-    """One case (a plan, sizes of the inputs) whose batch is varied."""
+    """Runs and dry runs of one case, a plan and sizes of the inputs, at one batch after another."""
 
     session: Callable[[], Session]
     plan: Plan
     progress: Progress
     dims: dict[str, int] = field(default_factory=dict)
-    """Sizes of other symbols than described."""
+    """Symbol -> size, where it differs from the described inputs."""
     limit_bytes: int | None = None
-    """The memory of the device to emulate."""
+    """The memory of the device to emulate, in bytes; `None`: that of this one."""
     replicas: int = 1
-    """Copies of the model that take a step as one."""
+    """The number of copies of the model that are trained together."""
     run: Callable[[int], BatchProbe | Failure] | None = None
-    """Runs a batch and looks at more than its peak and its time; ``None``: those are all."""
+    """A function that runs a batch in place of a plain probe, for a caller that records more of it; `None`: plain."""
     dry_runs: dict[int, float] = field(default_factory=dict)
-    """Peaks of one copy so far, by batch: of tensors, or in the blocks of a device that is not here."""
+    """Batch -> peak of one copy in bytes by a dry run; for a card of ``--for``, in blocks of its allocator."""
     operators: dict[int, int] = field(default_factory=dict)
-    """That these dry runs ran, of more than one sample."""
+    """Batch, of more than one sample -> number of operators in its dry run."""
     inferred: dict[int, float] = field(default_factory=dict)
-    """Peaks of other batches, that lie on a line with dry runs, or beyond those that are quick enough."""
+    """Batch -> peak in bytes without a dry run: on the line through others, or where a dry run would take too long."""
     place: str = ""
-    """What is shown beside a batch: where it is to fit."""
+    """The place that progress names beside a batch, such as a rank."""
     _counted: dict[int, Counted | Failure] = field(default_factory=dict)
 
     def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:
-        """A search around ``batch``, by dry runs where the model can be run without data."""
+        """Return a search that starts at ``batch``, with dry runs where the model can be run without data."""
         without_data = math.isfinite(self.predict(batch))
         return BatchSearch(
             batch=batch,
@@ -111,10 +111,10 @@ class BatchProbes:
         )
 
     def predict(self, batch: int) -> float:
-        """The peak in bytes by a dry run, or by others that tell as much; infinite where that fails.
+        """Return the peak at ``batch`` in bytes by a dry run, or by a line through others; infinite if it fails.
 
-        A step that loops over its batch runs ever more operators: beyond those of a quick dry run, the peak is taken to
-        be on the line through the two largest batches that had one.
+        A step that loops over its batch runs more operators the larger the batch.  Where a dry run would take too long,
+        the peak is read off the line through the two largest batches that had one.
         """
         return self.replicas * self._predicted_of_one(batch)
 
@@ -129,7 +129,7 @@ class BatchProbes:
         return self.dry_runs[batch]
 
     def count(self, batch: int) -> Counted | Failure:
-        """A dry run of one copy, whatever others tell of it."""
+        """Return the dry run of one copy at ``batch``, even where a line through others predicts its peak."""
         if batch not in self._counted:
             self.progress.update(0, None, f"batch {self._where(batch)}, without data")
             counted = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
@@ -142,9 +142,9 @@ class BatchProbes:
 
     @property
     def operators_per_sample(self) -> float:
-        """That the step runs more, for every sample of a larger batch; 0 while that is not known.
+        """The number of operators that each further sample adds; 0 while that is unknown.
 
-        Not under a plan in chunks: a batch of fewer samples than there are chunks runs in fewer.
+        It is unknown under a plan with chunks: a batch of fewer samples than there are chunks runs in fewer chunks.
         """
         if len(self.operators) < 2 or self.plan.has_chunks:
             return 0.0
@@ -162,7 +162,7 @@ class BatchProbes:
         return intercept + slope * batch
 
     def probe(self, batch: int) -> BatchProbe | Failure:
-        """The allocated peak and the time of a step by a run."""
+        """Run a step at ``batch``, and return its allocated peak and its time."""
         if self.run is not None:
             return self.run(batch)
         self.progress.update(0, None, f"running batch {self._where(batch)}")

@@ -1,8 +1,13 @@
 """``memopt recommend-batch --search``: the batch and the plan that train most samples a second within the memory.
 
-The original's best batch is found by runs, which record its step at two batches.  From these its step, and what plans
-make of it, is known at any batch by sums: a planner names the fastest plan at larger and larger batches.  Dry runs say
-how large a batch each of the most promising plans takes, and runs decide.
+A plan costs time for each sample, but allows a larger batch, which costs less time for each sample.  To find the best
+pair without running them all:
+
+1. Runs find the original's best batch, and record its step at two batches.
+2. From these two records the step, with or without a plan, can be computed at any batch.  A planner names the fastest
+   plan at larger and larger batches.
+3. Dry runs find how large a batch each of the most promising plans takes.
+4. Runs of the best pairs decide, and the winner is verified.
 """
 
 from __future__ import annotations
@@ -55,20 +60,20 @@ from memopt_cli.search.plan.scaled import ScaledStep
 from memopt_cli.text.units import format_bytes
 
 _RUNS = 8
-"""At most, those of the original among them."""
+"""The number of runs at most, including those of the original."""
 _OF_ORIGINAL = 4
 _TELLING_BATCH = 4
-"""Fewer samples do not show along which axes modules run in chunks."""
+"""The smallest batch for dry runs: fewer samples do not show along which axes modules run in chunks."""
 
 
 def check_search(search: SearchOverrides) -> None:
-    """Raises :class:`OptionError` for a level that has no plans, and as :func:`resolve`."""
+    """Raise :class:`OptionError` for a ``search`` at level 0, which has no plans, and as :func:`resolve` does."""
     if resolve(search).options.level == 0:
         raise OptionError("--search looks for plans, and level 0 has none", hint="Raise --level.")
 
 
 def check_search_alone(has_plan: bool, objective: Objective | None) -> None:
-    """Raises :class:`OptionError` for a plan that is given, and for another objective."""
+    """Raise :class:`OptionError` if ``--search`` is combined with a given plan, or with the objective ``max``."""
     if has_plan or objective == "max":
         what = "a plan is given" if has_plan else "the objective is max"
         raise OptionError(f"a search finds the plan that trains fastest, and {what}", hint="Leave one of them out.")
@@ -78,7 +83,7 @@ _WITHOUT_CHECKPOINTS = "Batches without a plan are run with it off, too: turn it
 
 
 def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraining:
-    """The answer for a model that is ready; nothing is written.
+    """Find the pair that trains fastest for ``prepared``; nothing is written.
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if no batch fits with any plan.
     """
@@ -122,15 +127,15 @@ class _Job:
     notes: list[str]
     interrupted: bool = False
     untried: str = ""
-    """Why no plan was tried, in words."""
+    """Why no plan was tried, in words; empty if some were."""
     probes: SearchProbes = field(init=False)
     trials: Trials = field(init=False)
     runs: PairRuns = field(init=False)
     pricing: Pricing | None = None
     dry_runs: list[BatchProbes] = field(default_factory=list)
-    """Those of each plan."""
+    """The dry runs of each plan."""
     dropped: list[Dropped] = field(default_factory=list)
-    """Plans that train faster than the answer, and fail verification."""
+    """The plans that train faster than the answer but fail verification."""
 
     def __post_init__(self) -> None:
         self.probes = SearchProbes(self.session, limit_s=self.request.search_limit_s)
@@ -152,7 +157,10 @@ class _Job:
             self.notes.append(f"{self.probes.over[:1].upper()}{self.probes.over[1:]}.")
 
     def _run_all(self) -> None:
-        """Raises :class:`TimeIsUp` in the runs of the original."""
+        """Run the original, then the plans, then the best again.
+
+        Raises :class:`TimeIsUp` if the time limit is reached in the runs of the original.
+        """
         case = self._original()
         if not self.probes.late():
             first = max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of)
@@ -167,7 +175,7 @@ class _Job:
             self._run_finalists()
 
     def _price_and_run(self, step: ScaledStep, case: Case) -> None:
-        """The plans that may train faster."""
+        """Price plans at larger batches by ``step``, and run those that may train faster."""
         self.prepared.progress.stage("pricing plans at larger batches")
         pricing = self.pricing = Pricing(
             models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
@@ -200,7 +208,7 @@ class _Job:
             search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
 
     def _run_finalists(self) -> None:
-        """The pairs that may only seem slower than the best, or faster, once more."""
+        """Run the best pairs once more, as a busy machine may have changed their order."""
         again = finalists(self.runs.all(), most=_RUNS - self.trials.count)
         if again:
             self.prepared.progress.stage("running the best again")
@@ -208,7 +216,7 @@ class _Job:
             self.trials.run_again(pair.plan, pair.batch)
 
     def _original(self) -> Case:
-        """The largest batch that it takes, and smaller ones while they are faster."""
+        """Run the original at its largest batch, and at smaller ones while they are faster."""
         case = Case(planned=False, plan=ORIGINAL, dims={})
         search = CaseSearch(
             prepared=self.prepared,
@@ -232,7 +240,7 @@ class _Job:
         return case
 
     def _run_original(self, batch: int) -> BatchProbe | Failure:
-        """Raises :class:`TimeIsUp` where there is an answer already."""
+        """Run the original at ``batch``.  Raises :class:`TimeIsUp` after the time limit, if there is an answer."""
         if self.probes.late() and self.runs.usable():
             raise TimeIsUp
         return self.trials.run(ORIGINAL, batch)
@@ -243,7 +251,7 @@ class _Job:
         return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), data)
 
     def _predict(self, plan: Plan, pricing: Pricing) -> Predict:
-        """By dry runs where they are possible."""
+        """Return a function from a batch to the peak of ``plan``: by dry runs if possible, else by ``pricing``."""
         probes = BatchProbes(session=self.session, plan=plan, progress=self.prepared.progress)
         self.dry_runs.append(probes)
         if math.isfinite(self.dry_runs[0].predict(self.prepared.batch)):
@@ -253,7 +261,7 @@ class _Job:
     # ------------------------------------------------------------------------------------------ the answer
 
     def answer(self) -> FastestTraining:
-        """The best pair whose plan is verified.  Raises :class:`NothingFitsError` if none was run that fits."""
+        """Return the best pair whose plan passes verification.  Raises :class:`NothingFitsError` if no run fits."""
         pairs = self.runs.all()
         chosen, verification = self._proven(pairs)
         accumulation = self.runs.accumulation(pairs[chosen].batch)
@@ -300,7 +308,7 @@ class _Job:
         raise self._nothing_fits()
 
     def _drop(self, pair: PairRun, found: Verification | Failure) -> None:
-        """Note that the plan of a pair is not the answer, which it would be but for its verification."""
+        """Record that the plan of ``pair`` would be the answer, but fails verification."""
         why, outcome = fault_in(found), pair.outcome
         assert why is not None, "it did not pass"
         peak_bytes = outcome.allocated_peak_bytes if isinstance(outcome, BatchProbe) else None
@@ -329,9 +337,9 @@ class _Job:
 
 
 def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> FastestTraining:
-    """The answer, and its batch and its plan in two files.
+    """Find the pair of a batch and a plan that trains fastest, and write both to files.
 
-    Raises as :func:`fastest_prepared`; :class:`UsageError` if a file is there already and may not be replaced.
+    Raises as :func:`fastest_prepared` does, and :class:`UsageError` if a file exists and may not be replaced.
     """
     assert request.search is not None
     check_search(request.search)
@@ -352,13 +360,13 @@ def _write(found: FastestTraining, request: BatchRequest) -> tuple[str, ...]:
 
 
 def _room(model: PeakModel, within_bytes: int) -> float:
-    """Of what a step may take, what its tensors may: less than all where the original ran out of memory within."""
+    """Return the share of the memory to plan for: less than 1 if the original ran out of memory within the limit."""
     lost = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
     most = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
     return most / within_bytes if most and any(peak <= within_bytes for peak in lost) else 1.0
 
 
 def _priced_ratio(trials: Trials, pricing: Pricing) -> float:
-    """Measured over priced, of the original's largest batch."""
+    """Return the measured peak over the priced one, at the original's largest batch."""
     largest = max(trials.of(ORIGINAL), key=lambda run: run.batch, default=None)
     return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)

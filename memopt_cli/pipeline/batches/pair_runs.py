@@ -1,4 +1,4 @@
-"""What was run of a search for the fastest training, and which of it is the answer."""
+"""The runs of a search for the fastest training, and the choice of its answer among them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from memopt_cli.search.batch_size.accumulation import accumulate, accumulated
 from memopt_cli.search.batch_size.runs import Limits
 
 _TIE = 0.01
-"""Of pairs that train as many samples a second, to this share, the simpler plan is the answer."""
+"""The share by which rates of training may differ and still count as equal: the simpler plan wins then."""
 
 _FINALISTS = 3
 _NEAR = 0.2
-"""By so much the rate of a pair differs from run to run on a busy machine (benchmarks/fastest.py)..."""
+"""The share by which a rate varies from run to run on a busy machine (benchmarks/fastest.py)."""
 _SHORT_STEP_S = 10.0
-"""... where its step is shorter than that: another run of longer ones would take minutes."""
+"""The longest step, in seconds, that is run again: another run of a longer one would take minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PairRuns:
-    """Pairs of a plan and a batch, each as it trains with the passes that a step of the optimizer is to be made of."""
+    """Runs of pairs of a plan and a batch, each rated with the number of passes in a step of the optimizer."""
 
     trials: Trials
     limits: Limits
     global_batch: int | None
     micro_batches: int
-    """Passes for a step of the optimizer where no global batch is asked for."""
+    """The number of passes in a step of the optimizer without ``--global-batch``."""
 
     def all(self) -> list[PairRun]:
-        """In the order in which they were run."""
+        """Return all pairs, in the order in which they were run."""
         usable, rate = self._in_use(), self.samples_per_s
         return [
             PairRun(
@@ -48,11 +48,11 @@ class PairRuns:
         ]
 
     def usable(self) -> list[PairRun]:
-        """Those that may be the answer."""
+        """Return the pairs that may be the answer."""
         return [pair for pair in self.all() if pair.usable]
 
     def _in_use(self) -> list[Pair]:
-        """Those that could be the answer; where no step is in time, the shortest alone."""
+        """Return the pairs that may be the answer; if every step is too long, only the one with the shortest."""
         within = self.limits.budget_bytes
         fitting = [
             (plan, run)
@@ -64,7 +64,7 @@ class PairRuns:
         return [(plan, run.batch) for plan, run in in_time or shortest]
 
     def of_use(self, largest: int) -> int:
-        """The largest batch up to this of which a step of the optimizer is made; 0 if there is none."""
+        """Return the largest batch, up to ``largest``, that makes up the global batch; 0 if there is none."""
         unit, wanted = self.limits.multiple_of, self.global_batch
         rounded = largest // unit * unit
         return rounded if wanted is None or not rounded else accumulate(wanted, rounded, unit).batch
@@ -79,25 +79,24 @@ class PairRuns:
         return Accumulation(global_batch=self.global_batch, batch=batch, steps=self._steps(batch))
 
     def _steps(self, batch: int) -> int:
-        """Passes for a step of the optimizer."""
+        """Return the number of passes of ``batch`` in a step of the optimizer."""
         return self.micro_batches if self.global_batch is None else -(-self.global_batch // batch)
 
     def samples_per_s(self, batch: int, step_s: float, update_s: float) -> float:
-        """Of a batch whose run took ``step_s``, of which its update took ``update_s``."""
+        """Return the rate of ``batch``, whose run took ``step_s``, of which the update took ``update_s``."""
         return samples_per_s(batch, step_s, update_s, self._steps(batch))
 
 
 def samples_per_s(batch: int, step_s: float, update_s: float, steps: int) -> float:
-    """Of ``steps`` passes of a batch and one update.
+    """Return the samples per second of ``steps`` passes of ``batch`` and one update.
 
-    ``step_s`` is of one pass and an update; where that is worked out, it may seem less than ``update_s``, of a run.
+    ``step_s`` is the time of one pass and an update.  It may be a prediction, and so less than a measured ``update_s``.
     """
     return steps * batch / (steps * step_s - (steps - 1) * min(update_s, step_s))
 
 
 def ranked(pairs: list[PairRun]) -> Iterator[int]:
-    """Indices of those that may be the answer, the fastest first; of those as fast the simpler plan, then the smaller
-    batch."""
+    """Yield the indices of usable ``pairs``, the fastest first; of equally fast ones the simplest plan first."""
     left = {index: pair.samples_per_s or 0.0 for index, pair in enumerate(pairs) if pair.usable}
     while left:
         close = (1 - _TIE) * max(left.values())
@@ -107,7 +106,7 @@ def ranked(pairs: list[PairRun]) -> Iterator[int]:
 
 
 def finalists(pairs: list[PairRun], most: int) -> list[PairRun]:
-    """Those that another run could make the answer, the fastest first; none where one pair stands alone."""
+    """Return the pairs that another run could make the answer, the fastest first; none if only one could be."""
     found = [pairs[index] for index in ranked(pairs)]
     best = max((pair.samples_per_s or 0.0 for pair in found), default=0.0)
     short = [pair for pair in found if isinstance(pair.outcome, BatchProbe) and pair.outcome.step_s < _SHORT_STEP_S]
@@ -116,11 +115,11 @@ def finalists(pairs: list[PairRun], most: int) -> list[PairRun]:
 
 
 def best_original(pairs: list[PairRun]) -> int | None:
-    """Index of the first of them that has no plan; ``None``: there is none."""
+    """Return the index of the fastest of ``pairs`` without a plan; ``None`` if there is none."""
     return next((index for index in ranked(pairs) if pairs[index].plan == ORIGINAL), None)
 
 
 def _cost(pair: PairRun) -> tuple[int, bool, int, int]:
-    """How much a plan does."""
+    """Return how complex the plan of ``pair`` is, as a key to sort by; then its batch."""
     chunks = sum(segment.chunks for segment in pair.plan.segments)
     return len(pair.plan.segments), pair.plan.packed, chunks, pair.batch

@@ -1,4 +1,4 @@
-"""What plans take at any batch, by sums on a step that was recorded at two; nothing of it is run."""
+"""Prices of plans, in bytes and seconds, at any batch: computed from a step recorded at two batches, without runs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 @dataclass(slots=True, kw_only=True)
 class Pricing:
-    """Asks a planner at one batch after another; its dry runs are sums."""
+    """A planner for each batch, whose dry runs are computed from the recorded step."""
 
     models: ScaledModels
     probes: SearchProbes
     options: SearchOptions
     progress: Progress
     priced: int = 0
-    """Plans so far."""
+    """The number of plans priced so far."""
     _planners: dict[int, Planner] = field(default_factory=dict)
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:
-        """The fastest plan at a batch that takes no more by the sums; ``None`` if none does."""
+        """Return the fastest plan at ``batch`` whose computed peak is within ``budget_bytes``; ``None`` if none is."""
         found = self._planner(batch).within(self.options.level, budget_bytes)
         if found is None:
             self.progress.update(self.priced, None, f"batch {batch} · none fits by the sums")
@@ -40,19 +40,19 @@ class Pricing:
         return found.plan
 
     def least(self, batch: int) -> Plan:
-        """The plan of the lowest peak."""
+        """Return the plan of the lowest peak at ``batch``."""
         return self._planner(batch).least(self.options.level).plan
 
     def peak_bytes(self, plan: Plan, batch: int) -> int:
-        """The allocated peak of a plan that was found."""
+        """Return the allocated peak, in bytes, of a ``plan`` that was found before."""
         return self.models.known(plan, batch).predict(plan).allocated_peak_bytes
 
     def step_s(self, plan: Plan, batch: int) -> float:
-        """Seconds of a step under a plan that was found."""
+        """Return the seconds of a step under a ``plan`` that was found before."""
         return self.original_s(batch) * self.models.slowdown(plan, batch)
 
     def original_s(self, batch: int) -> float:
-        """Seconds of the original's step: by its runs and those that tell of it, or without one by its flops."""
+        """Return the seconds of the original's step at ``batch``, by its runs, or by its flops if there are none."""
         runs = self._telling_runs()
         if not runs:
             return self.models.known(ORIGINAL, batch).step_s
@@ -60,11 +60,14 @@ class Pricing:
 
     @property
     def growth_known(self) -> bool:
-        """Whether runs tell how the original's step grows with its batch."""
+        """Whether runs show how the original's step time grows with its batch."""
         return len({run.batch for run in self._telling_runs()}) > 1
 
     def _telling_runs(self) -> list[BatchProbe]:
-        """Those of the original; while they are of one batch, or none, also those of plans, without their slowdown."""
+        """Return the runs of the original; if they are of fewer than two batches, also those of plans.
+
+        The step times of plans are divided by their predicted slowdown, as if the original had been run.
+        """
         runs = self.models.runs_of_original()
         if len({run.batch for run in runs}) < 2:
             planned = [(plan, run) for plan, run in self.models.runs() if plan != ORIGINAL]
@@ -80,7 +83,7 @@ class Pricing:
             probes = Probes(
                 count=lambda plan: self._counted(plan, batch),
                 chunking=functools.partial(self.probes.chunking, allow_inexact=self.options.allow_inexact),
-                report=lambda text: None,  # its sums are quick, and what it asks it asks once for all batches
+                report=lambda text: None,  # the computation is quick, and chunks are asked about once for all batches
                 trace=lambda plan: self._trace(plan, batch),
                 late=self.probes.late,
             )
@@ -93,7 +96,7 @@ class Pricing:
         return model.trace if isinstance(model, CostModel) else model
 
     def _counted(self, plan: Plan, batch: int) -> Counted | Failure | NotTried:
-        """The peak of a plan by the sums, in place of a dry run."""
+        """Compute the peak of ``plan`` at ``batch``, in place of a dry run."""
         model = self.models.of(plan, batch)
         if not isinstance(model, CostModel):
             return model

@@ -1,4 +1,4 @@
-"""``memopt recommend-batch --ranks``: on how many ranks a step fits, and the largest batch of each, predicted."""
+"""``memopt recommend-batch --ranks``: predict on how many ranks a step fits, and the largest batch of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from memopt_cli.text.units import counted
 
 
 def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> RanksRecommendation:
-    """Predict one rank for each layout that is asked for.
+    """Predict the largest batch of one rank for each layout of ``request``.
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if the smallest batch fits nowhere.
     """
@@ -48,7 +48,7 @@ def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | Non
 
 
 def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Plan | None) -> RanksRecommendation:
-    """The same of a model that is ready, under a plan beside the original."""
+    """Predict the largest batches of ``prepared`` on each layout, without a plan and with ``plan``."""
     started = time.monotonic()
     check_varied(prepared)
     limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
@@ -95,11 +95,11 @@ class _Job:
 
     @property
     def fitting(self) -> list[RanksRow]:
-        """Rows of which a batch fits."""
+        """The rows in which a batch fits."""
         return [row for row in self.rows if isinstance(row.outcome, RankBatch)]
 
     def find(self, layout: Layout, plan: Plan | None) -> Iterator[RanksRow]:
-        """A row without the plan, and one under it."""
+        """Yield a row for ``layout`` without a plan, and one under ``plan``, if there is one."""
         for each in [ORIGINAL] if plan is None else [ORIGINAL, plan]:
             under = " under the plan" if each is plan else ""
             self.prepared.progress.stage(f"finding the batch that fits on {counted(layout.ranks, 'rank')}{under}")
@@ -108,14 +108,17 @@ class _Job:
             yield RanksRow(layout=layout, planned=each is plan, outcome=outcome)
 
     def _failed(self, failure: Failure) -> NotPredicted:
-        """Raises :class:`MemoptError` for what does not come from the number of ranks, unless a batch was found."""
+        """Return ``failure`` as the outcome of a row.
+
+        Raises :class:`MemoptError` if the number of ranks did not cause it, unless a batch was found already.
+        """
         if not isinstance(failure, StepFailed) and not self.fitting:
             raise_failure(failure)
         self.failures.append(failure)
         return NotPredicted(reason=describe(failure))
 
     def check(self) -> None:
-        """Raises :class:`MemoptError` where nothing fits, or nothing is known."""
+        """Raise :class:`MemoptError` if no row has a batch that fits."""
         if self.fitting:
             return
         nothing = [row for row in self.rows if isinstance(row.outcome, NoBatchFits)]
@@ -133,14 +136,14 @@ class _Job:
         )
 
     def _start(self, *, planned: bool) -> int:
-        """The batch that is predicted first: what fits on fewer ranks, or a small one where none does."""
+        """Return the batch to predict first: the last one found on fewer ranks, else about the described one."""
         before = [row.outcome for row in self.rows if row.planned is planned]
         known = [found.batch for found in before if isinstance(found, RankBatch | NoBatchFits)]
         unit = self.limits.multiple_of
         return known[-1] if known else max(unit, self.prepared.batch // unit * unit)
 
     def _largest(self, layout: Layout, plan: Plan, start: int) -> RankBatch | NoBatchFits | Failure:
-        """On the first rank, and of that as much as fits on the last."""
+        """Return the largest batch that fits on both the first and the last rank of ``layout``."""
         found: dict[int, tuple[int, Counted]] = {}
         ranks, batch = ranks_asked(layout, None), None
         while late := [rank for rank in ranks if rank not in found or found[rank][0] != batch]:
@@ -165,7 +168,7 @@ class _Job:
     def _of_rank(
         self, layout: Layout, rank: int, plan: Plan, start: int, limits: Limits
     ) -> tuple[int, Counted] | NoBatchFits | Failure:
-        """The largest batch within the limits, and a dry run of it."""
+        """Return the largest batch of ``rank`` within ``limits``, with its dry run."""
         subject = replace(self.prepared.subject, layout=layout, rank=rank)
         of_rank = replace(self.prepared, subject=subject)
         with Sessions(of_rank, "none", self.notes) as session:
@@ -181,7 +184,7 @@ class _Job:
                     if isinstance(outcome, NoBatchFits):
                         return outcome
                     batch = search.model.largest_within(limits.budget_bytes)
-                    found = probes.count(batch)  # what was told of it by others may be a little off
+                    found = probes.count(batch)  # a peak from the line through others may be a little off
                     if isinstance(found, Counted) and found.allocated_peak_bytes <= limits.budget_bytes:
                         return batch, found
             finally:

@@ -1,4 +1,4 @@
-"""``memopt recommend-batch``: the largest and the fastest batch that fit, each proven by a run."""
+"""``memopt recommend-batch``: the largest and the fastest batch that fit, each confirmed by a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from memopt_cli.text.units import format_copies
 
 
 def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> BatchRecommendation:
-    """Find what fits into the memory asked for, and write the batch configuration if a path was given.
+    """Find the batch that fits into the memory of ``request``, and write the batch configuration if it gives a path.
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if not even the smallest batch fits.
     """
@@ -60,7 +60,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
     opening = opening_of(request, settings)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
-    prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # which tells if a plan does not fit
+    prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # fails if the plan does not suit the model
     note = TAKEN_OFF
     if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
         plan, note = prepared.carried, "The file carries a plan: the rows are without it and with it."
@@ -68,7 +68,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
 
 
 def _check_replicas(request: BatchRequest) -> None:
-    """Raises :class:`UsageError` for a second thing to vary."""
+    """Raise :class:`UsageError` if ``request`` varies something else besides the number of copies."""
     other = "a range of --dim" if request.dim_range else "--lengths" if request.lengths_path is not None else ""
     if request.replicas is not None and other:
         raise UsageError(
@@ -77,7 +77,7 @@ def _check_replicas(request: BatchRequest) -> None:
 
 
 def data_of(request: BatchRequest) -> Data:
-    """What steps of it may be run on."""
+    """Return the data that the steps of ``request`` may run on."""
     if request.runs:
         return "full size"
     return "none" if request.fake and is_factory(request.source.location) else "small batch"
@@ -88,10 +88,10 @@ _PREDICTED = "Peaks are tensor peaks, predicted without data; workspace of kerne
 
 
 def accumulating(settings: StepSettings, global_batch: int | None) -> StepSettings:
-    """Return the step that is run where ``global_batch`` is made up of several: it finds the gradients of others.
+    """Return ``settings`` with accumulation, where a ``global_batch`` is to be made up of several passes.
 
-    How many passes there are is what is asked; any number of them takes the same.  Raises :class:`UsageError` where
-    ``settings`` say how many.
+    Two passes stand for any number: a step with earlier gradients in memory always takes the same.  Raises
+    :class:`UsageError` where ``settings`` give the number of passes already.
     """
     if global_batch is None:
         return settings
@@ -107,7 +107,7 @@ def accumulating(settings: StepSettings, global_batch: int | None) -> StepSettin
 def recommend_prepared(
     request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int]
 ) -> BatchRecommendation:
-    """The same of a model that is ready, under a plan beside the original, and of sequences of these lengths."""
+    """Find the batch that fits for ``prepared``, without a plan and with ``plan``, and for sequences of ``lengths``."""
     started = time.monotonic()
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
@@ -135,7 +135,7 @@ def recommend_prepared(
         data: Data = "small batch" if request.runs else data_of(request)
         with Sessions(prepared, data, notes) as session:
             found = job.recommend(session, plan, lengths)
-    except KeyboardInterrupt:  # on its way here it has ended the subprocess
+    except KeyboardInterrupt:  # the subprocess has ended by now
         if not job.proven:
             raise
         found = job.so_far()
@@ -152,13 +152,13 @@ class _Job:
     request: BatchRequest
     prepared: Prepared
     longest: dict[str, int]
-    """The size of the longest of the user's sequences, at which the batch is to fit; empty without them."""
+    """Dimension -> size of the longest of the user's sequences, at which the batch must fit; empty without any."""
     search: CaseSearch
     length_runs: int = 0
-    """To compare lengths, beside those that find what fits."""
+    """The number of runs to compare lengths."""
 
     def recommend(self, session: Sessions, plan: Plan | None, lengths: Sequence[int]) -> BatchRecommendation:
-        """Search each case, run what else the answer needs, and put it together."""
+        """Search each case, run the rest that the answer needs, and return the answer."""
         sizes: Sequence[dict[str, int]] = [{}]
         if self.request.dim_range is not None:
             sizes = [{self.request.dim_range.symbol: size} for size in self.request.dim_range.sizes()]
@@ -175,11 +175,11 @@ class _Job:
 
     @property
     def proven(self) -> bool:
-        """A batch was run that fits."""
+        """Whether a batch was run that fits."""
         return any(case.fits for case in self.search.searched)
 
     def so_far(self) -> BatchRecommendation:
-        """The answer that the runs before an interruption give, without anything more being run."""
+        """Return the answer by the runs before an interruption, without running anything more."""
         for case in self.search.searched:
             if case.copies is not None and case.copies.fitting and case.settled is None:
                 case.settle(case.copies.advice("the interruption"))
@@ -225,9 +225,9 @@ class _Job:
         )
 
     def _main(self, cases: Sequence[Case]) -> Case:
-        """The case that is recommended, of those of the largest size: see :attr:`BatchRecommendation.chosen`.
+        """Return the recommended case, one of the largest size: see :attr:`BatchRecommendation.chosen`.
 
-        If no batch was run in any, one of an estimate.  Under the plan where the objective is met as well without.
+        If no batch was run, it is one with an estimate.  If two cases are equally good, it is the one under the plan.
         """
         outcomes = [(case, case.search.outcome()) for case in reversed(cases)]
         for kind in (BatchAdvice, BatchEstimate):
@@ -243,13 +243,13 @@ class _Job:
         )
 
     def _worth(self, case: Case) -> float:
-        """Samples a second, or of a step."""
+        """Return what ``case`` is rated by: samples a second, or samples in a step."""
         if self.request.objective == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s
         return self._chosen(case) * case.probes.replicas
 
     def _seek_faster(self, cases: Sequence[Case]) -> None:
-        """Run smaller batches for their speed, of every case that may be recommended for it."""
+        """Run smaller batches of the cases that may be recommended, since a smaller one may train faster."""
         is_max = self.request.objective == "max"
         found = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
         unit = self.request.multiple_of
@@ -263,7 +263,7 @@ class _Job:
             )
 
     def _accumulate(self, main: Case) -> Accumulation | None:
-        """How the global batch is made up, of a batch that was run."""
+        """Return how passes make up a step of the optimizer, and run their batch if other batches were run."""
         accumulation = self._accumulation(main)
         if accumulation is not None and main.search.runs.fitting:
             self.search.run_more(main, lambda search: search.also_run([accumulation.batch]))
@@ -277,7 +277,10 @@ class _Job:
         return accumulate(wanted, batch, self.request.multiple_of)
 
     def _compare(self, lengths: Sequence[int], main: Case, session: Sessions) -> tuple[LengthBatching, ...]:
-        """Ways to batch the user's sequences, by runs of shorter ones.  Raises where one gives no number."""
+        """Compare ways to batch sequences of ``lengths``, by runs at several lengths.
+
+        Raises :class:`MemoptError` if one of the runs fails.
+        """
         self.prepared.progress.stage("comparing ways to batch sequences")
         ((symbol, longest),) = self.longest.items()
 
@@ -308,7 +311,7 @@ class _Job:
 
 
 def accumulation_notes(found: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:
-    """How training by accumulation differs from what was run, or estimated, or from one large batch."""
+    """Yield how training with accumulation differs from the steps that were run, and from one large batch."""
     how = "Every step was run with" if was_run else "The peaks are those of a step with"
     yield f"{how} the gradients of earlier ones in memory, as accumulation does."
     if found.batch * found.steps != found.global_batch:
@@ -320,7 +323,7 @@ def accumulation_notes(found: Accumulation, facts: ModelFacts, *, was_run: bool 
 
 
 def norm_notes(found: Accumulation, facts: ModelFacts) -> Iterator[str]:
-    """Where accumulation is another training step than one large batch."""
+    """Yield a warning where batch normalization makes accumulation differ from one large batch."""
     if found.steps > 1 and facts.batch_norms:
         yield (
             f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "
@@ -348,7 +351,7 @@ def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
 
 
 def batch_file(header: FileHeader, recommended: Mapping[str, Any]) -> Fill:
-    """A ``*.batch.yaml``: batches of the recommended size, and what that rests on."""
+    """Return the content of a ``*.batch.yaml``: a configuration of the ``recommended`` batch size, and its evidence."""
     shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=recommended["batch_size"]))
     return content(batch_yaml(header, shaping=to_data(shaping), recommended=recommended))
 

@@ -1,4 +1,4 @@
-"""What steps cost at any batch, by a step that was recorded at two and what runs of the original took."""
+"""Cost models of a step at any batch, from records at two batches, scaled to the times of the original's runs."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from memopt_cli.search.plan.scaled import ScaledStep, scaled
 from memopt_cli.search.plan.search_spaces import heads_of
 
 _MOST_OF_A_STEP = 0.9
-"""Share of a step that its update may take by the sums: one is of runs, the other of a line through them."""
+"""The largest share of a step that its update may take: the two times come from different runs and may conflict."""
 
 Heads = tuple[SegmentPlan, ...]
-"""Of a plan, those that run through their losses: with them another step is recorded."""
+"""The segments of a plan that include the loss: a step with them is recorded anew."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ScaledModels:
-    """The cost models of a step, each made once for a batch and for what runs through the losses."""
+    """A cache of cost models, one for each batch and each set of segments that include the loss."""
 
     step: ScaledStep
     record: Callable[[Plan, int], Traced | Failure | NotTried]
-    """A step under a plan, recorded at a batch."""
+    """A function that records a step under a plan at a batch."""
     runs: Callable[[], list[tuple[Plan, BatchProbe]]]
-    """Of the original and of plans that were priced, so far."""
+    """A function that returns the runs so far, of the original and of plans that were priced."""
     _steps: dict[Heads, ScaledStep | Failure | NotTried] = field(default_factory=dict)
     _models: dict[tuple[Heads, int], CostModel | Failure | NotTried] = field(default_factory=dict)
 
     def runs_of_original(self) -> list[BatchProbe]:
-        """Those without a plan."""
+        """Return the runs without a plan."""
         return [run for plan, run in self.runs() if plan == ORIGINAL]
 
     @property
     def update_s(self) -> float:
-        """Seconds of the update in a step, as far as they are known."""
+        """The seconds that the optimizer's update takes in a step; 0 while unknown."""
         return statistics.median([run.update_s for run in self.runs_of_original()] or [0.0])
 
     def slowdown(self, plan: Plan, batch: int) -> float:
-        """How many times as long as the original's a step under a plan takes, by the sums."""
+        """Return the computed slowdown of ``plan`` at ``batch``."""
         return self.known(plan, batch).predict(plan).step_s / self.known(ORIGINAL, batch).step_s
 
     def known(self, plan: Plan, batch: int) -> CostModel:
-        """That of a plan that was priced before."""
+        """Return the cost model for a ``plan`` that was priced at ``batch`` before."""
         model = self.of(plan, batch)
         assert isinstance(model, CostModel), "the plan was priced before"
         return model
 
     def of(self, plan: Plan, batch: int) -> CostModel | Failure | NotTried:
-        """That of the step that a plan changes at a batch; or why there is none."""
+        """Return the cost model for ``plan`` at ``batch``, or why there is none."""
         heads = heads_of(plan)
         if (heads, batch) not in self._models:
             step = self._step(heads)
@@ -64,7 +64,10 @@ class ScaledModels:
         return self._models[heads, batch]
 
     def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
-        """Its operators take together what the step takes: what Python does between them counts as theirs."""
+        """Scale ``step`` to ``batch`` so that its operators together take as long as the whole step does in a run.
+
+        The time that Python takes between operators is thereby spread over them.
+        """
         runs, timed = self.runs_of_original(), self.step.timed
         passes = sum(op.seconds for op in timed.ops if op.phase not in UPDATE_PHASES)
         updates = sum(op.seconds for op in timed.ops if op.phase in UPDATE_PHASES)
@@ -75,7 +78,7 @@ class ScaledModels:
         return step.at(batch, pace=(step_s - update_s) / passes, update_pace=update_s / updates if updates else 1.0)
 
     def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:
-        """The step with these heads through their losses."""
+        """Return the step in which ``heads`` include their losses."""
         if not heads:
             return self.step
         if heads not in self._steps:
@@ -83,7 +86,7 @@ class ScaledModels:
         return self._steps[heads]
 
     def _recorded(self, plan: Plan) -> ScaledStep | Failure | NotTried:
-        """At both batches, as the original."""
+        """Record a step under ``plan`` at the two batches at which the original was recorded."""
         small, large = (self.record(plan, step.batch) for step in (self.step.small, self.step.large))
         if not isinstance(small, Traced):
             return small
@@ -93,9 +96,9 @@ class ScaledModels:
 
 
 def seconds_at(batch: int, runs: list[BatchProbe]) -> float:
-    """Of a step: by the line through the runs.
+    """Return the seconds of a step at ``batch`` by the line through ``runs``.
 
-    In proportion to the largest where that is not one of a fixed part and a part per sample.
+    If that line has no fixed part and part per sample, as noise may cause, time is in proportion to the largest run.
     """
     largest = max(runs, key=lambda run: run.batch)
     if len({run.batch for run in runs}) > 1:

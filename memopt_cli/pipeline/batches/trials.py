@@ -1,4 +1,4 @@
-"""Pairs of a plan and a batch that are run, each once and in a subprocess of its own; of the original its records."""
+"""Runs of pairs of a plan and a batch, each once and in a subprocess of its own, and records of the original."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ Pair = tuple[Plan, int]
 
 @dataclass(slots=True, kw_only=True)
 class Trials:
-    """Asked for by their pairs."""
+    """A cache of runs by pair, and of records of the original's step by batch."""
 
     prepared: Prepared
     limit_bytes: int
-    """The memory of the device to emulate."""
+    """The memory of the device to emulate, in bytes."""
     found: dict[Pair, BatchProbe | Failure] = field(default_factory=dict)
-    """In the order in which they were run."""
+    """The outcomes, in the order in which the pairs were run."""
     records: dict[int, Traced] = field(default_factory=dict)
-    """Of the original's step, by batch."""
+    """Batch -> record of the original's step."""
     notes: dict[int, list[str]] = field(default_factory=dict)
-    """What is to be known of such a record, or why there is none."""
+    """Batch -> sentences on its record, or why there is none."""
     count: int = 0
-    """Of all runs, those of a pair that was run before among them."""
+    """The number of runs, including those of a pair that was run before."""
 
     def run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
-        """The allocated peak and the time of a step."""
+        """Run a step under ``plan`` at ``batch``, unless it was run before; return its allocated peak and its time."""
         if (plan, batch) not in self.found:
             self.found[plan, batch] = self._run(plan, batch)
         return self.found[plan, batch]
 
     def run_again(self, plan: Plan, batch: int) -> None:
-        """One that gave numbers once more: the shorter step counts, for what else a machine does adds to its time."""
+        """Run a pair that gave numbers once more, and keep the shorter time: other load only ever adds to it."""
         before, found = self.found[plan, batch], self._run(plan, batch)
         assert isinstance(before, BatchProbe)
         if isinstance(found, BatchProbe) and found.step_s < before.step_s:
             self.found[plan, batch] = found
 
     def planned(self) -> list[tuple[Plan, BatchProbe]]:
-        """The runs that gave numbers, each with its plan."""
+        """Return the runs that gave numbers, each with its plan."""
         return [(plan, run) for (plan, _), run in self.found.items() if isinstance(run, BatchProbe)]
 
     def of(self, plan: Plan) -> Iterator[BatchProbe]:
-        """Those under a plan."""
+        """Return the runs under ``plan`` that gave numbers."""
         return (run for planned, run in self.planned() if planned == plan)
 
     def _run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
@@ -79,7 +79,7 @@ class Trials:
             )
 
     def record(self, batch: int, session: Session, measured: Measurement | None) -> None:
-        """Record the original's step, unless that was done or cannot be."""
+        """Record the original's step at ``batch``, unless there is a record or it cannot be recorded."""
         if batch in self.records:
             return
         notes = self.notes[batch] = []
@@ -91,15 +91,15 @@ class Trials:
             notes.append(f"{err.message[:1].upper()}{err.message[1:]}.")
 
     def record_without_data(self, batch: int) -> None:
-        """The same of a batch that was not run, or cannot be."""
+        """Record the original's step at a ``batch`` that was not run, or cannot be."""
         if batch not in self.records:
             with self.prepared.at(batch).session("small batch") as session:
                 self.record(batch, session, None)
 
     def step(self, first: int) -> ScaledStep | str:
-        """The original's at any batch, by the records of the smallest and the largest that ran; or why not, in words.
+        """Return the original's step at any batch, by the records at the least and the largest; or why not.
 
-        ``first``: the batch to be recorded where none was run; its double is the other.
+        ``first``: the batch to record, together with its double, if none was run.
         """
         step = self._step_of([*self.records], first)
         if step is None and 1 in self.records:  # one sample may run operators of its own
@@ -107,7 +107,7 @@ class Trials:
         return step or self._why_unknown()
 
     def _step_of(self, batches: list[int], first: int) -> ScaledStep | None:
-        """By the records of these batches, or of two others where there are fewer."""
+        """Return the step by the records at ``batches``, or at two new ones if there are fewer."""
         if len(batches) < 2:
             self.prepared.progress.stage("recording a step")
             first = max(batches, default=first)

@@ -1,1 +1,1 @@
-"""Two steps, or two trainings, held against each other by what was noted of each: no tensor of either is here."""
+"""Comparisons of two steps, or two trainings, by a few numbers recorded of each tensor."""

@@ -1,4 +1,8 @@
-"""How far apart two steps are, by the few numbers that each left: of :mod:`memopt_cli.verification.fingerprint`."""
+"""The distance of two steps by their fingerprints, which :mod:`memopt_cli.verification.fingerprint` makes.
+
+A fingerprint holds, for each tensor, a hash of its bits, its norm, and a few random projections.  The distance of two
+tensors is estimated by that of their projections, so neither has to be kept.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,19 @@ from collections.abc import Mapping
 from memopt_cli.records import Fingerprint, FingerprintCheck, TensorPrint
 
 EPSILONS = {"bf16": 2.0**-7, "fp16": 2.0**-10}
-"""By ``--precision``: of autocast's dtypes, whose digits count where what is left is in float32."""
+"""``--precision`` -> the epsilon of autocast's dtype, which limits the digits of results stored as float32."""
 _TIMES_ROUNDED = 10.0
-"""A tensor may differ by so many times what it differs by where every parameter is rounded otherwise: a ReLU or a spike
-that flips changes a gradient by more than its digits.  In a ResNet-50 that was 0.04 to 3 %, by five draws; with a layer
-in chunks gradients differed by half as much in the median, by 1.6 to 4.4 times as much at most, and by 24 times in one
-draw: where it is more, the plan is compared at full size.
+"""A plan may change a tensor by up to 10 times what rounding every parameter changes.  A ReLU or a spike that flips
+changes a gradient by more than its digits: in a ResNet-50, by 0.04 to 3 % over five draws.  With a layer in chunks,
+gradients differed by half of that in the median, by 1.6 to 4.4 times that at most, and by 24 times in one draw.  Where
+a plan is above the limit, it is compared in full at full size.
 """
 _MOST = 0.1
-"""Nothing more is allowed; and a rounding that changes a tensor by as much tells nothing of it: it tipped a choice, as
-where a threshold or a length is a parameter, which no order of sums tips.
+"""The cap of that limit.  A rounding that changes a tensor by this much is not used at all: it has tipped a choice, as
+where a threshold or a length is a parameter, and the order of sums does not tip those.
 """
 ROUNDING_SHARE = 1e-3
-"""A gradient whose elements are so small beside those of the largest one may be rounding alone."""
+"""A gradient whose elements are smaller than this share of the largest gradient's may be nothing but rounding."""
 
 
 def compared(
@@ -33,11 +37,11 @@ def compared(
     epsilon: float = 0.0,
     rounded: Fingerprint | None = None,
 ) -> tuple[FingerprintCheck, bool]:
-    """How far apart two steps of these sizes are, by what they left, and whether that is allowed.
+    """Return the check of two fingerprints of steps at these sizes, and whether they agree.
 
-    ``exact``: nothing may differ.  Else floating tensors may by half of the digits of their dtype, or of another of
-    ``epsilon`` where that has fewer; and by more where ``rounded`` does, a step of the original whose parameters are
-    rounded otherwise.
+    ``exact``: nothing may differ.  Otherwise floating tensors must agree in half of the digits of their dtype, or of a
+    dtype with ``epsilon`` if that has fewer.  Where ``rounded``, the fingerprint of the original with rounded
+    parameters, differs by more than that, the plan may too.
     """
     reference, others, moved = (
         {found.name: found for found in side.tensors} if side is not None else {}
@@ -76,7 +80,7 @@ def _excess(differing: tuple[float, float, str]) -> float:
 
 
 def typical(found: TensorPrint) -> float:
-    """Of its elements, the root of the mean square."""
+    """Return the root mean square of the elements of ``found``."""
     return found.norm / math.sqrt(found.elements) if found.elements else 0.0
 
 
@@ -89,12 +93,18 @@ def _allowed(found: TensorPrint, epsilon: float, rounded: TensorPrint | None, le
 
 
 def _half_of_digits(found: TensorPrint, epsilon: float) -> float:
-    """How far apart a tensor may be where sums are formed in another order; ``epsilon``: of a dtype of fewer digits."""
+    """Return the relative difference at which half of the digits agree, as another order of sums may leave it.
+
+    ``epsilon``: of a dtype with fewer digits, if one was used.
+    """
     return math.sqrt(max(found.epsilon, epsilon))
 
 
 def relative(one: TensorPrint | None, other: TensorPrint | None, least: float) -> float:
-    """The distance over the norm of the first, whose elements count as no smaller than ``least``; else infinite."""
+    """Return the distance of ``one`` and ``other`` over the norm of ``one``; infinite if they cannot be compared.
+
+    The norm counts as if the elements were at least ``least``, so that rounding of tiny gradients stays small.
+    """
     if one is None or other is None or one.kind != other.kind:
         return math.inf
     scale = max(one.norm, least * math.sqrt(one.elements))

@@ -1,4 +1,4 @@
-"""``memopt apply``: a plan made elsewhere, onto this model."""
+"""``memopt apply``: put a plan that was made earlier onto a model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from memopt_cli.records.progress import Ask, Progress
 
 
 def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) -> ApplyResult:
-    """Put a plan made elsewhere onto a model and write the optimized model, after what was asked to be tried with it.
+    """Put the plan of ``request`` onto its model, verify and confirm it if asked to, and write the optimized model.
 
-    Raises :class:`MemoptError`, a :class:`VerificationError` if the two differ.
+    Raises :class:`MemoptError`, among them :class:`VerificationError` if the plan changes what the model computes.
     """
     header, plan = read_plan(request.plan_path)
     if plan.in_backward:
@@ -53,7 +53,7 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
 def _tried(
     request: ApplyRequest, header: FileHeader, plan: Plan, progress: Progress, ask: Ask | None
 ) -> tuple[Prepared, ApplyResult]:
-    """With the inputs of the step that the plan was made for, unless others are given."""
+    """Verify and confirm ``plan`` as ``request`` asks, on the inputs that it was made for unless others are given."""
     predicted = read_prediction(request.plan_path) if request.confirm else None
     if request.spec is None:
         request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
@@ -71,7 +71,10 @@ def _tried(
 
 
 def _verified_all(prepared: Prepared, plan: Plan) -> list[Verification]:
-    """As the inputs are described; a plan by length at the largest of each range, if their dimension is named there."""
+    """Verify ``plan`` at the sizes of the inputs, or a plan by length at the largest size of each range.
+
+    Ranges can be tried only where the shapes of the inputs name their dimension.
+    """
     if plan.by is None or plan.by.dim not in prepared.subject.spec.dims:
         return [_verified(prepared, plan)]
     sizes = [prepared.sized(plan.by.dim, part.up_to) for part in plan.ranges]

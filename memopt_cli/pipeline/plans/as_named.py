@@ -1,4 +1,4 @@
-"""A segment on every module that the caller named, whatever it saves: level 1 as SpikingJelly's calls mean it."""
+"""A segment on every module that the caller named, whether it saves memory or not, as in SpikingJelly's functions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _observed(measurements: PlanMeasurements, found: Findings) -> tuple[tuple[Mo
 
 
 def _worth(row: LevelRow, original: LevelRow) -> list[str]:
-    """Say it where the segments do not lower the peak, which a search would have left out."""
+    """Warn where the segments do not lower the peak: a search would have left them out."""
     before, after = original.outcome, row.outcome
     if not isinstance(before, Measurement) or not isinstance(after, Measurement) or row.plan.is_empty:
         return []

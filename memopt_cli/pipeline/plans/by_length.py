@@ -1,9 +1,10 @@
 """``memopt optimize --dim S=64:2048 --budget …``: a plan for each of a few ranges of lengths.
 
-The longest comes first, for it must fit.  Then the largest length at which the original fits, and where lengths lie
-between the two, bounds there: each range has the fastest plan that meets the budget at its largest length, found,
-measured and verified as by :func:`~memopt_cli.pipeline.plans.optimization.find_plan`.  For a device that is not here,
-nothing is measured, and estimates say what fits.
+The longest inputs come first: they must fit.  Next is the largest length at which the original fits without a plan.
+Between the two, the range is cut where shorter inputs may train faster with a plan of their own.  Example, for lengths
+64 to 2048: no plan up to 512, a light one up to 1024, and the full plan beyond.  Each range has the fastest plan that
+fits at its largest length, measured and verified by :func:`~memopt_cli.pipeline.plans.optimization.find_plan`.  For a
+device that is not here (``--for``) nothing is measured, and estimates decide.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes
 
 _EVEN = 64
-"""Lengths of a range of which it is not said how often each comes."""
+"""The number of lengths that stand for a range without ``--lengths``."""
 _RUNS = 3
-"""Lengths at which the original is run to see whether it fits, at most."""
+"""The number of lengths at which the original is run to see whether it fits, at most."""
 
 
 def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
-    """How often each length occurs; where that is not said, lengths that lie evenly in the range.
+    """Return length -> how often it occurs; without ``--lengths``, evenly spaced lengths, each once.
 
     Raises :class:`UsageError` for a file that holds none, and for a length outside of the range.
     """
@@ -74,9 +75,9 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
 
 
 def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
-    """Which argument of forward has the dimension, the first if several do.
+    """Return the first argument of forward, and its axis, whose shape in ``spec`` has the dimension ``symbol``.
 
-    Raises :class:`UsageError` where that is not known, or it is the batch.
+    Raises :class:`UsageError` where no shape names it.
     """
     position = 0
     for tensor in spec.tensors:
@@ -95,7 +96,7 @@ FindPlan = Callable[[OptimizeRequest, Prepared], Findings]
 
 
 def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepared, *, find_plan: FindPlan) -> Findings:
-    """The plan has ranges; all else is of the longest, which is that of the model's inputs.
+    """Find a plan with ranges of the ``varied`` dimension; all other findings are of its longest inputs.
 
     ``find_plan`` finds a plan for inputs of one length.  Raises :class:`MemoptError` as that does.
     """
@@ -133,23 +134,23 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A range that ends at a length, and what was found there."""
+    """A range that ends at a length, and the plan found for it."""
 
     up_to: int
     original: LevelRow
     applied: LevelRow
-    """The original's where that fits."""
+    """The row whose plan is applied; the original's where that fits."""
     verification: Verification | None = None
-    """``None`` where it is the original."""
+    """The verification of the plan; `None` where the original is applied."""
 
     @property
     def plan(self) -> Plan:
-        """What is done in the range."""
+        """The plan that is applied in the range."""
         return self.applied.plan
 
     @property
     def slowdowns(self) -> tuple[float, float]:
-        """Step time over that of the original, as measured and as predicted; the one where the other is not known."""
+        """The measured and the predicted slowdown; where one is unknown, the other stands for it."""
         if self.plan.is_empty:
             return 1.0, 1.0
         before, after, predicted = self.original.outcome, self.applied.outcome, self.applied.predicted_slowdown
@@ -159,7 +160,10 @@ class _Part:
         return predicted or 1.0, predicted or 1.0
 
     def may_be_faster(self, longer: _Part) -> bool:
-        """Whether either account says so: measured times vary, and predicted ones rest on them."""
+        """Tell whether the plan is faster than that of the ``longer`` range as measured or as predicted.
+
+        One of the two is enough: measured times vary, and predictions rest on measured times.
+        """
         return any(mine < its for mine, its in zip(self.slowdowns, longer.slowdowns, strict=True))
 
 
@@ -169,13 +173,13 @@ def _part(up_to: int, found: Findings) -> _Part:
 
 
 def _passes(found: Findings) -> bool:
-    """Whether its plan computes what the original does."""
+    """Tell whether the plan in ``found`` was verified."""
     return found.verification is not None and found.verification.passed
 
 
 @dataclass(slots=True)
 class _ByLength:
-    """One search: the parts of it that share what was asked for."""
+    """One search for a plan by length."""
 
     request: OptimizeRequest
     prepared: Prepared
@@ -187,17 +191,17 @@ class _ByLength:
     notes: list[str] = field(default_factory=list)
 
     def _sessions(self) -> Sessions:
-        """For dry runs, as on the device that the plan is for."""
+        """Open sessions for dry runs as on the device that the plan is for."""
         there = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
         data: Data = "full size" if self.request.card is None else "small batch"
         return Sessions(there, data, notes=[])
 
     def at(self, length: int) -> Prepared:
-        """The model with inputs of a length."""
+        """Return the model with inputs of ``length``."""
         return self.prepared.sized(self.varied.symbol, length)
 
     def check_sizes(self, by: InputDimension) -> None:
-        """Raises :class:`MemoptError` for a model that cannot look at its input, or does not run at both lengths."""
+        """Raise :class:`MemoptError` if the model does not run at both ends of the range, looking at its input."""
         symbol, looking = self.varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self.varied.high),))
         lengths = dict.fromkeys((self.varied.low, self.varied.high))
         with self._sessions() as sessions:
@@ -211,7 +215,7 @@ class _ByLength:
                     raise_failure(found, f"the model does not run at {symbol}={length}: ")
 
     def find(self, length: int) -> Findings:
-        """The fastest plan that meets the budget at a length, proven."""
+        """Find the fastest plan within the budget at ``length``, measured and verified."""
         self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
         found = self.find_plan(self.request, self.at(length))
         self.interrupted |= found.interrupted
@@ -221,7 +225,7 @@ class _ByLength:
         return found
 
     def find_longest(self) -> Findings:
-        """That of the whole range.  Raises :class:`NothingFitsError` that names its length."""
+        """Find the plan of the longest inputs.  Raises :class:`NothingFitsError`, which names their length."""
         longest = f"{self.varied.symbol}={self.varied.high}"
         try:
             return self.find(self.varied.high)
@@ -230,7 +234,7 @@ class _ByLength:
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
     def all_ranges(self, longest: _Part, budget_bytes: int) -> list[_Part]:
-        """From the shortest on.  Ctrl-C ends the search for more of them."""
+        """Return the ranges, the shortest lengths first.  Ctrl-C ends the search for more of them."""
         plain: list[_Part] = []
         parts = [longest]
         try:
@@ -251,7 +255,7 @@ class _ByLength:
         return [*plain, *parts]
 
     def _faster_than(self, longer: _Part, length: int) -> Iterator[_Part]:
-        """A plan for inputs up to a length, if that is faster than the one for longer ones."""
+        """Yield a range that ends at ``length``, if its plan is faster than that of the ``longer`` range."""
         try:
             found = self.find(length)
         except MemoptError as err:
@@ -267,10 +271,10 @@ class _ByLength:
     # ------------------------------------------------------------------------------------------ without a plan
 
     def _plain(self, longest: _Part, budget_bytes: int) -> Iterator[_Part]:
-        """The largest length at which the original was run within the budget, if there is one.
+        """Yield the range in which the original needs no plan, if there is one.
 
-        Dry runs say where to try; their peaks are without the workspaces of kernels, which are taken to grow alike.  On
-        a device that is not here they are estimates, and decide.
+        Dry runs propose its largest length, and a run confirms it.  Dry runs leave out the workspaces of kernels; these
+        are taken to be the same share of the peak at all lengths.  For a card of ``--for`` the dry runs decide alone.
         """
         self.prepared.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
@@ -279,7 +283,7 @@ class _ByLength:
             probes = SearchProbes(sessions, limit_s=None)
 
             def peak(length: int) -> float:
-                """Of tensors, on a device that is not here what its allocator hands out; infinite where it fails."""
+                """Return the original's peak in bytes, of tensors or for a card allocated; infinite if it fails."""
                 found = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
                 if not isinstance(found, Counted):
                     return math.inf
@@ -302,7 +306,7 @@ class _ByLength:
                 share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peak(fitting))
 
     def _fits(self, original: LevelRow, length: int, measured: Measurement | None, peak_bytes: int) -> _Part:
-        """The range up to a length at which the original takes so much: by a run, or as estimated."""
+        """Return the range up to ``length`` without a plan; ``measured`` is ``None`` for an estimate."""
         takes = "it is estimated to take" if measured is None else "it takes"
         self.prepared.progress.note(
             f"Up to {self.varied.symbol}={length} the original fits: {takes} {format_bytes(peak_bytes)} there."
@@ -324,7 +328,7 @@ class _ByLength:
     # ------------------------------------------------------------------------------------------ what is told
 
     def estimate(self, parts: Sequence[_Part]) -> Iterator[str]:
-        """How much shorter an epoch is than with the plan of the longest alone, if it is."""
+        """Yield a sentence on how much shorter the ranges make an epoch than one plan for all lengths would."""
         longest = self.work.epoch({parts[-1].up_to: parts[-1].slowdowns[0]})
         share = self.work.epoch({part.up_to: part.slowdowns[0] for part in parts}) / longest
         if share < 1:
@@ -334,7 +338,7 @@ class _ByLength:
             )
 
     def rows(self, parts: Sequence[_Part]) -> Iterator[RangeRow]:
-        """A line for each range."""
+        """Yield a row of the report for each of ``parts``."""
         low, steps = self.varied.low, sum(self.counts.values())
         for part in parts:
             inside = sum(count for length, count in self.counts.items() if low <= length <= part.up_to)
@@ -356,7 +360,7 @@ class _ByLength:
 
 
 def _allocated_share(original: LevelRow) -> float:
-    """The allocated peak over the tensor peak."""
+    """Return the allocated peak of the ``original`` over its tensor peak; 1 where they are not known."""
     if isinstance(original.outcome, Measurement):
         return original.outcome.allocated_peak_bytes / original.outcome.tensor_peak_bytes
     tensors, allocated = original.predicted_tensor_peak_bytes, original.predicted_allocated_peak_bytes
@@ -364,6 +368,6 @@ def _allocated_share(original: LevelRow) -> float:
 
 
 def _largest(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
-    """The largest of ascending lengths whose peak, which grows with them, is no larger; ``None`` if none is."""
+    """Return the largest of the ascending ``lengths`` whose peak is at most ``most_bytes``; ``None`` if none is."""
     fitting = bisect.bisect_right(lengths, most_bytes, key=peak_of)
     return lengths[fitting - 1] if fitting else None

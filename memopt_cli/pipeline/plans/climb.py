@@ -1,4 +1,9 @@
-"""``--level``: the plan of every level up to the one asked for; what is applied is measured."""
+"""``--level``: find the plan of every level up to the one asked for, and measure the one that is applied.
+
+The search predicts; the measurement decides.  The rows are walked from the highest level down until one is worth its
+time as measured.  A plan that is slower than predicted is replaced by one that is predicted to be faster in the same
+proportion, a few times at most; where no plan is worth its time, the model stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +21,27 @@ from memopt_cli.records.progress import Span
 from memopt_cli.search.plan.policy import skipped_step
 
 _MISSED = 1.05
-"""A measured peak so many times the predicted one puts the other predictions in doubt."""
+"""A measured peak that is this many times the predicted one, or more, puts the other predictions in doubt."""
 _MEASUREMENTS = 3
-"""Plans that are measured until one is as fast as it was to be."""
+"""The number of plans of one level that are measured, at most, until one is fast enough."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Climb:
-    """Asks the planner level by level; believes the measurement of the last."""
+    """A search level by level, whose highest worthwhile plan is confirmed by measurement."""
 
     search: StartedSearch
     measurements: PlanMeasurements
     measure_all: bool
     applied: LevelRow | None = None
-    """The highest level's that is worth its time as measured, once there are rows."""
+    """The row of the highest level whose plan is worth its time as measured; `None` until there are rows."""
     _asked: float = math.inf
-    """The slowdown that a plan may be predicted to have, by what was measured."""
+    """The highest predicted slowdown that is still accepted, lowered whenever a measurement disappoints."""
 
     def rows(self) -> list[LevelRow]:
-        """Return a row for every level, without the original's; the last is measured, or another that could be run.
+        """Return a row for every level from 1 on; that of the highest level, or of the next that runs, is measured.
 
-        Where its measured peak saves too little, or misses what was predicted, the level below is measured, too.
+        Where its measured peak saves too little, or is well above the prediction, the level below is measured too.
         """
         rows = [self.search.original, *self._predicted()]
         for at in range(len(rows) - 1, 0, -1):
@@ -71,9 +76,9 @@ class Climb:
         return rows[highest]
 
     def _believed(self, row: LevelRow) -> LevelRow:
-        """The row, or that of a faster plan where measurements have shown that its own is too slow.
+        """Return ``row``, or the row of a faster plan where measurements have shown that its own is too slow.
 
-        So no level ends above the one below it, and where the highest has no plan, none has.
+        So no level needs more memory than the one below it, and where the highest has no plan, none has.
         """
         if self.applied is not None and self.applied.plan.is_empty and not row.plan.is_empty:
             return self._unchanged(row)
@@ -83,13 +88,13 @@ class Climb:
         return replace(self.search.row(row.level, found, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
     def _none_applied(self, rows: list[LevelRow]) -> list[LevelRow]:
-        """Return the rows where each plan that runs saves too little: the model stays as it is."""
+        """Return ``rows`` where no plan is worth its time: every level keeps the original."""
         unchanged = [self._unchanged(row) if isinstance(row.outcome, Measurement) else row for row in rows[1:]]
         self.applied = next((row for row in reversed(unchanged) if isinstance(row.outcome, Measurement)), None)
         return [rows[0], *unchanged]
 
     def _applicable(self, row: LevelRow) -> LevelRow:
-        """Measure ``row`` if its plan promises to be worth its time, and return it, or the row of another plan."""
+        """Measure ``row`` if its plan is predicted to be worth its time, and return it, or the row of another plan."""
         dropped = self._unworthy(row)
         if dropped is None:
             return self._fast_enough(row)
@@ -103,7 +108,7 @@ class Climb:
         )
 
     def measured(self, row: LevelRow) -> LevelRow:
-        """The row with the measurement of its plan."""
+        """Return ``row`` with the measurement of its plan."""
         self.measurements.prepared.progress.stage(f"level {row.level}: measuring its plan", self._expected(row))
         return replace(row, outcome=self.measurements.measure(row.plan))
 
@@ -122,25 +127,25 @@ class Climb:
             yield row
 
     def _search_begins(self, what: str) -> None:
-        """Where its time is over, what was counted answers at once: there is nothing to show."""
+        """Show ``what`` the search does next, unless its time is over: then it answers at once."""
         left = self.search.probes.left()
         if left is None or left.seconds > 0:
             self.measurements.prepared.progress.stage(what, left)
 
     @property
     def _original(self) -> Measurement | Failure:
-        """As it was timed last."""
+        """The latest measurement of the original, or why it does not run."""
         return self.measurements.measure(ORIGINAL)
 
     @property
     def _limit(self) -> float:
-        """Where the original does not fit there is no step to compare with, and any that runs is welcome."""
+        """The highest slowdown allowed; infinite where the original does not fit, and any plan that runs will do."""
         if not isinstance(self._original, Measurement):
             return math.inf
         return self.search.options.max_slowdown or math.inf
 
     def _unworthy(self, row: LevelRow) -> Dropped | None:
-        """Say why the plan of ``row`` is not even measured; ``None``: it promises enough, or nothing else runs."""
+        """Return why the plan of ``row`` is not worth measuring; ``None`` if it is, or if the original does not run."""
         known = self.search.planner.dry_runs.known(row.plan)
         if known is None or not isinstance(self._original, Measurement):
             return None
@@ -151,7 +156,11 @@ class Climb:
         return judged(row, self._original, self._limit)
 
     def _fast_enough(self, row: LevelRow) -> LevelRow:
-        """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
+        """Measure ``row``, and where its step takes too long, measure plans that are predicted to be faster.
+
+        Example: at a limit of 1.5, a plan predicted at 1.4 takes 1.8.  Its extra time is 0.8 / 0.5 = 1.6 times what is
+        allowed, so the next plan may be predicted at 1 + 0.4 / 1.6 = 1.25 at most.
+        """
         planner = self.search.planner
         for _ in range(_MEASUREMENTS):
             row = self.measurements.confirm(self.measured(row), self._limit)
@@ -166,7 +175,7 @@ class Climb:
             self.search.probes.prolong()
             self._search_begins(f"level {row.level}: searching for a faster plan")
             found = planner.best(row.level, asked)
-            if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
+            if found.plan.is_empty:  # the search had time for none that fast: take the next faster one that it has
                 asked = math.nextafter(predicted, 0)
                 found = planner.best(row.level, asked)
             self._asked = asked
@@ -179,7 +188,7 @@ class Climb:
         return self._unchanged(row)
 
     def _expected(self, row: LevelRow) -> Span | None:
-        """What measuring takes; ``None`` where it cannot be said, or nothing is measured."""
+        """Return how long it takes to measure ``row``; ``None`` if that is unknown, or there is nothing to measure."""
         original = self._original
         if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:
             return None
@@ -187,7 +196,7 @@ class Climb:
 
 
 def _misses(row: LevelRow) -> bool:
-    """Tell whether the measured peak is further above the predicted one than predictions are usually wrong."""
+    """Tell whether the measured peak of ``row`` is above the predicted one by more than the usual error."""
     return row.predicted_allocated_peak_bytes is not None and _peak(row) > _MISSED * row.predicted_allocated_peak_bytes
 
 

@@ -1,4 +1,4 @@
-"""``memopt apply --confirm``: a step under a plan, measured, beside what the plan's file predicts."""
+"""``memopt apply --confirm``: measure a step under a plan, and compare it with the prediction in the plan's file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SAID = {
     "clip_norm": "--clip-norm",
     "seed": "--seed",
 }
-"""Settings of a step, but for its device -> the flag."""
+"""Setting of a step, other than its device -> the flag that sets it."""
 
 
 def as_predicted(asked: StepSettings, predicted: PredictedStep | None) -> StepSettings:
-    """The settings of the step that was predicted, where the command line says no others.
+    """Return ``asked``, with the settings of the ``predicted`` step wherever the command line gives none.
 
-    Raises :class:`UsageError` for a function among them: a plan names no code.
+    Raises :class:`UsageError` where one of these names a function: code is never taken from a plan's file.
     """
     if predicted is None:
         return asked
@@ -45,7 +45,7 @@ def as_predicted(asked: StepSettings, predicted: PredictedStep | None) -> StepSe
 
 
 def unlike(subject: Subject, predicted: PredictedStep | None, header: FileHeader) -> tuple[str, ...]:
-    """What of a step is not as the plan's file says that it was when its prediction was made."""
+    """Return the settings of ``subject`` that differ from those of the ``predicted`` step, by name."""
     if predicted is None:
         return ()
     differs = [
@@ -61,7 +61,7 @@ def unlike(subject: Subject, predicted: PredictedStep | None, header: FileHeader
 def confirmed(
     prepared: Prepared, plan: Plan, predicted: PredictedStep | None, differs: tuple[str, ...]
 ) -> Confirmation:
-    """Run the step here.  Raises :class:`MemoptError` where it does not run."""
+    """Measure the step under ``plan`` here, beside what was ``predicted``.  Raises :class:`MemoptError` if it fails."""
     prepared.progress.stage("measuring a step with the plan")
     answer = prepared.ask(MeasureJob(plan=plan))
     answered = required(answer, "the step could not be run with the plan: ")
@@ -89,5 +89,5 @@ def confirmed(
 
 
 def off(predicted: float, measured: float) -> float:
-    """Predicted less measured, over measured."""
+    """Return the relative error of ``predicted``: 0.1 is 10 % above ``measured``."""
     return (predicted - measured) / measured

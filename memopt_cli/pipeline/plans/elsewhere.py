@@ -38,11 +38,11 @@ from memopt_cli.text.units import format_bytes
 
 _UNVERIFIED = "The plan was compared with nothing (--unverified): memopt apply --verify does so where the model fits."
 _GRADIENTS = 2
-"""Of so many steps the gradients are held at least where two are compared."""
+"""The number of steps whose gradients are held at once, at least, where two steps are compared."""
 
 
 def check_request(request: OptimizeRequest) -> None:
-    """Raises :class:`OptionError` for what wants measurements, which there are none of elsewhere."""
+    """Raise :class:`OptionError` for options of ``request`` that need a measurement where nothing is measured."""
     wanted = {
         "--frontier": request.goal.frontier or request.goal.pick is not None,
         "--measure-levels": request.measure_levels,
@@ -70,23 +70,27 @@ def check_request(request: OptimizeRequest) -> None:
 
 
 def is_elsewhere(request: OptimizeRequest) -> bool:
-    """Whether the step is not run here."""
+    """Tell whether ``request`` is for a step that is not run here (``--for``, ``--ranks``)."""
     return request.card is not None or request.layout is not None
 
 
 def opening_elsewhere(request: OptimizeRequest) -> Opening:
-    """Of a step that is not run here.  Raises :class:`UsageError` as :func:`recorded_here` and :func:`without_data`."""
+    """Return the opening of a ``request`` whose step is not run here.
+
+    Raises :class:`UsageError` as :func:`recorded_here` and :func:`without_data` do.
+    """
     settings = recorded_here(request.settings, request.card)
     opening = replace(opening_of(request, settings), data="small batch")
     return opening if request.layout is None else without_data(opening, request.layout)
 
 
 def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """Search by dry runs, for a card in its blocks and by times of its roofline, and verify at a small size.
+    """Search a plan for a step that is not run here, by dry runs, and verify it on a few samples.
 
-    Of many ranks it is the first that is planned for; the model is verified whole.  Raises :class:`MemoptError`, a
-    :class:`NothingFitsError` where no plan is within the budget, and before the search a :class:`MemoryBudgetError`
-    where this machine cannot hold what is to be verified, or written.
+    For a card, bytes are counted in the blocks of its allocator, and times are those of its roofline.  Of many ranks,
+    the plan is for the first; verification is of the whole model.  Raises :class:`MemoptError`, among them
+    :class:`NothingFitsError` where no plan is within the budget, and before the search :class:`MemoryBudgetError` where
+    this machine cannot hold the model to verify or write it.
     """
     _check_held(request, prepared)
     card, layout = request.card, request.layout
@@ -136,7 +140,10 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
 
 
 def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
-    """What is done with the whole model when the search has ended: it is verified, and written."""
+    """Raise :class:`MemoryBudgetError` where this machine has too little memory to verify, or to write, the model.
+
+    Both need the whole model, and come after the search; the check comes before it, so that no search is wasted.
+    """
     facts = prepared.facts
     if not request.unverified:
         needed_bytes = facts.held_bytes + _GRADIENTS * facts.trainable_bytes
@@ -157,9 +164,9 @@ def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
 def _of_ranks(
     of_first: RankPrediction, searched: Prepared, original: Counted, within_bytes: int | None
 ) -> PlannedRanks:
-    """What the first rank needs with and without the plan, and what the last needs with it.
+    """Return predictions of the first rank with and without the plan, and of the last rank with it.
 
-    Raises :class:`NothingFitsError` where the last needs more than the budget.
+    Raises :class:`NothingFitsError` where the last rank needs more than ``within_bytes``.
     """
     layout, plan = of_first.layout, of_first.plan
     last, planned = layout.ranks - 1, [of_first]
@@ -176,7 +183,7 @@ def _of_ranks(
 
 
 def _searched(request: OptimizeRequest, search: StartedSearch) -> LevelRow:
-    """The plan within the budget, or the best of the level that is worth its time."""
+    """Return the row of the fastest plan within the budget, or of the level's best plan that is worth its time."""
     started, planner, found, options = time.monotonic(), search.planner, search.found, search.options
     original = planner.dry_runs.smallest(0)
     if found.budget_bytes is not None:

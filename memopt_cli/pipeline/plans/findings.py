@@ -1,4 +1,4 @@
-"""What one optimization has found so far."""
+"""The record that the stages of one optimization fill in turn."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from memopt_cli.search.plan.policy import Resolved, Selection, resolve
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """What one optimization has found so far; whoever goes on from here adds to the notes."""
+    """The result of one optimization so far: each stage adds to it, and :mod:`summary` makes the summary of it."""
 
     resolved: Resolved
     asked_codecs: Sequence[str]
-    """Paths of the modules that name a codec, other than none, for their inputs."""
+    """The paths of the modules that ask for a codec for their inputs (``x_compressor``)."""
     model_format: str
     device: str
     plan: Plan = field(default_factory=Plan)
-    """The one that is applied."""
+    """The plan that is applied; empty: the original stays."""
     applied_level: int = 0
     selection: Selection | None = None
-    """``None`` at level 0."""
+    """The modules that became segments and those that did not; `None` at level 0."""
     by_goal: bool = False
-    """The plan was found for a budget or picked from the frontier, not level by level."""
+    """Whether the plan was found for a budget or picked from the frontier, not level by level."""
     rows: list[LevelRow] = field(default_factory=list)
-    """One for each level; none where nothing was measured."""
+    """One row for each level, the original's first; none where nothing was measured."""
     verification: Verification | None = None
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -54,18 +54,21 @@ class Findings:
     faster: Outlook | None = None
     smaller: Outlook | None = None
     advice: BegunAdvice | None = None
-    """Of the batch that fits, begun where the plan was searched; of another plan where verification has replaced it."""
+    """The search for the batch that fits, begun in the session of the search; `None`: not begun.
+
+    It is for another plan where verification has replaced the plan since.
+    """
     estimates: PlanEstimates | None = None
-    """For a device that is not here; then nothing was measured."""
+    """Estimates for the card of ``--for``; `None` without it.  With them nothing was measured."""
     parallel: PlannedRanks | None = None
-    """Of many ranks; then nothing was measured, either."""
+    """Predictions for the ranks of ``--ranks``; `None` without it.  With them nothing was measured."""
     ranges: list[RangeRow] = field(default_factory=list)
-    """Of a plan by length."""
+    """The ranges of a plan by length; none for other plans."""
     dropped: list[Dropped] = field(default_factory=list)
-    """Plans that were found and are not applied, in turn."""
+    """The plans that were found and are not applied, in the order in which they were dropped."""
 
     def drop(self, dropped: Dropped) -> None:
-        """Note that a plan is not applied, unless that is known."""
+        """Record that the plan of ``dropped`` is not applied, unless a reason for it is recorded already."""
         if all(known.plan != dropped.plan for known in self.dropped):
             self.dropped.append(dropped)
 
@@ -74,7 +77,7 @@ class Findings:
 
     @classmethod
     def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
-        """Before anything is searched."""
+        """Return the findings of ``request`` on ``prepared`` before anything is searched."""
         resolved, inputs = resolve(request.search), inputs_note(prepared.subject.spec)
         return cls(
             resolved=resolved,
@@ -89,13 +92,13 @@ class Findings:
 
     @property
     def decisive(self) -> Dropped | None:
-        """See :attr:`memopt_cli.records.MemOptSummary.decisive`."""
+        """The dropped plan that explains the result, as in :attr:`memopt_cli.records.MemOptSummary.decisive`."""
         failed = self.verification is not None and not self.verification.passed
         return decisive(self.dropped) if failed or self.plan.is_empty else None
 
     @property
     def is_changed(self) -> bool:
-        """Whether the model is another than that of its file: it has a plan, or not the one that it carried."""
+        """Whether the model differs from its file: it has a plan, or lost the one that the file carried."""
         return not self.plan.is_empty or TAKEN_OFF in self.notes
 
     @property
@@ -105,11 +108,11 @@ class Findings:
 
     @property
     def measured(self) -> Measurement | None:
-        """Of the plan that is applied; ``None`` if it was not measured."""
+        """The measurement of the plan that is applied; `None` if it was not measured."""
         return measured_at(self.rows, self.applied_level)
 
 
 def measured_at(rows: list[LevelRow], level: int) -> Measurement | None:
-    """Return what was measured at ``level``; ``None`` if nothing was."""
+    """Return the measurement of ``level`` in ``rows``; ``None`` if there is none."""
     outcomes = (row.outcome for row in rows if row.level == level)
     return next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)

@@ -1,4 +1,8 @@
-"""``--budget``, ``--frontier`` and ``--pick``: plans that the planner finds, measured."""
+"""``--budget``, ``--frontier`` and ``--pick``: find plans and measure them.
+
+Within a budget the planner is asked for the fastest plan whose predicted peak fits.  If its measured peak is above the
+budget by 30 MiB, the planner is asked for a plan that is predicted to take 30 MiB less, and so on, a few times at most.
+"""
 
 from __future__ import annotations
 
@@ -30,35 +34,37 @@ from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_apart, format_bytes
 
 _MEASURED = 6
-"""Plans that are run in profiling subprocesses for a budget, or for a frontier, at most."""
+"""The number of plans that are measured for a budget, or for a frontier, at most."""
 _LESS_WHERE_MEMORY_RAN_OUT = 4
-"""By this part of itself what is asked for becomes less; how much there was is not known."""
+"""Where a plan runs out of memory, the next may take less by one such part: how much was missing is not known."""
 _DOUBT = 0.02
-"""A dry run may be so far above the measurement: where nothing fits by dry runs, a plan so close is measured."""
+"""The share by which a dry run may overestimate a peak: a plan this little above the budget is still measured."""
 FRONTIER_SLOWDOWN = 10.0
-"""The longest step of a plan on the frontier, over that of the original, if it is not said: nobody trains with a longer
-one, and to measure it takes that much longer, too."""
+"""The highest slowdown of a plan on the frontier, without ``--max-slowdown``: nobody trains with a slower one, and to
+measure it takes that much longer, too."""
 _APART = 0.02
-"""Of two plans on the frontier the smaller one is shown if it saves that share of the other's peak, or more."""
+"""The share of a peak by which the next plan on the frontier must be smaller to be shown."""
 _TRIED = 8
-"""Dry runs of plans with the optimizer in backward for a budget, at most."""
+"""The number of dry runs with the optimizer in backward for one budget, at most."""
 _MUCH = 0.2
-"""Share of a peak from which on the workspaces of kernels are named as a reason for it."""
+"""The share of a peak from which on the workspaces of kernels are named as a reason for it."""
 _FAR = 2.0
-"""A step that takes so many times what it was to says that the prediction is wrong, or the machine busy."""
+"""A step this many times as long as predicted means that the prediction is wrong, or that the machine is busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalSearch:
-    """Asks the planner, and believes the measurement."""
+    """A search for plans within a budget or on the frontier, each confirmed by measurement."""
 
     search: StartedSearch
     measurements: PlanMeasurements
     in_backward: InBackwardPlans
-    """Its plans again, with the optimizer in backward."""
+    """The same plans with the optimizer in backward."""
     most_slowdown: float | None = None
-    """No plan may be predicted to be slower, nor one of a frontier be measured so; ``None``: within a budget any may,
-    see :data:`FRONTIER_SLOWDOWN`."""
+    """The highest slowdown that a plan may be predicted to have, and on the frontier be measured to have.
+
+    `None`: no limit within a budget, :data:`FRONTIER_SLOWDOWN` on the frontier.
+    """
 
     @property
     def _planner(self) -> Planner:
@@ -70,18 +76,18 @@ class GoalSearch:
 
     @property
     def _most(self) -> float:
-        """The limit within a budget."""
+        """The highest slowdown within a budget."""
         return math.inf if self.most_slowdown is None else self.most_slowdown
 
     @property
     def _most_shown(self) -> float:
-        """The limit of a frontier."""
+        """The highest slowdown on the frontier."""
         return FRONTIER_SLOWDOWN if self.most_slowdown is None else self.most_slowdown
 
     def within(self, budget_bytes: int) -> LevelRow:
-        """The fastest plan found whose measured peak is within the budget.
+        """Return the row of the fastest plan found whose measured peak is at most ``budget_bytes``.
 
-        Where a measurement passes it, the planner is asked for as much less.  Raises :class:`NothingFitsError`.
+        Where a measured peak is above it, the planner is asked for that much less.  Raises :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
         least: Priced | None = None
@@ -135,9 +141,9 @@ class GoalSearch:
         )
 
     def _fastest(self, target_bytes: int) -> Priced | None:
-        """The fastest plan within so many bytes; one with the optimizer in backward where none without is as fast.
+        """Return the fastest plan within ``target_bytes``, with the optimizer in backward only where that is faster.
 
-        Without a segment that costs no time, so it is tried first where the original does not fit.
+        Where the original does not fit, the optimizer in backward alone is tried first: it costs no time.
         """
         if not self.in_backward.is_allowed:
             return self._planner.within(self._level, target_bytes)
@@ -149,8 +155,7 @@ class GoalSearch:
         return self._faster_in_backward(found, target_bytes) or found
 
     def _faster_in_backward(self, found: Priced | None, target_bytes: int) -> Priced | None:
-        """Of the plans that are faster than ``found`` and too large, the fastest that fits with the optimizer in
-        backward; ``None``: none does."""
+        """Return the fastest plan that fits only with the optimizer in backward, if it is faster than ``found``."""
         least = self._planner.dry_runs.smallest(self._level, self._most)
         room = least.peak_bytes - self.in_backward.least_of(least)
         if (found is not None and found.plan.is_empty) or not room:
@@ -167,11 +172,11 @@ class GoalSearch:
         return None
 
     def _lower(self, found: Priced) -> Priced:
-        """With the optimizer in backward where that lowers its peak."""
+        """Return ``found`` with the optimizer in backward where that lowers its peak, else unchanged."""
         return self.in_backward.of(found) or found
 
     def _or_faster(self, found: Priced, outcome: Measurement, budget_bytes: int) -> tuple[Priced, Measurement]:
-        """What fits; or where its step takes far longer than predicted, another that does and is measured faster."""
+        """Return ``found`` and its measurement, or those of a faster plan where it is far slower than predicted."""
         best, original = (found, outcome), self.search.original.outcome
         original_s = original.step_s if isinstance(original, Measurement) else math.inf
         while outcome.step_s > _FAR * found.slowdown * original_s:
@@ -187,14 +192,14 @@ class GoalSearch:
         return best
 
     def worth_showing(self) -> list[Priced]:
-        """As many plans of the frontier, from the original to the least peak, as may be run; none seems too slow."""
+        """Return plans of the frontier, from the original to the least peak, as many as may be measured."""
         found = _apart(self._planner.frontier(self._level, self._most_shown))
         lower = [priced for priced in map(self.in_backward.of, found) if priced is not None]
         both = nondominated([*found[1:], *lower]) if lower else found[1:]
         return _spread(_apart([*found[:1], *both]), _MEASURED + 1)
 
     def frontier(self, found: Sequence[Priced]) -> list[ParetoPoint]:
-        """The plans, measured; in the order of their predictions.  A note names those whose steps are too long."""
+        """Measure the plans in ``found`` and return them in that order; a note names those whose steps are too long."""
         points: list[ParetoPoint] = []
         slow: list[str] = []
         for done, priced in enumerate(found):
@@ -223,7 +228,7 @@ class GoalSearch:
         )
 
     def _within_time(self, point: ParetoPoint) -> ParetoPoint:
-        """One whose step seems too long, as it is timed in turns with the original: a busy machine hides no plan."""
+        """Time ``point`` in turns with the original if it seems too slow, so that a busy machine hides no plan."""
         if point.slowdown is None or point.slowdown <= self._most_shown:
             return point
         outcome = self.measurements.confirm(self.row_of(point, time.monotonic()), self._most_shown).outcome
@@ -238,7 +243,7 @@ class GoalSearch:
         self.measurements.prepared.progress.update(done, total, f"measuring a plan of {format_bytes(found.peak_bytes)}")
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
-        """A picked plan's line in the summary."""
+        """Return the row of ``point``, a plan picked from the frontier."""
         found = self._planner.dry_runs.known(point.plan.of_model)
         assert found is not None, "it is of the frontier"
         return self._row((self._lower(found) if point.plan.in_backward else found, point.outcome), started)
@@ -258,10 +263,10 @@ def nothing_fits(
     can_rise: bool = True,
     can_shrink: bool = True,
 ) -> NothingFitsError:
-    """Make the error where no plan fits into ``budget_bytes``, whose hint names what would help.
+    """Return the error to raise where no plan fits into ``budget_bytes``, with a hint at what would help.
 
-    ``how``: how the least is known, in words.  ``stays``: sentences on what it is made of.  ``can_rise``: there is a
-    higher level.  ``can_shrink``: the batch has more than one sample.
+    ``how``: how ``least_bytes`` is known, in words.  ``stays``: sentences on what these bytes are.  ``can_rise``: there
+    is a higher level.  ``can_shrink``: the batch has more than one sample.
     """
     budget, least = format_apart(budget_bytes, least_bytes)
     flags = "--budget or --level" if can_rise else "--budget"
@@ -273,9 +278,9 @@ def nothing_fits(
 
 
 def what_stays(least: Counted, operators: Sequence[OpTrace]) -> Iterator[str]:
-    """Yield what the peak of the ``least`` plan is made of, as far as no plan makes it smaller, and what would help.
+    """Yield sentences on the part of the ``least`` peak that no plan makes smaller, and on what would.
 
-    ``operators``: of the original's step, with the workspaces that their kernels were seen to take.
+    ``operators``: of the original's step, with the workspaces that their kernels were measured to take.
     """
     parts = {
         "parameters": least.breakdown.parameters_bytes,
@@ -299,7 +304,10 @@ def what_stays(least: Counted, operators: Sequence[OpTrace]) -> Iterator[str]:
 
 
 def require_fast(found: Priced, most_slowdown: float, makes: str = "makes") -> None:
-    """Raises :class:`NothingFitsError` where the fastest plan that fits takes too long; ``makes``: or seems to."""
+    """Raise :class:`NothingFitsError` where ``found``, the fastest plan that fits, slows the step down too much.
+
+    ``makes``: the verb of the message, ``is estimated to make`` where the step was not measured.
+    """
     if found.slowdown > most_slowdown:
         raise NothingFitsError(
             f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, {makes} the step "
@@ -309,7 +317,7 @@ def require_fast(found: Priced, most_slowdown: float, makes: str = "makes") -> N
 
 
 def budget_bytes(budget: Budget, original_bytes: int) -> int:
-    """The budget in bytes; a share is one of the original's allocated peak."""
+    """Return ``budget`` in bytes; a share is one of the original's allocated peak, ``original_bytes``."""
     if budget.nbytes is not None:
         return budget.nbytes
     assert budget.share is not None
@@ -317,7 +325,7 @@ def budget_bytes(budget: Budget, original_bytes: int) -> int:
 
 
 def check_pick(number: int, plans: int) -> None:
-    """Raises :class:`UsageError` if the frontier has no plan of that number, from 1."""
+    """Raise :class:`UsageError` if a frontier of ``plans`` plans, counted from 1, has no plan ``number``."""
     if not 1 <= number <= plans:
         raise UsageError(
             f"--pick {number}: plans on the frontier: {plans}",
@@ -326,7 +334,7 @@ def check_pick(number: int, plans: int) -> None:
 
 
 def _apart(found: Sequence[Priced]) -> list[Priced]:
-    """From the fastest on, those that are smaller by a share that tells; the first is the fastest."""
+    """Return the first, fastest plan of ``found``, and each that is clearly smaller than the one returned before it."""
     kept: list[Priced] = []
     for priced in found:
         if not kept or priced.peak_bytes <= (1 - _APART) * kept[-1].peak_bytes:
@@ -335,7 +343,7 @@ def _apart(found: Sequence[Priced]) -> list[Priced]:
 
 
 def _spread(found: Sequence[Priced], most: int) -> list[Priced]:
-    """At most so many, the first and the last among them."""
+    """Return at most ``most`` plans, evenly spread over ``found``, with the first and the last."""
     if len(found) <= most:
         return list(found)
     return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]

@@ -1,4 +1,8 @@
-"""Whether the optimizer runs in backward: tried on the plan that was found, where the step is one that allows it."""
+"""The optimizer in backward: tried on the plan that was found, where the step allows it.
+
+Each parameter is then updated as soon as its gradient is complete, and the gradient is freed: the gradients of all
+parameters never exist at once.  That rules out accumulation, clipping and scaling, which need them together.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.optimizer_text import NoOptimizer, parse_optimizer
 
 _LEAST_SAVING = 0.02
-"""Of the peak: less is not worth what the training script may not do then."""
+"""The share of the peak that it must save to be worth the restrictions that it puts on the training script."""
 
 IN_BACKWARD = (
     "The optimizer runs in backward if the training script gives it: "
@@ -37,27 +41,27 @@ IN_BACKWARD = (
 
 
 def may_run_in_backward(settings: StepSettings) -> bool:
-    """Whether the step has an optimizer that uses each gradient as backward makes it."""
+    """Tell whether the step of ``settings`` has an optimizer that can use each gradient alone, as backward makes it."""
     named = not isinstance(parse_optimizer(settings.optimizer), NoOptimizer)
     return named and settings.micro_batches == 1 and settings.clip_norm is None and settings.precision != "fp16"
 
 
 @dataclass(slots=True, kw_only=True)
 class InBackwardPlans:
-    """Plans that a search has found, with the optimizer in backward, which costs no time by the sums."""
+    """The plans of a search with the optimizer in backward, which is predicted to cost no time."""
 
     count: Callable[[Plan], Counted | Failure | NotTried]
     measurements: PlanMeasurements
     fault: Callable[[Plan], Reason | None]
-    """What the verification of a plan finds; ``None`` if it passes."""
+    """A function that verifies a plan and returns why it fails; `None` if it passes."""
     most_slowdown: float
     drop: Callable[[Dropped], object]
-    """Told of a plan that is not applied."""
+    """A function that records a plan that is not applied."""
     is_allowed: bool
-    """By the step, and by all that was seen so far."""
+    """Whether the step allows it, and no plan with it has failed so far."""
 
     def of(self, found: Priced) -> Priced | None:
-        """The plan with it, where gradients stand at the peak and that lowers it; ``None`` elsewhere."""
+        """Return ``found`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
         if not self.is_allowed or _held_by_gradients(found.counted) < _LEAST_SAVING * found.peak_bytes:
             return None
         plan = replace(found.plan, in_backward=True)
@@ -70,11 +74,11 @@ class InBackwardPlans:
         return None
 
     def least_of(self, found: Priced) -> int:
-        """An allocated peak in bytes that it may have with it, or a little less."""
+        """Return a lower bound, in bytes, of the allocated peak of ``found`` with the optimizer in backward."""
         return found.peak_bytes - (_held_by_gradients(found.counted) if self.is_allowed else 0)
 
     def of_level(self, row: LevelRow, found: Priced) -> LevelRow | None:
-        """A level's row of the plan with it, measured and proven; ``None`` where that promises nothing, or fails."""
+        """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if that fails or is no use."""
         lower = self.of(found)
         if lower is None:
             return None
@@ -95,7 +99,7 @@ class InBackwardPlans:
         return self.proven(tried.predicted(lower.counted) if row.predicted_allocated_peak_bytes is not None else tried)
 
     def proven(self, row: LevelRow) -> LevelRow | Reason:
-        """A row that was measured, as it is confirmed; or what speaks against it."""
+        """Confirm the times of ``row``, which was measured, and verify it; return it, or why it is not applied."""
         timed = self.measurements.confirm(row, self.most_slowdown)
         dropped = judged(timed, self.measurements.measure(ORIGINAL), self.most_slowdown)
         if dropped is not None and isinstance(dropped.why, TooSlow):
@@ -103,7 +107,7 @@ class InBackwardPlans:
         return self.fault(row.plan) or timed
 
     def refuse(self, plan: Plan, why: Reason) -> None:
-        """From now on there are none: ``plan`` is not applied."""
+        """Record why ``plan`` is not applied, and try no further plans with the optimizer in backward."""
         self.is_allowed = False
         peaks = [self.measurements.known(each) for each in (plan, ORIGINAL)]
         peak_bytes, original_bytes = (found.allocated_peak_bytes if found is not None else None for found in peaks)
@@ -111,6 +115,6 @@ class InBackwardPlans:
 
 
 def _held_by_gradients(counted: Counted) -> int:
-    """What goes at most: gradients at the peak, and what the optimizer makes of all of them at once."""
+    """Return the most bytes that can be saved: the gradients at the peak, and the optimizer's temporaries for them."""
     at_peak = counted.breakdown
     return at_peak.gradients_bytes + at_peak.temporaries_bytes if at_peak.gradients_bytes else 0

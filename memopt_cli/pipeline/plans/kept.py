@@ -1,4 +1,4 @@
-"""What an optimization found, on the disk as soon as it is found: what ends the run later leaves it there."""
+"""Results of an optimization, written as soon as they are known, so that a later failure does not lose them."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from memopt_cli.records import (
 
 @dataclass(slots=True, kw_only=True)
 class Kept:
-    """A plan that was found, and what follows from it, one thing after another."""
+    """The files of one optimization, and the stages that follow the plan: the batch that fits, and recorded steps."""
 
     request: OptimizeRequest
     prepared: Prepared
     found: Findings
     paths: OutputPaths
     started: float
-    """By the monotonic clock."""
+    """The start of the command by the monotonic clock, in seconds."""
     files: list[Path] = field(default_factory=list)
-    """Those written so far."""
+    """The files written so far."""
     advice: BatchAdvice | BatchEstimate | None = None
     steps: RecordedSteps | None = None
 
     def result(self) -> OptimizeResult:
-        """The plan on the disk, then the model, the batch that fits and the recorded steps.
+        """Write the plan, then the model, find the batch that fits, and record the steps; return the result.
 
-        Ctrl-C, a full disk and a model that cannot be saved end it; what was there before stays, and is in the result.
+        Ctrl-C, a full disk or a model that cannot be saved ends this early; the result holds what was done before.
         """
         ended_by = self._ended_by()
         return OptimizeResult(
@@ -76,7 +76,7 @@ class Kept:
         return None
 
     def _go_on(self) -> None:
-        """In the order of what would be missed most."""
+        """Run the stages, the most valuable first."""
         verification = self.found.verification
         passed = self.request.unverified if verification is None else verification.passed
         writes = passed and not self.request.dry_run
@@ -114,14 +114,14 @@ class Kept:
         plan = content(text)
         try:
             self._keep(self.paths.plan, plan)
-        except KeyboardInterrupt:  # at this one moment it waits for the plan
+        except KeyboardInterrupt:  # the one moment at which Ctrl-C waits: the plan is written again, then the run ends
             self.files.append(self.paths.plan)  # it may be there already
             self._keep(self.paths.plan, plan)
             raise
         self._keep_summary()
 
     def _predicted(self) -> PredictedStep | None:
-        """What the plan is estimated to need on a device that is not here."""
+        """Return the step that is estimated under the plan on the card of ``--for``; ``None`` without one."""
         if self.found.estimates is None:
             return None
         return PredictedStep(estimate=self.found.estimates.planned, settings=self.prepared.subject.settings)
@@ -146,7 +146,7 @@ class Kept:
         return f"model = memopt_cli.load({str(self.paths.model)!r}{trusting})"
 
     def _step_aside(self) -> None:
-        """Nobody's file is replaced, and none that has come to exist since the search began costs the plan."""
+        """Choose other names if files have appeared since the search began: none is replaced, and no plan is lost."""
         paths = self.paths.free()
         if paths != self.paths:
             note = f"Files of {self.paths.model.stem} have come to exist meanwhile; these are {paths.model.stem}."
@@ -171,7 +171,7 @@ class Kept:
         self._keep(self.paths.summary, content(summary_json(file_header(self.prepared), self._summary())))
 
     def _keep(self, path: Path, fill: Fill) -> None:
-        """Write a file; one that was written before is brought up to date."""
+        """Write a file at ``path``, or update it if it was written before."""
         write_all({path: fill}, force=self.request.force or path in self.files)
         if path not in self.files:
             self.files.append(path)
@@ -184,10 +184,12 @@ class Kept:
     # ------------------------------------------------------------------------------------------ recorded steps
 
     def _recorded_steps(self) -> RecordedSteps:
-        """The step of the original, and that of the applied plan."""
+        """Return a record of the original's step and one of the step under the plan that is applied."""
         self.prepared.progress.stage("recording the step before and after")
         found, traces = self.found, {}
-        fits = isinstance(found.rows[0].outcome, Measurement)  # kernel workspace is recorded of the original
+        fits = isinstance(
+            found.rows[0].outcome, Measurement
+        )  # else no full step may run: recording takes one of the original
         data: Data = "full size" if fits else "small batch"
         for row in found.rows:
             if row.level in (0, found.applied_level):

@@ -1,4 +1,4 @@
-"""``memopt optimize``: load, measure, search, verify; what was found is kept, and the rest follows."""
+"""``memopt optimize``: load, measure, search, verify, then write the files and recommend a batch."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from memopt_cli.search.plan.targets import left_out, selected
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
-    """Search for the plan of the level asked for, measure it, prove it, and write the four files.
+    """Search for the plan that ``request`` asks for, measure it, verify it, and write the four files.
 
-    Raises :class:`MemoptError` as long as there is no plan; what fails later is in the result.  A plan that fails
-    verification is reported and not written.
+    Raises :class:`MemoptError` for a failure before a plan is found; later failures are part of the result.  A plan
+    that fails verification is reported and not written.
     """
     started = time.monotonic()
     check_goal(request.goal, request.search)
@@ -70,7 +70,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
 
 
 def check_goal(goal: SearchGoal, search: SearchOverrides) -> None:
-    """Raises :class:`OptionError` for one that the level cannot reach, and as :func:`resolve`."""
+    """Raise :class:`OptionError` for a ``goal`` at level 0, which searches nothing, and as :func:`resolve` does."""
     if resolve(search).options.level == 0 and goal != SearchGoal():
         raise OptionError(
             "a budget, the frontier and a pick of it are searched for, which level 0 does not", hint="Raise --level."
@@ -78,9 +78,9 @@ def check_goal(goal: SearchGoal, search: SearchOverrides) -> None:
 
 
 def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """As :func:`find_plan`, and where a dimension has a range a plan by length.
+    """Find a plan for ``prepared``: one plan, or a plan by length where ``request`` gives a dimension a range.
 
-    A model that checkpoints by itself is searched without that, where it can be turned off.
+    A model that checkpoints by itself is searched with that turned off, where it can be.
     """
     prepared = without_own_checkpoints(prepared, measures=not is_elsewhere(request))
     if request.dim_range is None:
@@ -89,9 +89,9 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
 
 
 def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """Search, measure and verify; writes nothing.
+    """Find a plan for ``prepared`` at the sizes of its inputs: search, measure and verify, but write nothing.
 
-    A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
+    The findings include a plan that fails verification.  Raises :class:`MemoptError`.
     """
     options = resolve(request.search).options
     chooses = not options.targets and options.modules is None
@@ -112,23 +112,23 @@ def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
 
 @dataclass(slots=True)
 class _Job:
-    """One run of :func:`optimize`: what the stages need of each other."""
+    """One run of :func:`find_plan`, with the state that its stages share."""
 
     request: OptimizeRequest
     measurements: PlanMeasurements
     found: Findings
-    """What is known so far."""
+    """The findings so far."""
     prover: Prover
     applied: LevelRow | None = None
-    """Of the levels, that whose plan is to be applied."""
+    """The row of the level whose plan is to be applied; `None`: the original's."""
 
     @property
     def prepared(self) -> Prepared:
-        """The original."""
+        """The model without a plan."""
         return self.measurements.prepared
 
     def search(self) -> list[LevelRow]:
-        """Measure the original, then search and measure what was found."""
+        """Measure the original, search, and measure the plans found; return a row for each level."""
         self.prepared.progress.stage("level 0: measuring the original")
         started = time.monotonic()
         search: StartedSearch | None = None
@@ -159,9 +159,10 @@ class _Job:
         return rows
 
     def _foresee(self, rows: list[LevelRow], sessions: Sessions) -> None:
-        """Begin the advice on the batch, where it is wanted; Ctrl-C ends that alone.
+        """Begin to look for the batch that fits, where ``request`` asks for it; Ctrl-C ends only this.
 
-        A step is recorded here, which takes another session as long as a few dry runs.
+        The session of the search has recorded the step already; to do so in a new one would take as long as a few dry
+        runs.
         """
         request, prepared = self.request, self.prepared
         row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
@@ -197,9 +198,9 @@ class _Job:
             raise type(err)(message, hint="\n".join(filter(None, hints))) from err
 
     def _seek_again(self, search: StartedSearch) -> list[LevelRow]:
-        """The same search as far as it came, without anything more being tried.
+        """Answer an interrupted ``search`` from what it has tried so far, without trying anything more.
 
-        Raises :class:`KeyboardInterrupt` if it had found nothing.
+        Raises :class:`KeyboardInterrupt` if it had found no plan.
         """
         if not search.probes.improved(search.first):
             raise KeyboardInterrupt
@@ -220,7 +221,7 @@ class _Job:
         return rows
 
     def _meet_goal(self, search: StartedSearch) -> list[LevelRow]:
-        """The fastest plan within a budget, or the plans between least time and least memory."""
+        """Return the row of the fastest plan within the budget, or of the one picked from the frontier, if any."""
         goal, most_slowdown, started = self.request.goal, self.request.search.get("max_slowdown"), time.monotonic()
         planned = GoalSearch(
             search=search,
@@ -249,7 +250,7 @@ class _Job:
         return rows
 
     def _climb(self, search: StartedSearch) -> list[LevelRow]:
-        """A row for every level."""
+        """Return a row for every level up to the one asked for."""
         climb = Climb(
             search=search,
             measurements=self.measurements,
@@ -261,7 +262,7 @@ class _Job:
         return rows
 
     def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
-        """The row to apply, with the optimizer in backward where that lowers its peak; in ``rows`` as well."""
+        """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too."""
         if applied is None:
             return applied
         row = replace(applied, plan=applied_row([search.original, *rows], applied).plan)
@@ -286,7 +287,10 @@ class _Job:
         )
 
     def _as_timed(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
-        """The original and the plan that is applied, as they were timed together in the end."""
+        """Return ``point`` with the latest times, if it is the original or the ``applied`` plan.
+
+        Those two are timed in turns at the end, so that the frontier and the row that is applied show the same times.
+        """
         original, timed = self.measurements.measure(ORIGINAL), applied.plan if applied else ORIGINAL
         if not isinstance(original, Measurement) or point.plan not in (ORIGINAL, timed):
             return point
@@ -294,7 +298,7 @@ class _Job:
         return replace(point, outcome=outcome, original_step_s=original.step_s)
 
     def _choose(self, search: StartedSearch, plan: Plan) -> None:
-        """Say which of the candidates are segments, and why modules that were asked for are none."""
+        """Note which modules are segments of ``plan``, and why others that were asked for are not."""
         modules, by_goal = search.traced.trace.modules, self.found.by_goal
         self.found.selection = selected(modules, plan, search.options, by_goal=by_goal)
         self.found.notes += left_out(self.found.selection.refused)

@@ -1,4 +1,4 @@
-"""Plans that were measured, each once and in a subprocess of its own, and what their steps left."""
+"""Measurements of plans, each taken once and in a subprocess of its own, with fingerprints of their steps."""
 
 from __future__ import annotations
 
@@ -12,52 +12,55 @@ from memopt_cli.pipeline.verification import MeasuredSteps
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan
 
 _DOUBT, _DOUBT_AT_ANY_PRICE = 0.1, 0.2
-"""A measured slowdown that differs from the predicted one by a larger share of it is looked at again.  Where any will
-do, one that is larger decides nothing: it is only told."""
+"""A plan is timed again if its slowdown differs from the predicted one by a larger share.  The second value is for
+slower plans where any slowdown is allowed: it decides nothing there, and is only reported."""
 _FAR = 10.0
-"""A step so many times as long decides nothing where any is welcome: it is not timed again."""
+"""A slowdown from which on a plan is not timed again where any slowdown is allowed: the exact number is of no use."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PlanMeasurements:
-    """Asked for by their plans."""
+    """A cache of measurements by plan."""
 
     prepared: Prepared
     warm_up: bool
-    """Take a step before the timed ones."""
+    """Whether to take a step before the timed ones."""
     _found: dict[Plan, Measured | Failure] = field(default_factory=dict)
     _in_turns: Plan | None = None
-    """Of the plans that were timed in turns with the original, the last: both have the times of these turns."""
+    """The plan that was last timed in turns with the original; both have the times of these turns.  `None`: no plan."""
 
     def measure(self, plan: Plan) -> Measurement | Failure:
-        """In a fresh subprocess, unless it was measured before."""
+        """Measure ``plan`` in a fresh subprocess, or return the measurement that is there already."""
         if plan not in self._found:
             with self._prepared_for(plan).session() as session:
                 return self.measure_in(session, plan)
         return measurement_in(self._found[plan])
 
     def known(self, plan: Plan) -> Measurement | None:
-        """Of a plan that was measured; ``None``: it was not, or could not be."""
+        """Return the measurement of ``plan``; ``None`` if it was not measured, or does not run."""
         found = self._found.get(plan)
         return found.measurement if isinstance(found, Measured) else None
 
     def _prepared_for(self, plan: Plan) -> Prepared:
-        """Where the original has left nothing to compare with, segments in chunks try whether their rows mix."""
+        """Return the model to measure ``plan`` on.
+
+        Where the original does not run, there is no fingerprint to compare with; segments then try for themselves
+        whether the rows of their chunks mix.
+        """
         if plan == ORIGINAL or isinstance(self._found.get(ORIGINAL), Measured):
             return self.prepared
         return replace(self.prepared, subject=replace(self.prepared.subject, tries_rows=True))
 
     def measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
-        """In a subprocess at hand."""
+        """Measure ``plan`` in ``session``."""
         found = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
         return measurement_in(found)
 
     def confirm(self, row: LevelRow, most_slowdown: float = math.inf) -> LevelRow:
-        """The row of a measured plan, timed anew if its step seems slower than it may be, or other than predicted.
+        """Return ``row``, timed again if its step seems slower than allowed, or far from its prediction.
 
-        That is done in turns with the original, in one subprocess, so that a busy machine neither refuses a plan nor
-        praises it; both have these step times then.  Nothing changes where it fails, nor where that was done already:
-        what was decided by the first turns is not left to others.
+        The plan and the original take turns in one subprocess, so that a busy machine slows both down alike; both keep
+        these step times.  Nothing changes where that fails, nor where it was done already: the first turns decide.
         """
         original = self._found.get(ORIGINAL)
         if row.plan == self._in_turns:
@@ -82,9 +85,9 @@ class PlanMeasurements:
             self._found[plan] = replace(measured, measurement=measurement)
 
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
-        """What its steps left and those of the original; ``None`` where not both were measured.
+        """Return the fingerprints of ``plan`` and of the original; ``None`` unless both were measured.
 
-        Those of the same plan without an optimizer in backward, which leaves no gradients.
+        With an optimizer in backward no gradients are left, so the same plan without it stands for ``plan``.
         """
         original, planned = self._found.get(ORIGINAL), self._found.get(plan.of_model)
         if not isinstance(original, Measured) or not isinstance(planned, Measured):
@@ -104,5 +107,5 @@ def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> 
 
 
 def measurement_in(found: Measured | Failure) -> Measurement | Failure:
-    """Of the answer to a :class:`MeasureJob`."""
+    """Return the measurement in ``found``, the answer to a :class:`MeasureJob`, or the failure that it is."""
     return found.measurement if isinstance(found, Measured) else found

@@ -1,4 +1,8 @@
-"""The row whose plan is applied, and its proof: where a plan differs from the original, less of it is applied."""
+"""The row whose plan is applied, and its verification.
+
+Where a plan computes something else than the original, the segments that make the difference are found and left out,
+and the rest is verified again.  A plan that was asked for by budget or from the frontier is not replaced: it fails.
+"""
 
 from __future__ import annotations
 
@@ -50,20 +54,20 @@ def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
 
 @dataclass(slots=True, kw_only=True)
 class Prover:
-    """Verifies one of the rows, and puts another in its place where that fails."""
+    """Verification of the row to apply, with another row in its place where that fails."""
 
     measurements: PlanMeasurements
     found: Findings
-    """Its rows change where a plan does, and the neighbours of that are not known; it is told what is not applied."""
+    """The findings of the search; their rows, their neighbours and the dropped plans change with the plan."""
     takes_chosen: bool = False
-    """The chosen row is applied whatever it saves and takes: the caller has named its segments."""
+    """Whether the chosen row is applied whatever it saves and costs: the user has named its segments."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
-    """What was verified before."""
+    """The outcome of each verification so far."""
 
     def prove(self, chosen: LevelRow | None) -> tuple[LevelRow, Verification]:
-        """The row to apply, verified: where one was asked for, no other.  ``chosen``: of the levels.
+        """Return the row to apply and its verification.  ``chosen``: the best row of a search by levels.
 
-        Where the model cannot run in float64, in which chunks are verified, that is the best row without chunks.
+        Chunks are verified in float64.  Where the model cannot run in it, the best row without chunks is applied.
         """
         rows, is_asked_for = self.found.rows, self.found.by_goal
         best = rows[-1] if is_asked_for else applied_row(rows, chosen)
@@ -78,15 +82,18 @@ class Prover:
         found = required(found, "verification could not be run: ")
         if found.passed:
             return best, found
-        return self._failed(best, found) if is_asked_for else self._narrowed(best, found)
+        if not is_asked_for:
+            return self._narrowed(best, found)
+        self._drop(best, Differs(verification=found))
+        return best, found
 
     def fault(self, plan: Plan) -> Reason | None:
-        """Verify ``plan``, which is known from then on, and return what is wrong with it; ``None`` if nothing is."""
+        """Verify ``plan``, remember the outcome, and return why it fails; ``None`` if it passes."""
         found = self.known[plan] = self._verify(plan)
         return fault_in(found)
 
     def _without_chunks(self) -> LevelRow:
-        """The best row whose plan runs nothing in chunks."""
+        """Measure the row of the highest level without chunks, and return it if it is worth its time."""
         rows = self.found.rows
         at = max(at for at, row in enumerate(rows) if not row.plan.has_chunks)
         rows[at] = replace(rows[at], outcome=self.measurements.measure(rows[at].plan))
@@ -94,7 +101,7 @@ class Prover:
         return self._worth_its_time(at)
 
     def _narrowed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
-        """The row without the segments that differ, in place of it, verified; the failure where that does not help."""
+        """Return ``best`` without the segments that differ, verified again; if that fails, ``best`` and ``failed``."""
         self.measurements.prepared.progress.stage("finding what differs")
         plan, left_out = self._agreeing(best.plan, failed)
         self._drop(best, Differs(verification=failed, left_out=left_out))
@@ -118,13 +125,8 @@ class Prover:
             return best, failed
         return row, found
 
-    def _failed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
-        """Return the row that was asked for, which no other replaces, and note why it is not applied."""
-        self._drop(best, Differs(verification=failed))
-        return best, failed
-
     def _worth_its_time(self, at: int) -> LevelRow:
-        """Time the row of index ``at`` as any other, and return it, or the original's where it is not worth it."""
+        """Return the row of index ``at`` if its plan is worth its time as measured, else the original's."""
         rows, most = self.found.rows, self.found.resolved.options.max_slowdown or math.inf
         if self.takes_chosen:
             return applied_row(rows, rows[at])
@@ -149,7 +151,7 @@ class Prover:
         )
 
     def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
-        """What of a plan does as the original does, at the sizes at which it failed; see :func:`agreeing`."""
+        """Return the part of ``plan`` that agrees at the sizes that ``failed``, and the rest: see :func:`agreeing`."""
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 
             def verify(plan: Plan) -> Verification | None:

@@ -1,4 +1,4 @@
-"""How a search for plans begins: a step is recorded and counted, and it is settled how long the search may take."""
+"""The beginning of a search for plans: a step is recorded and counted, and the search gets its time limit."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_bytes
 
 _SEARCH_S, _SEARCH_STEPS = 10, 10
-"""A search for levels ends after so many seconds and so many steps, if it is not said how long it may take."""
+"""A search by levels without ``--search-time`` takes up to this many seconds plus this many steps of the original."""
 _AT_ANY_PRICE = 3
-"""So many times as long it may take where a step may be as long as it takes: chunks, however many, are tried then."""
+"""The factor for that limit where any slowdown is allowed: chunks are tried then in any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedSearch:
-    """What a search starts from, and what it may ask."""
+    """A recorded step of the original, and a planner that can ask questions about it."""
 
     traced: Traced
     first: Counted
-    """The original."""
+    """A dry run of the original."""
     original: LevelRow
-    """The same, as it was measured first."""
+    """The row of the original as first measured; without an outcome where it is not run here."""
     probes: SearchProbes
     planner: Planner
     found: Findings
-    """What is known so far."""
+    """The findings so far."""
     notes: int
-    """How many there were when it began."""
+    """The number of notes among the findings when the search began."""
 
     @property
     def options(self) -> SearchOptions:
-        """What it may do."""
+        """The limits of the search, as the user's options resolve."""
         return self.found.resolved.options
 
     def row(self, level: int, found: Priced, tried: int, started: float) -> LevelRow:
-        """What the planner found, not measured yet; its peak is a prediction where dry runs are possible."""
+        """Return the row of a plan that the planner ``found``, before it is measured; predicted if dry runs work."""
         row = LevelRow(
             level=level,
             plan=found.plan,
@@ -58,18 +58,18 @@ class StartedSearch:
         return row.predicted(found.counted) if self.traced.has_dry_runs else row
 
     def counted_late(self, plan: Plan) -> Counted | Failure | NotTried:
-        """What a plan takes, even if the time of the search is over."""
+        """Count ``plan`` by a dry run, even if the time of the search is over."""
         return self.probes.ask_late(CountJob(plan=plan, fake=self.traced.has_dry_runs))
 
     def obstacles(self, sync_norms: Sequence[str]) -> Iterator[str]:
-        """What kept the search from plans of a lower peak: norms, by their paths, that need all processes."""
+        """Yield why modules around ``sync_norms``, norms that need all processes, do not run in chunks."""
         for path, reason in self.probes.refusals.items():
             if any(not path or f"{norm}.".startswith(f"{path}.") for norm in sync_norms):
                 yield f"'{path or '(root)'}' does not run in chunks: {reason}."
 
 
 def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, original: LevelRow) -> StartedSearch:
-    """Record and count a step of the original, which was measured, unless it is not run here.
+    """Record and count a step of the ``original`` row, and make a planner for it.
 
     Raises :class:`MemoptError` where that does not run.
     """
@@ -106,7 +106,7 @@ def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, 
 
 
 def _limit_s(request: OptimizeRequest, found: Findings, original: Measurement | Failure | None) -> float | None:
-    """Who asks for a budget or the frontier waits for it."""
+    """Return the time limit in seconds; ``None``: none, as for a budget or the frontier without ``--search-time``."""
     said = request.search_limit_s is not None or request.goal != SearchGoal()
     if said or not isinstance(original, Measurement):
         return request.search_limit_s

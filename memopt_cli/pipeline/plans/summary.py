@@ -1,4 +1,4 @@
-"""From what a search did to the summary that is shown and written."""
+"""The summary of an optimization, as it is shown and written."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from memopt_cli.search.plan.schedules import spent_by
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 _SLOW = 2.0
-"""A step that takes so many times as long asks for a compromise."""
+"""A slowdown from which on the summary points to faster plans."""
 
 
 def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEstimate | None = None) -> MemOptSummary:
-    """The summary of one optimization, as it is shown and written; its counters are those of the plan.
+    """Return the summary of what an optimization ``found``; its counters are those of the plan that is applied.
 
-    ``spent_s``: wall time of all of it.  ``advice``: the batch that fits, if it was looked for.
+    ``spent_s``: wall time of the whole command.  ``advice``: the batch that fits, if that was asked for.
     """
     rows, options, selection = found.rows, found.resolved.options, found.selection
     plan = found.plan.longest
@@ -87,16 +87,16 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEst
 
 
 def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
-    """How many modules that level 1 would make a segment have theirs within instead."""
+    """Count the modules that level 1 would make segments, and inside which ``plan`` has segments instead."""
     paths = {s.path for s in plan.segments if not s.through_loss}
     selected = [m.path for m in selection.considered] if selection is not None else []
     return sum(path not in paths and any(is_within(inner, path) for inner in paths) for path in selected)
 
 
 def _codecs_left_out(found: Findings) -> list[str]:
-    """Say which modules do not use the codec that they ask for: segments, what would have been one, and others.
+    """Say which modules do not use the codec that they ask for, and why.
 
-    Of the others only where the caller has named the modules that may be segments.
+    Modules that were never candidates for a segment are named only if the user listed the modules that may be.
     """
     segments, selected = found.plan.longest.segments, found.selection.considered if found.selection is not None else ()
     codecs = {m.path: m.compressor for m in selected} | {s.path: s.compressor for s in segments}
@@ -130,7 +130,7 @@ def _named(paths: list[str]) -> str:
 
 
 def _steps_of(plan: Plan, splits: int) -> list[str]:
-    """The levels whose means a plan uses."""
+    """Name the levels whose techniques ``plan`` uses."""
     used = {
         1: not plan.is_empty,
         2: splits > 0,
@@ -141,7 +141,7 @@ def _steps_of(plan: Plan, splits: int) -> list[str]:
 
 
 def _not_applied(found: Findings) -> list[str]:
-    """The levels that found a plan which the measurement did not bear out."""
+    """Name the levels whose plan was measured and turned out to be no improvement."""
     above = (row for row in found.rows if row.level > found.applied_level)
     worse = (row for row in above if row.repeats is None and row.outcome is not None)
     return [f"level{row.level}:no_improving_candidate" for row in worse]
@@ -176,7 +176,7 @@ def _what_stays(rows: list[LevelRow]) -> str:
 
 
 def _measured_sentence(found: Findings) -> str:
-    """``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a number or a plan."""
+    """Return ``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a measurement or a plan."""
     before, after = measured_at(found.rows, 0), found.measured
     if before is None or after is None or found.plan.is_empty:
         return ""

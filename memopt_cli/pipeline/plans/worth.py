@@ -1,7 +1,6 @@
-"""Whether a plan is worth the time of its step: by its predictions before it is measured, then by its measurement.
+"""Whether a plan is worth the time of its step: by its prediction before it is measured, then by its measurement.
 
-This is the one place that decides so.  A prediction that misses (a peak of 1.2 MiB that was to be 1.1) is found out
-once the plan is measured.
+Nothing else decides this.  A wrong prediction (a peak of 1.2 MiB instead of 1.1) shows once the plan is measured.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, NotRun, Plan, Reason, SavesTooLittle, TooSlow
 
 _LEAST_SAVING = 0.02
-"""A plan that saves a smaller share of the peak is worth hardly any time."""
+"""The share of the original's peak that a plan must save if its step takes any longer than :data:`_HARDLY_SLOWER`."""
 _HARDLY_SLOWER = 1.02
 
 
 def unworthy(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:
-    """Say why ``plan`` is not to be measured, by what is predicted of it; ``None``: it is."""
+    """Return why ``plan`` is not worth measuring, by its predicted peak and slowdown; ``None`` if it is."""
     if plan.is_empty:
         return None
     why = _saves_too_little(peak_bytes, original_bytes, slowdown, is_predicted=True)
@@ -22,9 +21,9 @@ def unworthy(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) 
 
 
 def judged(row: LevelRow, original: Measurement | Failure, most_slowdown: float) -> Dropped | None:
-    """Say why the plan of ``row`` is not applied, by what was measured of it; ``None``: it runs and is worth its time.
+    """Return why the plan of ``row`` is not applied, by its measurement; ``None`` if it runs and is worth its time.
 
-    Where the original does not run, any plan that does is.
+    Where the original does not run, any plan that runs is worth its time.
     """
     outcome = row.outcome
     if row.plan.is_empty or outcome is None:
