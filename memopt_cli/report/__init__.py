@@ -1,1 +1,1 @@
-"""What memopt found out, for people and for programs."""
+"""Reports of the results of every command, for people and for programs."""

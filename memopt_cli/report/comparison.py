@@ -1,4 +1,4 @@
-"""The words and rows of a comparison, the same in every form of report."""
+"""Words and table rows of a comparison, shared by every form of report."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 _NAMES = {"peak": "tensor peak", "allocated": "allocated peak"}
 _MODULES = 10
-"""Rows of modules in a table."""
+"""Most rows in the table of modules."""
 _NAMED = 3
-"""Modules, segments and tensors that a sentence names."""
+"""Most modules, segments or tensors that a sentence names."""
 
 METRIC_HEADINGS = ("", "before", "now", "change")
 MODULE_HEADINGS = ("module", "", "before", "now", "change")
 
 
 def headline(found: Comparison) -> Iterator[str]:
-    """The verdict: each limit that was passed; else that none was; without limits how the tensor peak changed."""
+    """Yield each limit that ``found`` exceeds; if it exceeds none, how the peak of each part changed."""
     for verdict in found.exceeded:
         yield judged(verdict)
     if not found.exceeded:
@@ -31,7 +31,7 @@ def headline(found: Comparison) -> Iterator[str]:
 
 
 def judged(verdict: Verdict) -> str:
-    """``regression: tensor peak 12.0 MiB → 14.0 MiB (+2.0 MiB, +16.7 %), past the limit peak:5%``."""
+    """Return a sentence on ``verdict``, such as ``tensor peak 12.0 MiB → 12.1 MiB (…), within the limit peak:5%``."""
     change = _where(verdict.at) + _change(verdict.change)
     if verdict.exceeded:
         return f"regression: {change}, past the limit {verdict.limit.text}"
@@ -39,12 +39,12 @@ def judged(verdict: Verdict) -> str:
 
 
 def grown(found: Comparison) -> Iterator[Comparison]:
-    """Of a plan by length the shorter inputs, of which more is to be told: a limit was passed there."""
+    """Yield the parts of ``found`` for shorter inputs that exceed a limit; only these get a section of their own."""
     return (part for part in found.shorter if part.exceeded)
 
 
 def reasons(found: Comparison) -> Iterator[str]:
-    """Sentences on what explains the change, and on what does not; of shorter inputs, beside what holds for all."""
+    """Yield sentences on what explains the change in ``found``, and on what may mislead, such as another machine."""
     if found.at:
         yield from _causes(found)
         return
@@ -73,7 +73,7 @@ def _causes(found: Comparison) -> Iterator[str]:
 
 
 def growth(found: Comparison) -> Iterator[str]:
-    """The tables as two sentences: what grew most, by category and by module."""
+    """Yield up to two sentences on what grew most in ``found``: by category, and by module."""
     grown = [change for change in _categories(found) if change.after > change.before]
     grown.sort(key=lambda change: change.before - change.after)
     if grown:
@@ -85,13 +85,13 @@ def growth(found: Comparison) -> Iterator[str]:
 
 
 def metric_rows(found: Comparison) -> list[tuple[str, ...]]:
-    """Cells under :data:`METRIC_HEADINGS`, for every metric that is not zero."""
+    """Return the cells under :data:`METRIC_HEADINGS` for every metric of ``found`` that is not zero."""
     shown = (change for change in found.changes if change.before or change.after)
     return [(_name(c), _amount(c, c.before), _amount(c, c.after), _difference(c)) for c in shown]
 
 
 def module_rows(found: Comparison) -> list[tuple[str, ...]]:
-    """Cells under :data:`MODULE_HEADINGS`, for the modules whose own bytes at the tensor peak changed most."""
+    """Return the cells under :data:`MODULE_HEADINGS` for the modules whose own bytes at the peak changed most."""
     most = sorted(found.modules, key=lambda m: -abs(m.after_bytes - m.before_bytes))[:_MODULES]
     return [
         (
@@ -110,7 +110,7 @@ def module_rows(found: Comparison) -> list[tuple[str, ...]]:
 
 
 def _resized(found: Comparison) -> Iterator[str]:
-    """Modules that themselves are not what they were: what they hold alive, however it is used, has another size."""
+    """Yield which modules now have parameters or buffers of another size, those that changed most first."""
     for kind in ("parameters", "buffers"):
         grown = [(m, m.growth_bytes[kind]) for m in found.modules if kind in m.growth_bytes]
         grown.sort(key=lambda pair: -abs(pair[1]))
@@ -179,7 +179,7 @@ def _change(change: Change) -> str:
 
 
 def _difference(change: Change) -> str:
-    """``+2.0 MiB, +16.7 %``."""
+    """Return by how much ``change`` grew or shrank, such as ``+2.0 MiB, +16.7 %``."""
     if change.before == change.after:
         return "–"
     share = f", {100 * (change.after / change.before - 1):+.1f} %" if change.before else ""

@@ -1,4 +1,4 @@
-"""What ``memopt apply --confirm`` shows: what was predicted, what was measured, and how far apart they are."""
+"""Output of ``memopt apply --confirm``: predicted and measured numbers, and how far apart they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 
 def lines(found: Confirmation) -> Iterator[str]:
-    """One for each number; then what keeps them from being compared, and what is in none of them."""
+    """Yield a line for each predicted and measured number of ``found``, then its notes."""
     yield from _compared(found)
     yield from found.notes
 

@@ -1,4 +1,4 @@
-"""What reports say of ``memopt verify``."""
+"""Words and table rows of ``memopt verify``, shared by every form of report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memopt_cli.records import Equivalence, Likeness, TensorGap
 from memopt_cli.text.units import format_seconds
 
 _SHOWN = 12
-"""Rows of a table."""
+"""Most rows in a table."""
 
 HEADINGS = ("tensor", "differs by")
 
@@ -28,11 +28,11 @@ _KINDS = {
     "random numbers": "the random",
     "parameters after the update": "parameter",
 }
-"""By what the names of the tensors begin with."""
+"""Kind of effect -> how the names of its tensors begin."""
 
 
 def headline(found: Equivalence) -> str:
-    """The answer, in one sentence."""
+    """Return one sentence that says whether the candidate of ``found`` trains as the reference does."""
     both = f"{found.candidate} trains as {found.reference} does"
     if found.passed:
         far = f", {found.worst:.1g} apart at most" if found.worst else ""
@@ -45,7 +45,7 @@ def _steps(found: Equivalence) -> str:
 
 
 def _reason(found: Equivalence) -> str:
-    """What differs first."""
+    """Return the first difference in ``found``, and the step in which it appears."""
     where = f"in step {found.differs_in_step} of {found.steps}"
     if found.failed:
         return f"{where} the candidate fails: {found.failed}"
@@ -59,7 +59,7 @@ def _told(gap: TensorGap) -> str:
 
 
 def where(found: Equivalence) -> Iterator[str]:
-    """What differs first, in which module, and the likely cause; nothing of two that are the same."""
+    """Yield the first difference in ``found``, its module and the likely cause; nothing if there is no difference."""
     if not found.passed:
         yield _reason(found)
     cause = found.cause
@@ -72,7 +72,7 @@ def where(found: Equivalence) -> Iterator[str]:
 
 
 def rows(found: Equivalence) -> list[tuple[str, str]]:
-    """The tensors that differ, largest first by kind, as far as they are shown."""
+    """Return a row for each of the first tensors that differ in ``found``, and one that counts the others."""
     shown = [(gap.name, _apart(gap)) for gap in found.gaps[:_SHOWN]]
     more = len(found.gaps) - len(shown)
     return [*shown, (f"and {more} more", "")] if more > 0 else shown
@@ -85,16 +85,16 @@ def _apart(gap: TensorGap) -> str:
 
 
 def remarks(found: Equivalence) -> tuple[str, ...]:
-    """Notes, and how long it took."""
+    """Return the notes of ``found``, and how long the comparison took."""
     return (*found.notes, f"total time {format_seconds(found.spent_s)}")
 
 
 def by_kind(found: Equivalence) -> dict[str, Sequence[TensorGap]]:
-    """What differs, by what kind of effect it is; kinds that agree have no gap."""
+    """Return every kind of effect with the tensors of ``found`` that differ in it, an empty list where none does."""
     return {kind: [gap for gap in found.gaps if gap.name.startswith(start)] for kind, start in _KINDS.items()}
 
 
 def told(gaps: Sequence[TensorGap]) -> str:
-    """Of one kind: the first, and how many more."""
+    """Return a phrase on the first of ``gaps``, and on how many more there are."""
     more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
     return f"{_told(gaps[0])}{more}"

@@ -1,4 +1,4 @@
-"""What reports say of ``memopt explain``."""
+"""Words and tables of ``memopt explain``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memopt_cli.records import Explanation, Holder, to_data
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _LONGEST = 56
-"""Characters of a name."""
+"""Most characters of a name."""
 _SHOWN = 12
-"""Rows of a table."""
+"""Most rows in a table."""
 _NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
 """A part of a module's path that is a number."""
 
 
 def headline(found: Explanation) -> Iterator[str]:
-    """What is needed and what there is, and where it ends."""
+    """Yield how much memory the step of ``found`` needs, how much there is, and where it runs out."""
     needed, there = format_bytes(found.needed_bytes), f"{format_bytes(found.limit_bytes)} ({found.limit})"
     if found.header is None:
         yield f"tensors held {needed} of {there}"
@@ -41,7 +41,7 @@ def headline(found: Explanation) -> Iterator[str]:
 
 
 def tables(found: Explanation) -> Iterator[Table]:
-    """Who holds what, and what would fit."""
+    """Yield the tables of ``found``: memory by category, by module and by line of code, and what would fit."""
     if found.breakdown is not None:
         parts = {name.removesuffix("_bytes"): size for name, size in to_data(found.breakdown).items()}
         yield _holders("held then", [Holder(name=name, nbytes=size) for name, size in parts.items() if size])
@@ -54,7 +54,7 @@ def tables(found: Explanation) -> Iterator[Table]:
 
 
 def _gathered(modules: Sequence[Holder]) -> list[Holder]:
-    """The same module of several blocks as one: ``blocks.*.mlp``."""
+    """Return ``modules`` with those that differ in one number alone as one row, such as ``blocks.*.mlp (×12)``."""
     held: dict[str, list[int]] = {}
     for holder in modules:
         held.setdefault(_NUMBER.sub(r"\1*", holder.name, count=1), []).append(holder.nbytes)
@@ -71,7 +71,7 @@ def _named(holder: Holder, empty: str) -> Holder:
 
 
 def _short(name: str) -> str:
-    """A path from here, if that is shorter."""
+    """Return ``name`` relative to the working directory if it lies there, cut to :data:`_LONGEST` characters."""
     if os.path.isabs(name) and name.startswith(here := os.getcwd() + os.sep):
         name = name.removeprefix(here)
     return name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
@@ -101,7 +101,7 @@ def _table(name: str, *numbers: str) -> Table:
 
 
 def remarks(found: Explanation) -> Iterator[str]:
-    """What to type, what does not fit, and notes."""
+    """Yield the command for each suggestion of ``found``, what was tried and does not fit, and notes."""
     yield from (f"for {said.text}: {said.command}" for said in found.suggestions)
     yield from found.refused
     yield from found.notes

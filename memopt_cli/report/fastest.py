@@ -1,4 +1,4 @@
-"""``memopt recommend-batch --search`` for people: what trains fastest, beside all else that was run."""
+"""Text of ``memopt recommend-batch --search``: the fastest batch and plan, beside all that were run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 
 def headline(found: FastestTraining) -> Iterator[str]:
-    """The answer, and what it was asked of."""
+    """Yield the batch and the plan that ``found`` recommends, what they gain, and the memory limit."""
     answer = found.answer
     under = "without a plan" if answer.plan.is_empty else f"under a plan ({in_words(answer.plan)})"
     yield f"recommended: batch {answer.batch} {under}, the fastest of those run within the limit"
@@ -25,7 +25,7 @@ def headline(found: FastestTraining) -> Iterator[str]:
 
 
 def gain(found: FastestTraining) -> str:
-    """Samples a second, beside those of the original's best."""
+    """Return the samples a second of the answer, and how they compare with the best of the original model."""
     speed = found.answer.samples_per_s or 0.0
     if found.original is None:
         return f"{rate(speed)} samples/s; without a plan no batch fits"
@@ -46,7 +46,7 @@ RUN_HEADINGS = ("batch", "plan", "peak", "step", "samples/s", "")
 
 
 def run_rows(found: FastestTraining) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Index and cells under :data:`RUN_HEADINGS` of every pair that was run: those without a plan first, by batch."""
+    """Yield the index and cells of every run of ``found``, under :data:`RUN_HEADINGS`; those without a plan first."""
     order = sorted(range(len(found.runs)), key=lambda i: (not found.runs[i].plan.is_empty, found.runs[i].batch))
     for index in order:
         run = found.runs[index]
@@ -54,7 +54,7 @@ def run_rows(found: FastestTraining) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def run_table(found: FastestTraining) -> Table:
-    """The same as a table."""
+    """Return :func:`run_rows` as a table, the recommended run in bold."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in RUN_HEADINGS:
         if heading in ("plan", ""):
@@ -67,7 +67,7 @@ def run_table(found: FastestTraining) -> Table:
 
 
 def plan_name(plan: Plan) -> str:
-    """What it does, in words."""
+    """Return a few words on what ``plan`` does; ``none`` for the empty plan."""
     return "none" if plan.is_empty else in_words(plan)
 
 
@@ -95,7 +95,7 @@ def _verdict(found: FastestTraining, index: int) -> str:
 
 
 def settings(found: FastestTraining) -> Iterator[str]:
-    """Lines to paste."""
+    """Yield the lines to paste into a training script for the answer of ``found``."""
     answer = found.answer
     plan = next((file for file in found.files if file.endswith(".plan.yaml")), None)
     if not answer.plan.is_empty:
@@ -104,7 +104,7 @@ def settings(found: FastestTraining) -> Iterator[str]:
 
 
 def remarks(found: FastestTraining) -> Iterator[str]:
-    """What the answer rests on."""
+    """Yield how many runs the answer of ``found`` rests on, how long they took, and notes."""
     if found.verification is not None:
         yield verification(found.verification)
     yield (

@@ -14,13 +14,13 @@ from memopt_cli.report.markdown import MarkdownReport, markdown
 
 
 class GithubReport:
-    """One ``::error`` for each limit that was passed or difference that was found, or a ``::notice``.
+    """Annotations: an ``::error`` for each exceeded limit or difference, or one ``::notice`` if there are none.
 
     Tables go to the summary page.
     """
 
     def __init__(self, summary: str | None) -> None:
-        """``summary``: the file that ``$GITHUB_STEP_SUMMARY`` names, which is appended to; ``None``: there is none."""
+        """Append tables to the file ``summary``, which ``$GITHUB_STEP_SUMMARY`` names; ``None``: write none."""
         self._summary = summary
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
@@ -67,5 +67,5 @@ def _annotation(kind: str, title: str, lines: list[str]) -> str:
 
 
 def _escaped(text: str, also: str) -> str:
-    """As the runner decodes it: what would end a value becomes ``%XX``."""
+    """Return ``text`` with every character that would end a value as ``%XX``, which GitHub's runner decodes."""
     return "".join(f"%{ord(c):02X}" if c in f"%\r\n{also}" else c for c in text)

@@ -1,4 +1,4 @@
-"""``memopt inspect`` for people: the module tree with like parts folded, and what loading the file would import."""
+"""Text of ``memopt inspect``: the module tree with repeated blocks folded, and what loading the file would import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt_cli.records import GlobalVerdict, Inspection, StoredModule, StoredTe
 from memopt_cli.text.units import counted, format_bytes
 
 _SHOWN = 12
-"""Groups of tied tensors that are listed."""
+"""Most groups of tied tensors that are listed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +26,12 @@ class _Node:
     tensors: list[StoredTensor] = field(default_factory=list)
     children: list[_Node] = field(default_factory=list)
     likeness: int = 0
-    """Equal for modules of the same classes and shapes."""
+    """Number that two modules share if their trees have the same classes and shapes."""
     lines: int = 1
 
 
 def headline(found: Inspection) -> Iterator[str]:
-    """What the file is."""
+    """Yield the path, format, size and digest of ``found``, and the versions that wrote it."""
     yield f"{found.path}: {found.format}, {format_bytes(found.size_bytes)}"
     yield f"sha256 {found.sha256}"
     if found.versions:
@@ -39,14 +39,14 @@ def headline(found: Inspection) -> Iterator[str]:
 
 
 def contents_table(found: Inspection) -> Table | None:
-    """The module tree, or the tensors of a file of weights alone; ``None`` if there are neither."""
+    """Return the module tree, or the tensors of a file of weights alone; ``None`` if there are neither."""
     if found.modules:
         return _tree_table(found)
     return _tensor_table(found.tensors) if found.tensors else None
 
 
 def remarks(found: Inspection) -> Iterator[str]:
-    """Sums, shared memory, example inputs and notes."""
+    """Yield the totals of ``found``, its dtypes, tied tensors, example inputs and notes."""
     if not found.modules and not found.tensors:
         yield "no model and no tensors in it"
     elif found.modules:
@@ -68,7 +68,7 @@ def remarks(found: Inspection) -> Iterator[str]:
 
 
 def globals_table(verdicts: Sequence[GlobalVerdict]) -> Table:
-    """Each global with its verdict; those that need attention first."""
+    """Return a table of ``verdicts`` on the globals that a pickle names; those that need attention come first."""
     table = _table("it would import", "verdict", "why", "to allow it")
     order = ("refused", "needs trust", "missing", "allowed")
     for item in sorted(verdicts, key=lambda item: order.index(item.verdict)):
@@ -128,13 +128,13 @@ def _roots(found: Inspection) -> list[_Node]:
 
 
 def _parent(path: str, nodes: dict[str, _Node]) -> tuple[_Node | None, str]:
-    """The module that holds what has this path, and its name there."""
+    """Return the module among ``nodes`` that holds ``path``, and the name that it has there."""
     above, _, name = path.rpartition(".")
     return (nodes.get(above), name) if path else (None, "")
 
 
 def _lines(node: _Node, lead: str, below: str) -> Iterator[tuple[str, _Node | None]]:
-    """The tree from ``node`` on; a line without a node stands for several that are folded."""
+    """Yield the lines of the tree below ``node``; a line without a node stands for several that are folded."""
     segment = " (segment)" if node.module.segment else ""
     class_name = node.module.class_name.rpartition(".")[2]
     yield f"{lead}{node.name} {class_name}{segment}" if node.name else f"{lead}{class_name}{segment}", node
@@ -152,7 +152,7 @@ def _lines(node: _Node, lead: str, below: str) -> Iterator[tuple[str, _Node | No
 
 
 def _own(tensors: Sequence[StoredTensor]) -> str:
-    """``weight 64×3×7×7; buffers running_mean 64``."""
+    """Return ``tensors`` by kind in one line, such as ``weight 64×3×7×7; buffers running_mean 64``."""
     labels = {"parameter": "", "buffer": "buffers ", "attribute": "kept "}
     kinds = {kind: ", ".join(_shaped(t) for t in tensors if t.kind == kind) for kind in labels}
     return "; ".join(f"{labels[kind]}{text}" for kind, text in kinds.items() if text)

@@ -1,4 +1,4 @@
-"""What every form of report can show."""
+"""Protocols that every form of report implements."""
 
 from __future__ import annotations
 
@@ -24,60 +24,60 @@ from memopt_cli.records import (
 
 
 class Report(Protocol):
-    """Writes what a command found out to a stream, which is stdout unless a test says otherwise."""
+    """A form of report: writes the result of a command to a stream."""
 
     def inspected(self, found: Inspection, stream: TextIO) -> None:
-        """``memopt inspect`` is done."""
+        """Write the result of ``memopt inspect``."""
 
     def profiled(self, found: StepProfile, stream: TextIO) -> None:
-        """``memopt profile`` is done."""
+        """Write the result of ``memopt profile``."""
 
     def measured(self, found: GroupMeasurement, stream: TextIO) -> None:
-        """``memopt measure`` is done; the first rank says so."""
+        """Write the result of ``memopt measure``, on the first rank alone."""
 
     def recorded(self, result: BaselineResult, stream: TextIO) -> None:
-        """``memopt baseline`` is done."""
+        """Write the result of ``memopt baseline``."""
 
     def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
-        """``memopt optimize`` is done."""
+        """Write the result of ``memopt optimize``."""
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
-        """``memopt recommend-batch`` is done."""
+        """Write the result of ``memopt recommend-batch``."""
 
     def ranks_recommended(self, found: RanksRecommendation, stream: TextIO) -> None:
-        """``memopt recommend-batch --ranks`` is done."""
+        """Write the result of ``memopt recommend-batch --ranks``."""
 
     def fastest_found(self, found: FastestTraining, stream: TextIO) -> None:
-        """``memopt recommend-batch --search`` is done."""
+        """Write the result of ``memopt recommend-batch --search``."""
 
     def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:
-        """``memopt recommend-batch --strategy`` is done."""
+        """Write the result of ``memopt recommend-batch --strategy``."""
 
     def applied(self, result: ApplyResult, stream: TextIO) -> None:
-        """``memopt apply`` is done."""
+        """Write the result of ``memopt apply``."""
 
     def tested(self, found: SelftestReport, stream: TextIO) -> None:
-        """``memopt selftest`` is done."""
+        """Write the result of ``memopt selftest``."""
 
     def explained(self, found: Explanation, stream: TextIO) -> None:
-        """``memopt explain`` is done."""
+        """Write the result of ``memopt explain``."""
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
-        """Reports to look at are on the disk, at these paths."""
+        """Say that HTML reports and snapshots were written to ``files``."""
 
 
 class ComparisonReport(Protocol):
-    """What a form of report needs for ``memopt check`` and ``compare``."""
+    """Methods that ``memopt check`` and ``memopt compare`` need of a form of report."""
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
-        """``memopt check`` or ``memopt compare`` is done."""
+        """Write the result of ``memopt check`` or ``memopt compare``."""
 
     def refused(self, reason: str, stream: TextIO) -> None:
-        """``memopt check`` ended without a comparison; stderr says so, too."""
+        """Write the ``reason`` why ``memopt check`` ended without a comparison; stderr has it, too."""
 
 
 class EquivalenceReport(Protocol):
-    """What a form of report needs for ``memopt verify``."""
+    """Method that ``memopt verify`` needs of a form of report."""
 
     def verified(self, found: Equivalence, stream: TextIO) -> None:
-        """``memopt verify`` is done."""
+        """Write the result of ``memopt verify``."""

@@ -1,4 +1,4 @@
-"""Reports for programs: one JSON document; sizes in bytes, times in seconds."""
+"""Reports for programs: one JSON document, with sizes in bytes and times in seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from memopt_cli.text.documents import json_text
 
 
 class JsonReport:
-    """Every record as it is; a number that is not finite becomes ``null``."""
+    """JSON of the record of every command; a number that is not finite becomes ``null``."""
 
     def inspected(self, found: Inspection, stream: TextIO) -> None:
         stream.write(json_text(to_data(found)))
@@ -67,17 +67,17 @@ class JsonReport:
         stream.write(json_text(to_data(found)))
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
-        """Nothing: there is one document, and the paths are those that were asked for."""
+        """Write nothing: output is one document, and whoever asked for ``files`` knows their paths."""
 
 
 class JsonJudgement:
-    """The same of the commands that judge: ``check``, ``compare`` and ``verify``."""
+    """JSON of the commands that judge: ``check``, ``compare`` and ``verify``."""
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
         stream.write(json_text({"regression": bool(found.exceeded), **to_data(found)}))
 
     def refused(self, reason: str, stream: TextIO) -> None:
-        """Nothing: where there is no answer, there is no document."""
+        """Write nothing: without an answer there is no document."""
 
     def verified(self, found: Equivalence, stream: TextIO) -> None:
         stream.write(json_text({"passed": found.passed, **to_data(found)}))

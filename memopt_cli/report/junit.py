@@ -21,7 +21,7 @@ from memopt_cli.text.documents import COMMAND
 
 
 class JunitReport:
-    """One test suite, ``memopt check`` or ``memopt verify``."""
+    """JUnit XML with one test suite, ``memopt check`` or ``memopt verify``."""
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
         cases, said = [], []
@@ -89,5 +89,5 @@ def _write(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str =
 
 
 def _last_as_reference(found: re.Match[str]) -> str:
-    """What is read back as it was, and is no command: of ``::`` and ``##[`` one character by its number."""
+    """Return the ``::`` or ``##[`` of ``found`` so that XML reads it back but a CI system sees no command."""
     return f"{found[0][:-1]}&#{ord(found[0][-1])};"

@@ -1,4 +1,4 @@
-"""Text on its way to a terminal, a file or a log of a CI system."""
+"""Text on its way to a terminal, a file or the log of a CI system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memopt_cli.records import InputSpec
 from memopt_cli.text.documents import COMMAND
 
 _KEPT = 4096
-"""Characters of an unfinished line that are looked at again when it goes on."""
+"""Most characters of an unfinished line that are examined again when more of it is written."""
 
 
 def guess(spec: InputSpec) -> str:
@@ -22,12 +22,12 @@ def guess(spec: InputSpec) -> str:
 
 
 class GuardedStream:
-    """A stream none of whose lines a CI system takes for a command, in whatever pieces they are written."""
+    """A stream that escapes what a CI system would take for a command, even if it is written in pieces."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._line = ""
-        """What is written and not ended."""
+        """Text of the line that is not ended yet."""
 
     def write(self, text: str) -> int:
         begun, whole = len(self._line), self._line + text
@@ -40,7 +40,7 @@ class GuardedStream:
             self.write(line)
 
     def command(self, text: str) -> None:
-        """Write a line that the CI system is to obey; ``text`` is what follows ``::``."""
+        """Write a command to the CI system; ``text`` is the part after ``::``."""
         self._stream.write("::")
         self._line = "::"
         self.write(text)
@@ -50,5 +50,5 @@ class GuardedStream:
 
 
 def guarded(stream: TextIO | GuardedStream) -> GuardedStream:
-    """The stream, guarded once."""
+    """Return ``stream`` as a :class:`GuardedStream`; one that is guarded already as it is."""
     return stream if isinstance(stream, GuardedStream) else GuardedStream(stream)

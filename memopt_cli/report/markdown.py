@@ -1,4 +1,4 @@
-"""Reports for pages that show Markdown: a comment on a change, the summary of a CI job."""
+"""Reports in Markdown, for a comment on a pull request or the summary of a CI job."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from memopt_cli.report.lines import guarded
 from memopt_cli.text.documents import printable
 
 _PLAIN = re.compile(r"(?!www\.)(?:[^\W_]|[+−–→…×'.])*", re.IGNORECASE)
-"""What is text in every dialect: no markup, and nothing that a page makes a link, a mention or a formula of."""
+"""Words that every dialect of Markdown shows as they are: no markup, link, mention or formula."""
 
 
 class MarkdownReport:
-    """A heading, sentences and tables."""
+    """Markdown with a heading, sentences and tables."""
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
         guarded(stream).write(markdown(found))
@@ -38,7 +38,7 @@ class MarkdownReport:
 
 
 def markdown(found: Comparison) -> str:
-    """The comparison as a section of its own."""
+    """Return ``found`` as a section of Markdown with its own heading."""
     return "\n".join(_lines(found)) + "\n"
 
 
@@ -68,7 +68,7 @@ def _equivalence(found: Equivalence) -> Iterator[str]:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The last three columns hold numbers, but for the first."""
+    """Yield the lines of a table; its last three columns, the first excepted, hold numbers and are right-aligned."""
     rule = ["---:" if index >= max(1, len(headings) - 3) else "---" for index in range(len(headings))]
     yield ""
     yield from (f"| {' | '.join(cells)} |" for cells in (headings, rule))
@@ -80,7 +80,7 @@ def _cell(text: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Words, as they are if they are plain: others as code, which is shown as it is."""
+    """Return ``text`` with every word that Markdown might interpret in a code span."""
     return " ".join(map(_word, printable(" ".join(text.split())).split(" ")))
 
 
@@ -91,6 +91,6 @@ def _word(word: str) -> str:
 
 
 def _code(text: str) -> str:
-    """A code span; its fence is longer than any within it."""
+    """Return ``text`` as a code span, its fence longer than any run of backticks inside."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

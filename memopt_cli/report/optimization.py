@@ -39,11 +39,11 @@ _COLUMNS = (
     "ratio",
 )
 _ROUGH = 0.15
-"""Step times that vary by so much, relative to their median, tell no ratio."""
+"""Spread of step times, relative to their median, above which a ratio of them is called rough."""
 
 
 def headline(summary: MemOptSummary) -> str:
-    """``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), same bits in 83 tensors``; without a plan, why."""
+    """Return the result in one line, such as ``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), …``."""
     if summary.unchanged:
         return summary.unchanged
     found = _in_bytes(summary)
@@ -51,7 +51,7 @@ def headline(summary: MemOptSummary) -> str:
 
 
 def _equal(found: Verification | None) -> str:
-    """Return whether ``found`` computes the same: ``same bits in 83 tensors``, and at what sizes if not as asked."""
+    """Return ``same bits in 83 tensors`` or the like, with the sizes of ``found`` if they are not those asked for."""
     if found is None:
         return "not verified"
     measured = found.measured
@@ -82,7 +82,7 @@ def _in_bytes(summary: MemOptSummary) -> str:
 
 
 def _estimated(found: PlanEstimates) -> str:
-    """``estimated for a100-40gb: 543.8 MiB → 300.1 MiB (0.55×), step 3.7 ms → 4.4 ms; …``."""
+    """Return ``found`` in one line, such as ``estimated for a100-40gb: 543.8 MiB → 300.1 MiB (0.55×), step …``."""
     before, after = found.original, found.planned
     peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
     smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
@@ -128,7 +128,7 @@ def plan_table(summary: MemOptSummary) -> Table:
 
 
 def _by_plan(summary: MemOptSummary) -> list[list[LevelRow]]:
-    """Levels that follow each other and give the same plan, those that give none beside the original."""
+    """Return the rows of ``summary`` in groups of adjacent levels with the same plan."""
     groups: list[list[LevelRow]] = []
     for row in summary.levels:
         if groups and groups[-1][-1].plan == row.plan:
@@ -139,7 +139,7 @@ def _by_plan(summary: MemOptSummary) -> list[list[LevelRow]]:
 
 
 def _measured_cells(row: LevelRow, original: object) -> tuple[str, str]:
-    """Its allocated peak, and the time of its step over that of the original where both ran."""
+    """Return the measured peak of ``row``, and its step as a ratio to ``original`` (in seconds if that did not run)."""
     match row.outcome, original:
         case Measurement() as found, Measurement() as base:
             return format_bytes(found.allocated_peak_bytes), _slowdown(found, base)
@@ -201,7 +201,7 @@ _PLOT_WIDTH = 40
 
 
 def frontier(summary: MemOptSummary) -> Table:
-    """Numbered plans, fastest first, with a plot: down is less memory, to the right is a longer step."""
+    """Return the numbered plans of the frontier, fastest first, with a plot of their step times."""
     beaten = _beaten(summary.frontier)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("pick", "allocated\npeak", "predicted", "step", "ratio"):
@@ -226,7 +226,7 @@ def frontier(summary: MemOptSummary) -> Table:
 
 
 def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
-    """Numbers of the plans that need more memory and time, as measured, than another; or more of one, as much else."""
+    """Return the numbers of the plans that another one beats: no larger, no slower, and better in one of the two."""
     costs = {
         number: (point.outcome.allocated_peak_bytes, point.slowdown or point.outcome.step_s)
         for number, point in enumerate(points, 1)
@@ -240,14 +240,14 @@ def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
 
 
 def range_headings(summary: MemOptSummary) -> tuple[str, ...]:
-    """Of :func:`range_rows`."""
+    """Return the headings of :func:`range_rows`."""
     by = summary.plan.by if summary.plan is not None else None
     assert by is not None, "it has ranges"
     return f"{by.dim} from", "to", "share of\nsteps", "allocated\npeak", "tensor\npeak", "step", "ratio", "plan"
 
 
 def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
-    """A row for each range of lengths of a plan that has some; peak and times are those of the largest length."""
+    """Yield a row for each range of lengths of ``summary``; peak and times are those of its largest length."""
     for row in summary.ranges:
         ratio = "–" if row.slowdown is None else f"{row.slowdown:.2f}×"
         if not isinstance(row.original, Measurement):
@@ -261,7 +261,7 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
 
 
 def ranges(summary: MemOptSummary) -> Table:
-    """The same as a table."""
+    """Return :func:`range_rows` as a table."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     first, *numbers, last = range_headings(summary)
     table.add_column(first)
@@ -274,7 +274,7 @@ def ranges(summary: MemOptSummary) -> Table:
 
 
 def in_words(plan: Plan) -> str:
-    """``8 segments, 3 in chunks, 1 through its loss, saved packed, optimizer in backward``."""
+    """Return ``plan`` in words, such as ``8 segments, 3 in chunks, saved packed, optimizer in backward``."""
     if plan.by is not None:
         return "; ".join(f"{plan.by.dim} up to {part.up_to}: {in_words(part.plan)}" for part in plan.ranges)
     count = len(plan.segments)
@@ -291,7 +291,7 @@ def in_words(plan: Plan) -> str:
 
 
 def remarks(summary: MemOptSummary) -> Iterator[str]:
-    """Yield what whoever trains the model of ``summary`` should know beside its headline."""
+    """Yield the notes on ``summary`` that a user must see beside its headline."""
     if summary.budget_bytes is not None and summary.is_applied:
         yield f"within the budget of {format_bytes(summary.budget_bytes)}"
     if summary.parallel is not None:
@@ -335,14 +335,14 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
 
 
 def in_short(files: Sequence[str]) -> str:
-    """Return the paths of ``files``, of those after the first only how they end: ``a/m.pt, .summary.json``."""
+    """Return the paths of ``files``, shortening all but the first to their endings: ``a/m.pt, .summary.json``."""
     first, *others = files
     stem = os.path.commonprefix(files).rpartition(".")[0]  # noqa: RUF071 of names, not of folders
     return ", ".join([first, *(other.removeprefix(stem) for other in others)])
 
 
 def unapplied(summary: MemOptSummary) -> Iterator[str]:
-    """Tell of the plans that are not applied, and of the parts that are at fault."""
+    """Yield why plans of ``summary`` are not applied, and which segments were left out as they failed verification."""
     yield from (dropped.sentence for dropped in summary.dropped)
     yield from _parts_left_out(summary)
 
@@ -383,7 +383,7 @@ def _of_the_ranges(summary: MemOptSummary) -> Iterator[str]:
 
 
 def _neighbours(summary: MemOptSummary) -> Iterator[str]:
-    """``5 % faster: 268.0 MiB; smaller: 212.0 MiB at 2.30× (predicted)``."""
+    """Yield the next faster and smaller plans: ``5 % faster: 268.0 MiB; smaller: 212.0 MiB at 2.30× (predicted)``."""
     if summary.frontier:  # its table tells more
         return
     rows = (row for row in summary.levels if row.level == summary.applied_level)
@@ -421,7 +421,7 @@ def _less_than(summary: MemOptSummary) -> str:
 
 
 def verification(found: Verification) -> str:
-    """Whether the plan was exact, at what sizes, and what not."""
+    """Return a sentence on ``found``: whether the plan passed, at what tolerance and sizes, and what was left out."""
     where = found.sizes
     if not found.full_size and found.measured is None:
         where += ", not the size that was asked for"
@@ -431,7 +431,7 @@ def verification(found: Verification) -> str:
 
 
 def _measured_steps(found: FingerprintCheck) -> str:
-    """``measured steps: 76 tensors equal bit for bit, at batch 8, S=256``."""
+    """Return a sentence on ``found``, such as ``measured steps: 76 tensors equal bit for bit, at batch 8, S=256``."""
     equal = "bit for bit"
     if found.equal < found.compared:
         largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
@@ -441,7 +441,7 @@ def _measured_steps(found: FingerprintCheck) -> str:
 
 
 def _further(found: Verification) -> str:
-    """``; then in the next step, at batch 2; left out: in eval mode (a step with the plan and one …)``."""
+    """Return the further checks of ``found``: ``; then in the next step, at batch 2; left out: in eval mode (…)``."""
     tried = [check.name for check in found.further if not check.not_tried]
     missing = [check for check in found.further if check.skipped]
     said = ""
@@ -454,7 +454,7 @@ def _further(found: Verification) -> str:
 
 
 def inexact(found: Verification) -> Iterator[str]:
-    """Yield what of ``found`` is not exact, which was allowed; nothing where all of it is."""
+    """Yield a sentence on the modules of ``found`` that are inexact, as was allowed; nothing if all are exact."""
     if found.inexact:
         names = ", ".join(found.inexact)
         yield f"NOT exact, as allowed: in {names} every chunk has batch statistics of its own (compared at fixed ones)"

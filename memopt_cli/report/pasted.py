@@ -1,4 +1,4 @@
-"""Lines of a training script, to be pasted: they train as the step was measured, by every flag that it was given."""
+"""Lines to paste into a training script, with the precision, clipping and accumulation of the measured step."""
 
 from __future__ import annotations
 

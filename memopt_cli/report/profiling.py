@@ -1,4 +1,4 @@
-"""``memopt profile`` for people: the peak, a plot of the step, and who holds what."""
+"""Text of ``memopt profile``: the peak, a plot of the step, and which modules hold the memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ROWS = 6
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _MODULES = 24
 _SAVED = 10
-"""Rows of the tables."""
+"""Most rows in the table of saved tensors; :data:`_MODULES` are those in the table of modules."""
 
 
 def headline(found: StepProfile) -> Iterator[str]:
-    """The peaks, the time of a step, and what runs when memory peaks."""
+    """Yield the peaks of ``found``, the time of a step, and the operator that runs at the peak."""
     yield from rank.headline(found)
     match found.measurement:
         case _ if found.estimate is not None:
@@ -40,7 +40,7 @@ def headline(found: StepProfile) -> Iterator[str]:
 
 
 def estimated(found: DeviceEstimate) -> str:
-    """``estimated for a100-40gb: allocated peak 1.2 GiB, reserved peak 1.4 GiB of 38.9 GiB, …``."""
+    """Return ``found`` in one line: ``estimated for a100-40gb: allocated peak 1.2 GiB, reserved peak …``."""
     allocated = f"allocated peak {format_bytes(found.allocated_peak_bytes)}"
     room = f"{format_bytes(found.reserved_peak_bytes)} of {format_bytes(found.memory_bytes)}"
     fits = "it fits" if found.fits else "it does not fit"
@@ -62,7 +62,7 @@ def _count(found: StepProfile) -> int:
 
 
 def plot(found: StepProfile, columns: int) -> str:
-    """Bytes alive over the operators of the step, from 0 up to the peak, with its phases below."""
+    """Return a text plot of the bytes alive over the operators of the step, with its phases below."""
     levels = _resampled(found.live_bytes, columns)
     top = max(levels) or 1
     lines = []
@@ -74,13 +74,13 @@ def plot(found: StepProfile, columns: int) -> str:
 
 
 def _resampled(values: tuple[int, ...], columns: int) -> list[int]:
-    """At most ``columns`` values, each the largest of its share."""
+    """Return at most ``columns`` numbers, each the largest of an equal stretch of ``values``."""
     width = min(columns, len(values))
     return [max(values[i * len(values) // width : (i + 1) * len(values) // width]) for i in range(width)]
 
 
 def _phases(found: StepProfile, width: int) -> str:
-    """``forward─────┴backward────``, to scale."""
+    """Return the axis of the plot, such as ``forward─────┴backward────``, to scale."""
     names: dict[Phase, int] = {}
     for op in found.trace.ops:
         names[op.phase] = names.get(op.phase, 0) + 1
@@ -93,7 +93,7 @@ def _phases(found: StepProfile, width: int) -> str:
 
 
 def category_table(found: StepProfile) -> Table:
-    """What is held at the instant of the peak, by category."""
+    """Return a table of the bytes held at the peak, by category."""
     table = _table("at the peak", "", "")
     parts = {name.removesuffix("_bytes"): size for name, size in to_data(found.breakdown).items()}
     total = found.peak.allocated_bytes
@@ -104,7 +104,7 @@ def category_table(found: StepProfile) -> Table:
 
 
 def phase_table(found: StepProfile) -> Table:
-    """The peak of each phase: as recorded, and as measured."""
+    """Return a table of the peak of each phase, as recorded and, if the step was run, as measured."""
     measured = found.measurement.phases if isinstance(found.measurement, Measurement) else ()
     allocated = {peak.phase: format_bytes(peak.allocated_peak_bytes) for peak in measured}
     table = _table(
@@ -117,7 +117,7 @@ def phase_table(found: StepProfile) -> Table:
 
 
 def module_table(found: StepProfile) -> Table:
-    """The module tree, opened where most is held."""
+    """Return a table of the module tree, opened where most memory is held."""
     timed = any(use.seconds for use in found.modules)
     headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *((_time(found),) if timed else ()))
     table = _table(*headings)
@@ -140,7 +140,7 @@ def _time(found: StepProfile) -> str:
 
 
 def _opened(modules: tuple[ModuleUse, ...]) -> list[ModuleUse]:
-    """The tree down to where it has ``_MODULES`` rows, those opened first that hold most."""
+    """Return the modules to show, at most :data:`_MODULES`: those that hold most are opened first."""
     children: dict[str, list[ModuleUse]] = {}
     paths = {use.path for use in modules}
     for use in modules:
@@ -174,7 +174,7 @@ def _depth_first(path: str, children: dict[str, list[ModuleUse]]) -> Iterator[st
 
 
 def saved_table(found: StepProfile) -> Table:
-    """The largest tensors that autograd keeps for backward."""
+    """Return a table of the largest tensors that autograd keeps for backward."""
     table = _table("kept for backward", "", "", "", numbers=())
     for saved in found.saved[:_SAVED]:
         others = f" and {saved.savers - 1} more" if saved.savers > 1 else ""
@@ -192,7 +192,7 @@ def _packs(saved: SavedTensor) -> str:
 
 
 def remarks(found: StepProfile) -> Iterator[str]:
-    """Sums, and what the user should know of how they were found."""
+    """Yield the totals of ``found``, and notes on how they were found."""
     total = sum(saved.nbytes for saved in found.saved)
     spared = total - sum(saved.packed_bytes for saved in found.saved)
     packing = f", {format_bytes(spared)} of it spared by packing" if spared else ""
@@ -219,7 +219,7 @@ def _recorded_on(found: StepProfile) -> str:
 
 
 def _table(*headings: str, numbers: tuple[int, ...] | None = None) -> Table:
-    """A plain table, its third column and those after it to the right unless said otherwise."""
+    """Return a table; columns ``numbers``, by default the third on (of three columns, the second on), align right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     right = range(1 if len(headings) == 3 else 2, len(headings)) if numbers is None else numbers
     for index, heading in enumerate(headings):

@@ -1,4 +1,4 @@
-"""One rank of many, for people: its tensor peak, predicted or measured, and what it exchanges with the others."""
+"""Text on one rank of many: its tensor peak, predicted or measured, and the bytes that it exchanges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TENSOR_PEAK = "tensor peak of one rank, predicted"
 
 
 def headline(found: StepProfile) -> Iterator[str]:
-    """The peak of every rank that was asked for, that of the largest first."""
+    """Yield the peak of every predicted rank of ``found``, the largest first; nothing if no rank was predicted."""
     largest = found.rank
     if largest is None:
         return
@@ -26,14 +26,14 @@ def headline(found: StepProfile) -> Iterator[str]:
 
 
 def planned_headline(found: PlannedRanks) -> str:
-    """``tensor peak of one rank, predicted: 71.9 MiB → 39.4 MiB (8 ranks, fsdp over dp 8)``."""
+    """Return ``tensor peak of one rank, predicted: 71.9 MiB → 39.4 MiB (8 ranks, fsdp over dp 8)`` for ``found``."""
     before, after = found.original, max(found.planned, key=lambda rank: rank.tensor_peak_bytes)
     peaks = f"{format_bytes(before.tensor_peak_bytes)} → {format_bytes(after.tensor_peak_bytes)}"
     return f"{TENSOR_PEAK}: {peaks} ({before.layout.ranks} ranks, {format_layout(before.layout)})"
 
 
 def planned_lines(found: PlannedRanks, *, verified: bool) -> Iterator[str]:
-    """What each rank needs, what is exchanged, and what was run of it."""
+    """Yield the bytes that each rank of ``found`` needs and exchanges, and what was run to verify the plan."""
     for rank in found.planned:
         calls = counted(sum(each.calls for each in rank.collectives), "collective")
         yield (
@@ -45,11 +45,11 @@ def planned_lines(found: PlannedRanks, *, verified: bool) -> Iterator[str]:
 
 
 _SHOWN = 16
-"""Ranks in the table: the first ones, with the largest among them."""
+"""Most ranks in the table: the first ones, with the largest among them."""
 
 
 def measured_headline(found: GroupMeasurement) -> Iterator[str]:
-    """The peak of the largest rank, and how far the prediction is from what its rank counted."""
+    """Yield the peak of the largest rank of ``found``, how far the prediction is from it, and the time of a step."""
     peak, largest = format_bytes(found.tensor_peak_bytes), found.largest
     yield (
         f"tensor peak of one rank, measured: {peak} on rank {largest.rank} of {found.layout.ranks} "
@@ -67,7 +67,7 @@ def measured_headline(found: GroupMeasurement) -> Iterator[str]:
 
 
 def rank_table(found: GroupMeasurement) -> Table:
-    """What each rank needed."""
+    """Return a table of the memory and the step time of each rank."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("rank", "tensor peak", "allocated peak", "resident", "step"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -79,7 +79,7 @@ def rank_table(found: GroupMeasurement) -> Table:
 
 
 def measured_remarks(found: GroupMeasurement) -> Iterator[str]:
-    """Which plan it was, and what else the user should know."""
+    """Yield which plan the ranks ran, how peaks were counted, and notes."""
     if len(found.ranks) > _SHOWN:
         yield f"{len(found.ranks) - _SHOWN} more ranks are in the JSON"
     plan = (
@@ -90,7 +90,7 @@ def measured_remarks(found: GroupMeasurement) -> Iterator[str]:
 
 
 def collective_table(found: RankPrediction | RankMeasurement) -> Table:
-    """What it exchanges in one step, by kind."""
+    """Return a table of the collectives that the rank of ``found`` takes part in during one step."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("exchanged in a step", "calls", "tensors as\na whole"):
         table.add_column(heading, justify="left" if heading.startswith("exchanged") else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""``memopt recommend-batch --ranks`` for people: the fewest ranks that fit, and the largest batch of each number."""
+"""Text of ``memopt recommend-batch --ranks``: the fewest ranks that fit, and the largest batch of each number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 
 def headline(found: RanksRecommendation) -> Iterator[str]:
-    """How few ranks will do, or how many samples where there is one number of them; and within what."""
+    """Yield the fewest ranks that fit, or the largest batch if only one number of ranks was tried; then the limit."""
     fewest = _fewest(found)
     if len({row.layout.ranks for row in found.rows}) > 1:
         yield f"fewest ranks that fit: {found.fewest_ranks}{_under(fewest)}{_fewer(found, fewest)}"
@@ -26,7 +26,7 @@ def headline(found: RanksRecommendation) -> Iterator[str]:
 
 
 def _layouts(found: RanksRecommendation) -> str:
-    """``train.py:shard over dp 8``, or ``… to dp 512``."""
+    """Return the layouts of ``found``: ``train.py:shard over dp 8``, or ``… to dp 512`` if there are several."""
     first, last = (format_layout(found.rows[n].layout) for n in (0, -1))
     return first if first == last else f"{first} to {last.partition(' over ')[2]}"
 
@@ -44,7 +44,7 @@ def _under(row: RanksRow) -> str:
 
 
 def _fewer(found: RanksRecommendation, fewest: RanksRow) -> str:
-    """What is known of the next smaller number."""
+    """Return what is known of numbers of ranks below ``fewest``."""
     smaller = [row.layout.ranks for row in found.rows if row.layout.ranks < fewest.layout.ranks]
     if smaller:
         return f", of those tried; {smaller[-1]} {'does' if smaller[-1] == 1 else 'do'} not"
@@ -52,7 +52,7 @@ def _fewer(found: RanksRecommendation, fewest: RanksRow) -> str:
 
 
 def table(found: RanksRecommendation) -> Table:
-    """A line for each number of ranks, and for the plan."""
+    """Return a table with a row for each number of ranks, without the plan and with it."""
     planned = any(row.planned for row in found.rows)
     peak = "peak of one rank,\nestimated" if found.card else TENSOR_PEAK.replace(", ", ",\n")
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -77,7 +77,7 @@ def _cells(row: RanksRow) -> tuple[str, ...]:
 
 
 def remarks(found: RanksRecommendation) -> Iterator[str]:
-    """What the answer rests on."""
+    """Yield how the numbers of ``found`` were predicted, how long it took, and notes."""
     yield "batches are the largest to 1 %; what is exchanged is given in bytes of the tensors as a whole"
     yield NOTE
     yield f"{counted(found.dry_runs, 'dry run')}, nothing was run; total time {format_seconds(found.spent_s)}"

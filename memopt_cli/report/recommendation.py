@@ -1,4 +1,4 @@
-"""``memopt recommend-batch`` for people: what fits, and the settings to paste."""
+"""Text of ``memopt recommend-batch``: the batch that fits, and the settings to paste."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memopt_cli.text.units import format_bytes, format_copies, format_seconds
 
 
 def headline(found: BatchRecommendation) -> Iterator[str]:
-    """Yield what fits, what of that trains fastest, and within what memory."""
+    """Yield the batch that fits, the fastest one if it is another, and the memory limit."""
     main = _main(found)
     yield _fits(found, main)
     if (fastest := _fastest(main)) is not None:
@@ -36,7 +36,7 @@ def headline(found: BatchRecommendation) -> Iterator[str]:
 
 
 def _fits(found: BatchRecommendation, main: BatchRow) -> str:
-    """``batch 40 fits at S=128, the largest that does; it was run``; of what was not run, that it was not."""
+    """Return ``batch 40 fits at S=128, the largest that does; it was run``, or that it is an estimate."""
     where = _case(main)
     if not main.planned and any(row.planned for row in found.rows):
         where += ", without the plan"
@@ -55,7 +55,7 @@ def _fits(found: BatchRecommendation, main: BatchRow) -> str:
 
 
 def _fastest(main: BatchRow) -> str | None:
-    """``fastest of those run: batch 20, 200 samples/s; batch 40: 160``; ``None`` where the largest is that."""
+    """Return ``fastest of those run: batch 20, 200 samples/s; batch 40: 160``; ``None`` if the largest is fastest."""
     if not isinstance(main.outcome, BatchAdvice):
         return None
     runs = {run.batch: run for run in main.outcome.probes}
@@ -67,7 +67,7 @@ def _fastest(main: BatchRow) -> str | None:
 
 
 def _gain(advice: ReplicaAdvice) -> str:
-    """What training copies as one is worth."""
+    """Return how much faster several copies of the model train as one, according to ``advice``."""
     first, best = advice.probes[0], advice.best
     route = f" ({best.route})" if best.route else ""
     if best is first:
@@ -81,7 +81,7 @@ def _gain(advice: ReplicaAdvice) -> str:
 
 
 def replica_table(row: BatchRow) -> Table:
-    """Every number of copies that was run in a case."""
+    """Return a table of the numbers of copies that were run in the case ``row``."""
     table = _table("copies", "batch of each", "peak", "step", "samples/s", "of each", "route")
     for run in row.replicas.probes if row.replicas is not None else ():
         peak, step = format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s)
@@ -91,12 +91,12 @@ def replica_table(row: BatchRow) -> Table:
 
 
 def replica_tables(found: BatchRecommendation) -> list[Table]:
-    """One for each case: without the plan, and with it."""
+    """Return :func:`replica_table` for each case that has copies, without the plan and with it."""
     return [replica_table(row) for row in found.rows if row.replicas is not None]
 
 
 def case_table(found: BatchRecommendation) -> Table:
-    """One line for each plan and size."""
+    """Return a table with a row for each case: without the plan and with it, at each size."""
     symbol = next((name for row in found.rows for name in row.dims), "")
     planned = any(row.planned for row in found.rows)
     copied = any(row.replicas is not None for row in found.rows)
@@ -136,7 +136,7 @@ def _beyond(advice: BatchAdvice) -> str:
 
 
 def run_table(found: BatchRecommendation) -> Table:
-    """Every batch that was run in the case of the headline."""
+    """Return a table of the batches that were run in the recommended case."""
     table = _table("batch run", "peak", "step", "samples/s")
     outcome = _main(found).outcome
     for run in outcome.probes if isinstance(outcome, BatchAdvice) else ():
@@ -145,7 +145,7 @@ def run_table(found: BatchRecommendation) -> Table:
 
 
 def length_table(found: BatchRecommendation) -> Table:
-    """Ways to batch the user's sequences."""
+    """Return a table of the ways to batch the user's sequences."""
     table = _table("sequences", "a batch", "batches", "waste", "peak", "epoch")
     for way in found.lengths:
         size = str(way.batch) if way.batch is not None else f"max_tokens={way.max_tokens}"
@@ -184,7 +184,7 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
 
 
 def _sequence_settings(way: LengthBatching) -> Iterator[str]:
-    """The loader that makes batches this way."""
+    """Yield the lines of a ``DataLoader`` that batches sequences as ``way`` does."""
     collate = "collate_fn=memopt_cli.batching.collate_padded"
     samplers = {
         "buckets": f"memopt_cli.batching.LengthBucketSampler(lengths, {way.batch})",
@@ -211,13 +211,13 @@ def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int, step: StepS
 
 
 def remarks(found: BatchRecommendation) -> Iterator[str]:
-    """What the answer rests on."""
+    """Yield how many runs the answer of ``found`` rests on, how long they took, and notes."""
     yield f"{found.probes} runs on data, {found.dry_runs} without; total time {format_seconds(found.spent_s)}"
     yield from found.notes
 
 
 def _main(found: BatchRecommendation) -> BatchRow:
-    """The case that the recommendation is of."""
+    """Return the recommended case of ``found``."""
     return found.rows[found.chosen]
 
 
@@ -231,7 +231,7 @@ def _rate(run: BatchProbe) -> str:
 
 
 def rate(samples_per_s: float) -> str:
-    """Samples a second."""
+    """Return ``samples_per_s`` as text, to two digits below 100."""
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.2g}"
 
 

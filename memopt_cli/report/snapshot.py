@@ -1,4 +1,4 @@
-"""A recorded step in the format of ``torch.cuda.memory._snapshot()``, which PyTorch's memory_viz opens.
+"""Recorded step in the format of ``torch.cuda.memory._snapshot()``, which PyTorch's memory_viz opens.
 
 The format is that of torch 2.x: ``device_traces`` holds one list of allocations and frees per device, ``segments`` what
 is allocated at the end (``torch/cuda/_memory_viz.py``, ``torch/utils/viz/MemoryViz.js``).
@@ -16,23 +16,23 @@ from typing import Any
 from memopt_cli.records import StepTrace, StorageTrace
 
 _PROTOCOL = 4
-"""The latest that memory_viz reads."""
+"""Latest pickle protocol that memory_viz reads."""
 _BASE = 1 << 20
 """Address of the first byte; 0 would look like a null pointer."""
 _WORKSPACE = "kernel workspace"
 _UNKNOWN = "unknown"
-"""A category that memory_viz takes for granted once there are others."""
+"""Category that memory_viz expects to exist as soon as there are others."""
 
 
 def snapshot_bytes(trace: StepTrace) -> bytes:
-    """The snapshot, pickled: drop it on pytorch.org/memory_viz, or give it to ``python -m torch.cuda._memory_viz``."""
+    """Return the pickled snapshot of ``trace``, for pytorch.org/memory_viz or ``python -m torch.cuda._memory_viz``."""
     return pickle.dumps(snapshot(trace), protocol=_PROTOCOL)
 
 
 def snapshot(trace: StepTrace) -> dict[str, Any]:
-    """The step's allocations and frees in order, with the operator and the modules around it in place of a stack.
+    """Return the allocations and frees of ``trace`` in order, with operator and modules in place of a stack.
 
-    A record knows sizes and lifetimes but no addresses: storages are placed first-fit in one segment.
+    A trace has sizes and lifetimes but no addresses: storages are placed first-fit in one segment.
     """
     recorder = _Recorder(trace)
     return {
@@ -47,7 +47,7 @@ def _nowhere(instant: int) -> dict[str, Any]:
 
 
 class _Recorder:
-    """Walks the step once: gives its events, and knows what is left at the end."""
+    """A walk through the step, which yields its events and then knows the blocks that are left."""
 
     def __init__(self, trace: StepTrace) -> None:
         self._trace = trace
@@ -57,7 +57,7 @@ class _Recorder:
         self._clock = _clock(trace)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Frees before allocations at each operator, as the bytes alive are counted; a workspace comes and goes."""
+        """Yield the events of the step: at each operator frees come first, then allocations, then its workspace."""
         born, died = defaultdict(list), defaultdict(list)
         for index, storage in enumerate(self._trace.storages):
             if storage.nbytes:
@@ -77,7 +77,7 @@ class _Recorder:
                 yield from self._free(workspace, instant)
 
     def segments(self) -> list[dict[str, Any]]:
-        """The one segment, once :meth:`events` has been run to its end."""
+        """Return the one segment as it is at the end of the step, after :meth:`events` has been exhausted."""
         used = sum(block.size for block in self._live.values())
         return [
             {
@@ -116,7 +116,7 @@ class _Recorder:
         }
 
     def _frames(self, instant: int) -> list[dict[str, Any]]:
-        """The operator, then the module that runs it and those around it, then the phase: as in a stack trace."""
+        """Return a stack trace for ``instant``: the operator, its module and those around it, then the phase."""
         op = self._trace.ops[instant]
         own = _frame(op.module or "(model)", instant, op.name)
         return [own, *self._modules(op.module), _frame("step", instant, op.phase)]
@@ -143,13 +143,13 @@ class _Block:
 
 @dataclass(slots=True)
 class _AddressSpace:
-    """First-fit placement: gaps as sorted (address, size), and above them all the space that was never used."""
+    """First-fit placement: gaps as sorted (address, size), below ``end``, the first address never used."""
 
     end: int = _BASE
     gaps: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, size: int) -> int:
-        """The address of ``size`` bytes that nothing else has."""
+        """Return the address of ``size`` free bytes, and mark them as used."""
         for i, (address, room) in enumerate(self.gaps):
             if room >= size:
                 self.gaps[i : i + 1] = [(address + size, room - size)] if room > size else []
@@ -158,7 +158,7 @@ class _AddressSpace:
         return self.end - size
 
     def give(self, address: int, size: int) -> None:
-        """Take bytes back, and join them with the gaps they touch."""
+        """Free ``size`` bytes at ``address``, and join them with the gaps that they touch."""
         i = bisect.bisect(self.gaps, (address, 0))
         if i < len(self.gaps) and self.gaps[i][0] == address + size:
             size += self.gaps.pop(i)[1]
@@ -169,7 +169,7 @@ class _AddressSpace:
 
 
 def _clock(trace: StepTrace) -> list[int]:
-    """Microseconds at each instant; where no operator was timed, one for each."""
+    """Return the microseconds at each instant of ``trace``; one for each operator if none was timed."""
     timed = any(op.seconds for op in trace.ops)
     seconds, clock = 0.0, [0]
     for op in trace.ops:
@@ -179,12 +179,12 @@ def _clock(trace: StepTrace) -> list[int]:
 
 
 def _frame(where: str, line: int, name: str) -> dict[str, Any]:
-    """Shown as ``where:line:name``; the line is the number of the operator."""
+    """Return a frame that memory_viz shows as ``where:line:name``; ``line`` is the number of the operator."""
     return {"filename": where, "line": line, "name": name}
 
 
 def _filled(live: Iterable[_Block], end: int) -> Iterator[dict[str, Any]]:
-    """What is live as blocks, and the space between them and up to ``end`` as blocks, too."""
+    """Yield ``live`` as active blocks, and the gaps between them and up to ``end`` as inactive ones."""
     address = _BASE
     for block in sorted(live, key=lambda block: block.address):
         if block.address > address:

@@ -1,4 +1,4 @@
-"""``memopt recommend-batch --strategy`` for people: memory by time steps, and what is exact."""
+"""Text of ``memopt recommend-batch --strategy``: memory by time steps, and which strategies are exact."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from memopt_cli.text.units import format_bytes, format_seconds
 
 
 def headline(found: StrategyComparison) -> Iterator[str]:
-    """What the table is of, and how far each strategy gets."""
+    """Yield what the table of ``found`` shows, and the memory limit."""
     yield f"memory of a training step by its time steps {found.symbol}, batch {found.batch}"
     yield f"memory limit: {found.limit}"
 
 
 def peak_table(found: StrategyComparison) -> Table:
-    """One line for each number of time steps; a strategy that cannot be run has no column."""
+    """Return a table of peaks by time steps; a strategy that cannot be run has no column."""
     curves = [curve for curve in found.curves if curve.points]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in (found.symbol, *(curve.label for curve in curves)):
@@ -30,7 +30,7 @@ def peak_table(found: StrategyComparison) -> Table:
 
 
 def verdicts(found: StrategyComparison) -> Iterator[str]:
-    """One sentence for each strategy."""
+    """Yield one sentence for each strategy of ``found``."""
     for curve in found.curves:
         if not curve.points:
             yield f"{curve.label}: cannot be run. {curve.remark}"
@@ -40,7 +40,7 @@ def verdicts(found: StrategyComparison) -> Iterator[str]:
 
 
 def remarks(found: StrategyComparison) -> Iterator[str]:
-    """What the answer rests on."""
+    """Yield what the marks in the table mean, notes, and the total time."""
     points = [point for curve in found.curves for point in curve.points]
     if not all(point.measured for point in points):
         yield "~: an estimate by the line through the peaks that were measured"

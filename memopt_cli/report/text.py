@@ -50,10 +50,10 @@ _PLOT_COLUMNS = 72
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReport:
-    """Sizes in binary units; a ratio is against level 0, the original."""
+    """Text for people; sizes are in binary units, and ratios are to level 0, the original."""
 
     verbose: bool = False
-    """Shows all that was found, not what to do with it alone."""
+    """Whether to show all that was found, as ``-v`` asks, and not the result alone."""
 
     def inspected(self, found: Inspection, stream: TextIO) -> None:
         console = _console(stream)
@@ -215,7 +215,7 @@ class TextReport:
 
 
 class TextJudgement:
-    """The same of the commands that judge: ``check``, ``compare`` and ``verify``."""
+    """Text of the commands that judge: ``check``, ``compare`` and ``verify``."""
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
         console = _console(stream)
@@ -238,7 +238,7 @@ class TextJudgement:
                 _print(console, line)
 
     def refused(self, reason: str, stream: TextIO) -> None:
-        """Nothing: stderr says it."""
+        """Write nothing: stderr has the reason."""
 
     def verified(self, found: Equivalence, stream: TextIO) -> None:
         console = _console(stream)
@@ -265,7 +265,7 @@ def _console(stream: TextIO) -> Console:
 
 
 def _print_headline(console: Console, lines: Iterable[str], spec: InputSpec | None = None) -> None:
-    """Print ``lines``, the first one in bold and with a word on the inputs if they are a guess."""
+    """Print ``lines``, the first one in bold, with the inputs of ``spec`` if they are a guess."""
     first, *others = lines
     _print(console, first + (guess(spec) if spec is not None else ""), style="bold")
     for line in others:
@@ -277,7 +277,7 @@ def _print(console: Console, text: str = "", *, style: str | None = None) -> Non
 
 
 def _plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Its last three columns hold numbers, but for the first."""
+    """Return a table; its last three columns, the first excepted, hold numbers and are right-aligned."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index >= max(1, len(headings) - 3) else "left", no_wrap=True)

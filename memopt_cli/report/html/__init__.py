@@ -1,4 +1,4 @@
-"""Reports to look at: one HTML file that needs no network, on a desk, on a phone and in the dark."""
+"""HTML reports, each in one file that needs no network; they adapt to phones and to dark mode."""
 
 from memopt_cli.report.html.page import fastest_page, optimize_page, profile_page, require_plotly
 

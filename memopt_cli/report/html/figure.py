@@ -1,4 +1,4 @@
-"""What the figures share: plotly's own data and layout, as plain values."""
+"""Parts that all figures share; a figure is plotly's data and layout as plain values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PALETTE = (
 )
 """Colours that can be told apart, on white and on black, and that dark text can be read on."""
 INK = "#10151c"
-"""Such text."""
+"""Colour of the dark text on :data:`PALETTE`."""
 NEUTRAL = "#aeb7c4"
-"""What holds the others."""
+"""Colour of sectors that only hold others."""
 
 
 def text(value: str) -> str:
-    """For a label: plotly reads some HTML there, and names come from a file."""
+    """Return ``value`` escaped for a label: plotly reads HTML there, and names come from an untrusted file."""
     return html.escape(value)
 
 
 def bytes_axis(top_bytes: float) -> dict[str, Any]:
-    """An axis from 0 to a little above ``top_bytes``, with ticks at round numbers of a binary unit."""
+    """Return an axis from 0 to a little above ``top_bytes``, with ticks at round numbers of a binary unit."""
     step = _tick(top_bytes)
     ticks = [step * i for i in range(int(top_bytes * 1.1 / step) + 1)]
     return {
@@ -39,7 +39,7 @@ def bytes_axis(top_bytes: float) -> dict[str, Any]:
 
 
 def _tick(top_bytes: float) -> int:
-    """The least of 1, 2, 5, 10, 20 … 500 times a power of 1024 that makes no more than six ticks."""
+    """Return the least of 1, 2, 5, 10, 20 … 500 times a power of 1024 that gives ``top_bytes`` at most six ticks."""
     unit = 1
     while top_bytes >= 1024 * unit:
         unit *= 1024

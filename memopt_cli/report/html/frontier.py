@@ -1,4 +1,4 @@
-"""Peak against step time: the plans that were measured, and those that no other one beats in both."""
+"""Plot of allocated peak against step time, with a line through the plans that no other beats in both."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from memopt_cli.text.units import format_bytes, format_seconds
 
 _MEASURED = "#3f83dd"
 _APPLIED = "#d8604f"
-"""Colours."""
+"""Colour of the applied plan; :data:`_MEASURED` is that of all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """One plan as it was measured."""
+    """A plan with its peak and step time, measured or (as its label then says) predicted."""
 
     label: str
     peak_bytes: int
-    """Allocated peak."""
+    """Allocated peak in bytes."""
     step_s: float
     applied: bool = False
 
 
 def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
-    """The plans of the frontier that ran, by the number to pick them by; without a frontier, the levels that ran.
+    """Return a point for each plan of the frontier that ran, or, without a frontier, for each level.
 
-    A budget may have chosen a plan between those that are shown.
+    A plan that a budget chose is added if it is not among those of the frontier.
     """
     if not summary.frontier:
         return _levels(summary)
@@ -44,7 +44,7 @@ def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
 
 
 def _levels(summary: MemOptSummary) -> list[FrontierPoint]:
-    """Levels that share a plan, and so its measurement, are one point."""
+    """Return a point for each level of ``summary``; adjacent levels with the same numbers share one."""
     points: list[FrontierPoint] = []
     for row in summary.levels:
         point = _of_level(row, summary)
@@ -70,7 +70,7 @@ def _point(label: str, outcome: Measurement, *, applied: bool) -> FrontierPoint:
 
 
 def frontier(points: Iterable[FrontierPoint]) -> Iterator[FrontierPoint]:
-    """The Pareto set, fastest first: for every other point one of these is no slower and needs no more."""
+    """Yield the Pareto set of ``points``, fastest first: each needs less memory than all that are faster."""
     least = float("inf")
     for point in sorted(points, key=lambda p: (p.step_s, p.peak_bytes)):
         if point.peak_bytes < least:
@@ -79,7 +79,7 @@ def frontier(points: Iterable[FrontierPoint]) -> Iterator[FrontierPoint]:
 
 
 def frontier_figure(points: Sequence[FrontierPoint], times: str = "time of a step") -> Figure:
-    """Down and to the left is better; the applied plan is a star.  ``times``: what those of the points are."""
+    """Return the plot of ``points``, the applied one as a star; ``times`` names the horizontal axis."""
     best = list(frontier(points))
     hover = [f"<b>{text(p.label)}</b><br>{format_bytes(p.peak_bytes)}, {format_seconds(p.step_s)}" for p in points]
     edge = {

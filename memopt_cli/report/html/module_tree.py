@@ -1,4 +1,4 @@
-"""The module tree as nested HTML lists: what each module leaves for backward, and what the plan does there."""
+"""Module tree as nested HTML lists: the bytes each module keeps for backward, and what the plan does there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memopt_cli.text.units import format_bytes
 
 
 def module_tree(before: KeptByModule, after: KeptByModule | None, plan: Plan) -> str:
-    """The tree opened down to what the plan names; each module with its bytes, before and after if there is a plan."""
+    """Return the tree, opened down to the modules of ``plan``, with bytes ``before`` and, if given, ``after``."""
     planned = {segment.path: segment for segment in plan.segments}
     now = None if after is None else {module.path: module.nbytes for module in after.walk()}
     return f'<ul class="tree">{_branch(before, planned, now)}</ul>'
@@ -37,7 +37,7 @@ def _line(module: KeptByModule, segment: SegmentPlan | None, after: dict[str, in
 
 
 def _badges(segment: SegmentPlan | None) -> Iterator[tuple[str, str]]:
-    """Kind and text of what the plan does at a module."""
+    """Yield the CSS class and the text of each badge that tells what ``segment`` does; none without a segment."""
     if segment is None:
         return
     yield "segment", "segment"

@@ -1,4 +1,4 @@
-"""What each module leaves alive for backward: as a tree, and as a treemap."""
+"""Activations that each module keeps for backward, as a tree and as a treemap."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from memopt_cli.report.html.figure import INK, NEUTRAL, PALETTE, Figure, text
 from memopt_cli.text.units import format_bytes
 
 _SMALLEST = 0.0005
-"""Parts of the treemap below this share of the whole are drawn as one."""
+"""Share of the whole below which parts of the treemap are drawn as one."""
 _BULK = 0.9
-"""A part above this share of a module is what the module consists of."""
+"""Share of a module above which one child stands for it, so that colours are given to the child's parts."""
 
 
 @dataclass(slots=True, kw_only=True)
 class KeptByModule:
-    """A module, and the activations made in it that forward leaves for backward."""
+    """A module, and the activations made in it that forward keeps for backward."""
 
     path: str
     class_name: str
     nbytes: int = 0
-    """With those of the modules below it."""
+    """Bytes that it keeps, with those of the modules below it."""
     operators: Counter[str] = field(default_factory=Counter)
-    """Operator -> bytes that it made, in this module itself."""
+    """Operator -> bytes that it made in this module itself, not below."""
     children: list[KeptByModule] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Last part of the path, or ``(model)`` for the root."""
         return self.path.rpartition(".")[2] or "(model)"
 
     def walk(self) -> Iterator[KeptByModule]:
-        """This module and all below it, parents first."""
+        """Yield this module and all below it, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
 
 
 def kept_by_module(trace: StepTrace) -> KeptByModule:
-    """The module tree of a step; a module whose parent was not called hangs below the nearest one that was."""
+    """Return the module tree of ``trace``; a module whose parent was not called hangs below the nearest that was."""
     tree = {module.path: KeptByModule(path=module.path, class_name=module.class_name) for module in trace.modules}
     root = tree.setdefault("", KeptByModule(path="", class_name=""))
     for path, module in tree.items():
@@ -54,7 +54,7 @@ def kept_by_module(trace: StepTrace) -> KeptByModule:
 
 
 def _left_by_forward(trace: StepTrace) -> Iterator[tuple[int, str, str]]:
-    """Bytes, operator and module of each activation alive when forward has ended."""
+    """Yield bytes, operator and module of each activation of ``trace`` that is alive when forward ends."""
     end = sum(op.phase == "forward" for op in trace.ops)
     for s in trace.storages:
         if s.kind == "activations" and 0 <= s.born < end and (s.died is None or s.died >= end):
@@ -74,7 +74,7 @@ def _add_up(module: KeptByModule) -> int:
 
 @dataclass(slots=True)
 class _Sectors:
-    """The columns of a treemap."""
+    """Columns of a treemap, filled one sector at a time."""
 
     total_bytes: int
     ids: list[str] = field(default_factory=list)
@@ -85,7 +85,7 @@ class _Sectors:
     colours: list[str] = field(default_factory=list)
 
     def add(self, parent: str, label: str, nbytes: int, hover: str, colour: str) -> str:
-        """Another sector, and the id under which others can be put into it."""
+        """Add a sector inside ``parent``, and return the id under which others can be put into it."""
         name = f"s{len(self.ids)}"
         share = 100 * nbytes / self.total_bytes
         self.ids.append(name)
@@ -97,7 +97,7 @@ class _Sectors:
         return name
 
     def fill(self, module: KeptByModule, parent: str, colours: dict[str, str], colour: str = NEUTRAL) -> None:
-        """A module, its operators and the modules below it; what is small as one."""
+        """Add ``module``, its operators and the modules below it; parts too small to be seen become one sector."""
         colour = colours.get(module.path, colour)
         hover = f"{text(module.path or '(model)')}<br>{text(module.class_name)}"
         own = self.add(parent, module.name, module.nbytes, hover, colour)
@@ -116,7 +116,7 @@ class _Sectors:
 
 
 def treemap_figure(root: KeptByModule) -> Figure:
-    """Areas are bytes; tapping a module opens it."""
+    """Return the treemap of ``root``: areas are bytes, and a click on a module opens it."""
     sectors = _Sectors(max(1, root.nbytes))
     sectors.fill(root, "", _colours(root))
     trace = {
@@ -140,7 +140,7 @@ def treemap_figure(root: KeptByModule) -> Figure:
 
 
 def _colours(root: KeptByModule) -> dict[str, str]:
-    """A colour for each part of the first module, from the top, that is not all but one of its parts."""
+    """Return a colour for each child of the first module from ``root`` down that no single child dominates."""
     module = root
     while module.children and (largest := max(module.children, key=lambda m: m.nbytes)).nbytes > _BULK * module.nbytes:
         module = largest

@@ -1,4 +1,4 @@
-"""The whole page: style, script and data in one file that asks the network for nothing."""
+"""Whole HTML page: style, script and data in one file that needs no network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from memopt_cli.report.optimization import range_headings, range_rows, unapplied
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _SAVED = 12
-"""Rows of the table of saved tensors."""
+"""Most rows in the table of saved tensors."""
 
 
 def require_plotly() -> None:
@@ -46,7 +46,7 @@ def require_plotly() -> None:
 
 
 def profile_page(found: StepProfile) -> str:
-    """The HTML of one profiled step.  Raises :class:`UsageError` without plotly."""
+    """Return the HTML of the profiled step ``found``.  Raises :class:`UsageError` without plotly."""
     page = _Page(found.header)
     page.tiles(_profile_tiles(found))
     page.steps({"": found.trace})
@@ -57,7 +57,7 @@ def profile_page(found: StepProfile) -> str:
 
 
 def optimize_page(result: OptimizeResult) -> str:
-    """The HTML of one optimization; what needs a recorded step is left out where none was recorded.
+    """Return the HTML of the optimization ``result``; sections that need a recorded step are left out without one.
 
     Raises :class:`UsageError` without plotly.
     """
@@ -75,7 +75,7 @@ def optimize_page(result: OptimizeResult) -> str:
 
 
 def fastest_page(found: FastestTraining) -> str:
-    """The HTML of the batch and the plan that train fastest, beside all that was run.
+    """Return the HTML of the batch and the plan in ``found`` that train fastest, beside all that were run.
 
     Raises :class:`UsageError` without plotly.
     """
@@ -93,7 +93,7 @@ def _before_and_after(steps: RecordedSteps, plan: Plan) -> dict[str, StepTrace]:
 
 
 Tile = tuple[str, str, str]
-"""What it is, its value, and a remark below."""
+"""Name of a number, its value, and a remark below it."""
 
 
 def _profile_tiles(found: StepProfile) -> Iterable[Tile]:
@@ -190,18 +190,18 @@ class _Page:
     figures: dict[str, Figure] = field(default_factory=dict)
 
     def section(self, title: str, lead: str, *content: str) -> None:
-        """``lead`` and ``content`` are HTML, the title is text."""
+        """Add a section; ``lead`` and ``content`` are HTML, ``title`` is plain text."""
         self.sections.append(f"<section><h2>{escape(title)}</h2><p>{lead}</p>{''.join(content)}</section>")
 
     def figure(self, title: str, figure: Figure) -> str:
-        """The place where the script draws a figure."""
+        """Register ``figure``, and return the HTML of the place where the page's script draws it."""
         name = f"figure-{len(self.figures)}"
         self.figures[name] = figure
         caption = f"<h3>{escape(title)}</h3>" if title else ""
         return f'<figure>{caption}<div class="plot" id="{name}"></div></figure>'
 
     def tiles(self, tiles: Iterable[Tile]) -> None:
-        """The few numbers at the top."""
+        """Add the few numbers at the top of the page."""
         shown = (
             f"<div><dt>{escape(what)}</dt><dd><b>{escape(value)}</b><small>{escape(remark)}</small></dd></div>"
             for what, value, remark in tiles
@@ -209,7 +209,7 @@ class _Page:
         self.sections.append(f'<dl class="tiles">{"".join(shown)}</dl>')
 
     def steps(self, traces: dict[str, StepTrace]) -> None:
-        """The timelines, to one scale."""
+        """Add the timelines of ``traces``, all to one scale."""
         lines = {title: timeline(trace) for title, trace in traces.items()}
         top = max(max(line.totals) for line in lines.values())
         plots = [
@@ -225,7 +225,7 @@ class _Page:
         self.section("One training step", lead, f'<p class="legend">{"".join(buttons)}</p>', _side_by_side(plots))
 
     def modules(self, traces: dict[str, StepTrace], plan: Plan) -> None:
-        """What forward leaves for backward, as treemaps, and the plan on the module tree."""
+        """Add treemaps of the activations that forward keeps for backward, and the module tree with ``plan`` on it."""
         kept = {title: kept_by_module(trace) for title, trace in traces.items()}
         plots = [
             self.figure(f"{title} {format_bytes(root.nbytes)}".strip(), treemap_figure(root))
@@ -242,13 +242,13 @@ class _Page:
         self.section("Modules", lead, module_tree(before, after[0] if after else None, plan))
 
     def frontier(self, points: Sequence[FrontierPoint]) -> None:
-        """Peak against time, if there is a choice."""
+        """Add the plot of peak against step time, if there are several ``points``."""
         if len(points) > 1:
             lead = "Allocated peak against the time of a step. No plan beats those on the line in both."
             self.section("Memory against time", lead, self.figure("", frontier_figure(points)))
 
     def pairs(self, found: FastestTraining) -> None:
-        """Every batch and plan that were run together."""
+        """Add the plot and the table of every batch and plan that were run together."""
         points = [
             FrontierPoint(
                 label=f"batch {run.batch}" + ("" if run.plan.is_empty else f", {fastest.plan_name(run.plan)}"),
@@ -265,7 +265,7 @@ class _Page:
         self.section("Batches and plans", lead, figure, table)
 
     def ranges(self, summary: MemOptSummary) -> None:
-        """Of a plan by length, what each range does."""
+        """Add the table of ranges, if the plan of ``summary`` is one by length."""
         if summary.plan is None or summary.plan.by is None:
             return
         longest = f"{summary.plan.by.dim}={summary.plan.ranges[-1].up_to}"
@@ -273,20 +273,20 @@ class _Page:
         self.section("A plan for each range of lengths", lead, _table(range_headings(summary), range_rows(summary)))
 
     def saved(self, tensors: Sequence[SavedTensor]) -> None:
-        """The largest tensors that autograd keeps."""
+        """Add the table of ``tensors``, the largest that autograd keeps."""
         rows = [(format_bytes(s.nbytes), s.made_by or "an input", s.op, s.module or "(model)") for s in tensors]
         if rows:
             table = _table(("bytes", "made by", "saved by", "in"), rows)
             self.section("Largest tensors saved for backward", "What autograd holds until their gradients run.", table)
 
     def remarks(self, notes: Iterable[str]) -> None:
-        """What the user should know of how this was found."""
+        """Add ``notes`` on how the numbers were found."""
         lines = "".join(f"<li>{escape(printable(note))}</li>" for note in notes)
         if lines:
             self.sections.append(f"<section><h2>Notes</h2><ul>{lines}</ul></section>")
 
     def html(self) -> str:
-        """The file."""
+        """Return the whole file."""
         model = printable(self.header.model)
         title = escape(f"{PurePath(model).name} · memopt")
         origin = escape(f"{model} on {self.header.device} · memopt {self.header.memopt}, torch {self.header.torch}")
@@ -335,7 +335,7 @@ def _side_by_side(plots: Iterable[str]) -> str:
 
 
 def _json(figures: dict[str, Figure]) -> str:
-    """JSON that no text in it can end: ``<`` only occurs in strings, where it may be written as its code."""
+    """Return JSON that is safe inside ``<script>``: ``<``, which occurs in strings alone, is written as its code."""
     return json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""The memory of one training step over its operators, stacked by category."""
+"""Memory of one training step over its operators, stacked by category."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CATEGORIES: dict[str, str] = {
 """Category -> colour, from the bottom of the stack to its top."""
 
 _POINTS = 1600
-"""More instants than this are thinned: a wide screen has hardly more columns."""
+"""Most instants that are drawn: a wide screen has hardly more columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Bytes alive at instants of a step.  Instant -1 is before the first operator, the others are while one runs."""
+    """Bytes alive at instants of a step: -1 is before the first operator, *i* while operator *i* runs."""
 
     instants: tuple[int, ...]
     levels: dict[str, tuple[int, ...]]
@@ -40,12 +40,12 @@ class Timeline:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Allocated bytes at each instant."""
+        """Allocated bytes at each instant, over all categories."""
         return tuple(map(sum, zip(*self.levels.values(), strict=True)))
 
 
 def timeline(trace: StepTrace) -> Timeline:
-    """Every instant of the step; the largest total is the allocated peak."""
+    """Return the bytes of ``trace`` at every instant; the largest total is the allocated peak."""
     change = {name: [0] * (len(trace.ops) + 1) for name in CATEGORIES}
     for storage in trace.storages:
         change[storage.kind][storage.born + 1] += storage.nbytes
@@ -64,7 +64,7 @@ def _running(changes: Sequence[int]) -> Iterator[int]:
 
 
 def thinned(line: Timeline, most: int = _POINTS) -> Timeline:
-    """At most about ``most`` instants: of each share of the step those where most and where least is alive."""
+    """Return ``line`` at about ``most`` instants: the largest and the smallest total of each stretch are kept."""
     totals, count = line.totals, len(line.instants)
     if count <= most:
         return line
@@ -81,7 +81,7 @@ def thinned(line: Timeline, most: int = _POINTS) -> Timeline:
 
 
 def timeline_figure(trace: StepTrace, line: Timeline, *, top_bytes: int) -> Figure:
-    """The stacked plot, its axis up to ``top_bytes``; hovering tells operator, module, phase and bytes."""
+    """Return the stacked plot, its axis up to ``top_bytes``; hovering shows operator, module, phase and bytes."""
     line = thinned(line)
     totals = line.totals
     common = {"x": line.instants, "type": "scatter", "line": {"shape": "hvh", "width": 0}}
@@ -130,7 +130,7 @@ def timeline_figure(trace: StepTrace, line: Timeline, *, top_bytes: int) -> Figu
 
 
 def _described(trace: StepTrace, instant: int, total: int) -> str:
-    """``<b>560.7 MiB</b> in backward`` and, below, the operator and its module."""
+    """Return the text at ``instant``: ``<b>560.7 MiB</b> in backward`` and, below, the operator and its module."""
     if instant < 0:
         return f"<b>{format_bytes(total)}</b> before the step"
     op = trace.ops[instant]
@@ -138,7 +138,7 @@ def _described(trace: StepTrace, instant: int, total: int) -> str:
 
 
 def _phases(trace: StepTrace) -> Iterator[tuple[str, int, int]]:
-    """Each phase with its first operator and the one after its last."""
+    """Yield each phase of ``trace`` with the index of its first operator and the one after its last."""
     start = 0
     for phase, ops in groupby(trace.ops, key=lambda op: op.phase):
         end = start + len(list(ops))
@@ -176,7 +176,7 @@ def _phase_names(trace: StepTrace) -> Iterator[Figure]:
 
 
 def _peak_mark(instant: int, peak_bytes: int, count: int) -> Figure:
-    """An arrow from the emptier side of the plot."""
+    """Return an arrow that points at the peak from the emptier side of the plot."""
     side = -1 if instant > count / 2 else 1
     return {
         "x": instant,
