@@ -234,7 +234,17 @@ class TestCommands:
         assert "The model's own checkpointing is off under the plan (use_checkpoint of 1 module)." in done.err
 
     def test_without_a_plan_it_stays_on(self, memopt: Any) -> None:
-        done = memopt("optimize", "models.py:Asking", "-i", "2x16", "--level", "1", "--no-recommend-batch")
+        done = memopt(
+            "optimize",
+            "models.py:Asking",
+            "-i",
+            "2x16",
+            "--level",
+            "1",
+            "--no-recommend-batch",
+            "-o",
+            "models.memopt.pt",
+        )
         assert "the model stays as it is" in done.out
         assert BY_ITSELF in done.out
         written: Any = torch.load("models.memopt.pt", weights_only=False)
