@@ -953,7 +953,7 @@ def test_an_interrupted_warm_up_leaves_the_plan_on_the_model(monkeypatch: pytest
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("api._warm_up", interrupt)
+    monkeypatch.setattr("memopt_cli.spikingjelly._warm_up", interrupt)
     net = blocks()
     with pytest.raises(KeyboardInterrupt):
         memory_optimization(net, Block, (X,), level=1)

@@ -43,7 +43,7 @@ Paths = Mapping[str, str]
 
 
 def terms(measured: Baseline) -> dict[str, str]:
-    """What two measurements must agree in, by name: else their difference says nothing of the model.
+    """Return by name the terms in which two measurements must agree for their difference to say something of the model.
 
     The backend is among it, for it decides which tensors a step makes: with oneDNN an LSTM keeps a workspace of its
     own, and its tensor peak is half as large again as without.  The version of PyTorch is not.
@@ -69,7 +69,7 @@ def terms(measured: Baseline) -> dict[str, str]:
 
 
 def surroundings(measured: Baseline) -> dict[str, str]:
-    """What may differ between two measurements, and is told where it does."""
+    """Return the surroundings in which two measurements may differ, and which are named where they do."""
     header, conditions = measured.header, measured.conditions
     versions = {"torch": header.torch, "memopt": header.memopt}
     if conditions is None:
@@ -83,7 +83,7 @@ def surroundings(measured: Baseline) -> dict[str, str]:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Difference, ...]:
-    """The names that both have with different texts."""
+    """Return the names that both have, with different texts."""
     return tuple(
         Difference(name=name, before=text, after=after[name])
         for name, text in before.items()
@@ -96,7 +96,7 @@ def _spread(layout: Layout | None) -> str:
 
 
 def _inputs(spec: InputSpec) -> str:
-    """The inputs as text, sizes in the place of symbols: the same for specs that make the same tensors."""
+    """Return the inputs as text, sizes in place of symbols: equal for specs that make the same tensors."""
     if spec.tensors:
         sized = (replace(t, shape=tuple(spec.dims.get(str(size), size) for size in t.shape)) for t in spec.tensors)
         return ", ".join(map(format_tensor, sized))
@@ -108,7 +108,7 @@ def _inputs(spec: InputSpec) -> str:
 
 
 def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> Comparison:
-    """What changed from ``before`` to ``after``, which limits that passes, and what explains it.
+    """Compare ``after`` with ``before``: what changed, which of ``limits`` that passes, and what explains it.
 
     Of plans by length, at each length that both have.
     """
@@ -123,7 +123,7 @@ def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> 
 
 
 def _as_baseline(measured: Baseline, step: ShorterStep) -> Baseline:
-    """Of shorter inputs alone."""
+    """Turn a step at shorter inputs into a baseline of its own."""
     spec = measured.header.spec
     header = replace(measured.header, spec=replace(spec, dims={**spec.dims, step.dim: step.size}))
     return replace(measured, header=header, memory=step.memory, shorter=())
@@ -178,7 +178,7 @@ def _values(memory: StepMemory) -> dict[Metric, float]:
 def _module_changes(
     before: Sequence[ModuleBytes], after: Sequence[ModuleBytes], moves: Paths
 ) -> tuple[ModuleChange, ...]:
-    """The modules that hold more or less, largest growth first."""
+    """Return the modules that hold more or less, largest growth first."""
     was = {new: old for old, new in moves.items()}
     old, new = ({m.path: m for m in modules} for modules in (before, after))
     found = []
@@ -200,7 +200,7 @@ def _module_changes(
 
 
 def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Paths) -> tuple[SavedTensor, ...]:
-    """The tensors that nothing among the largest of before is like; one too small to have been named is not judged."""
+    """Return the tensors of ``after`` unlike any of the largest of ``before``; too small ones are not judged."""
     least = before[-1].nbytes if len(before) == KEPT else 0
     known = Counter(_likeness(saved, moves) for saved in before)
     found = []
@@ -271,7 +271,7 @@ class _Paths:
         self._sorted = sorted(paths)
 
     def below(self, stem: str) -> Sequence[str]:
-        """That path, if there is one, and all that begin with it."""
+        """Return the path ``stem``, if there is one, and all that begin with it."""
         if not stem:
             return self._sorted
         own, first, last = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))
@@ -279,7 +279,7 @@ class _Paths:
 
 
 def _pairs(gone: _Paths, come: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:
-    """The paths that a rename would make others, and those others; told from the side that has fewer of them."""
+    """Yield the paths that a rename would change, each with its new one; told from the side that has fewer."""
     sources, targets = gone.below(before), come.below(after)
     if len(sources) <= len(targets):
         for path in sources:
@@ -292,7 +292,7 @@ def _pairs(gone: _Paths, come: _Paths, before: str, after: str) -> Iterator[tupl
 
 
 def _votes(gone: Iterable[ModuleBytes], come: Iterable[ModuleBytes]) -> list[tuple[str, str]]:
-    """What the paths began with, before and now; most votes first."""
+    """Return the beginnings of the paths, before and now, by votes, most first."""
     alike: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for side, modules in enumerate((gone, come)):
         for module in modules:

@@ -40,7 +40,7 @@ from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, 
 from memopt_cli.records.progress import Ask, Progress
 
 _TOLERANCE: Final = 1e-9
-"""As :data:`memopt_cli.verification.equality.TOLERANCE`, which imports PyTorch."""
+"""Equal to :data:`memopt_cli.verification.equality.TOLERANCE`, whose module imports PyTorch."""
 
 
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
@@ -60,7 +60,7 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
 
 
 def compare_prepared(reference: Prepared, candidate: Prepared, steps: int) -> Equivalence:
-    """The same of two that are ready.
+    """Compare two models that are ready.
 
     Raises :class:`StepError` if they are not of one model, and :class:`MemoptError` if the reference cannot be run.
     """
@@ -114,7 +114,7 @@ class _Sides:
         self.precision = reference.subject.settings.precision
 
     def first(self, steps: int) -> tuple[FollowJob, Followed]:
-        """The steps, with hidden state detached between them only where the reference cannot be trained without.
+        """Take the steps, with hidden state detached between them only where the reference cannot be trained without.
 
         Raises :class:`MemoptError` if it cannot be trained at all.
         """
@@ -126,11 +126,11 @@ class _Sides:
         return job, _trained(found)
 
     def reference(self, job: FollowJob) -> Followed:
-        """Raises :class:`MemoptError` if it cannot be run."""
+        """Take the steps of the reference.  Raises :class:`MemoptError` if it cannot be run."""
         return _trained(self._ask(self._reference, job))
 
     def candidate(self, job: FollowJob) -> Followed:
-        """Raises :class:`MemoptError` if it cannot be run."""
+        """Take the steps of the candidate.  Raises :class:`MemoptError` if it cannot be run."""
         return required(self._ask(self._candidate, job), "the candidate's step could not be run: ")
 
     def cause_of_failure(self, job: FollowJob, failed: Followed) -> Cause | None:
@@ -145,7 +145,7 @@ class _Sides:
         return of_failure(pair, is_first=count == 1)
 
     def both(self, job: FollowJob) -> tuple[Followed, Followed] | Failure:
-        """The same of each, by the same names."""
+        """Take the steps of each, with the tensors of both under equal names."""
         one = self._ask(self._reference, job)
         other = self._ask(self._candidate, job) if isinstance(one, Followed) else one
         if isinstance(one, Followed) and isinstance(other, Followed):
@@ -169,11 +169,11 @@ class _Judge:
     sides: _Sides
     job: FollowJob
     once: Followed
-    """What the reference left."""
+    """Values that the reference left."""
     again: Followed
-    """The same of another run."""
+    """Values that another run of the reference left."""
     other: Followed
-    """What the candidate left."""
+    """Values that the candidate left."""
 
     def compared(self, blank: Equivalence) -> Equivalence:
         """All of it."""
@@ -223,7 +223,7 @@ class _Judge:
         return replace(cast, alike="up to rounding", notes=(*found.notes, *self._far(least)))
 
     def _far(self, least: float) -> tuple[str, ...]:
-        """A note, where rounding has more of an effect than it commonly has."""
+        """Return a note where rounding has more of an effect than it commonly has."""
         apart = first_step_apart(self.once, self.other)
         if apart <= least:
             return ()
@@ -295,7 +295,7 @@ class _Judge:
         return max(tolerance, half_of_digits(both[0], 0.0))
 
     def _in_their_modes(self, found: Equivalence) -> Equivalence:
-        """What was found in training mode; and where only one has modules in eval mode, in those that both came in."""
+        """Return ``found``; or, if only one has modules in eval mode, compare in the modes that both came in."""
         noted = replace(found, notes=(*found.notes, *_modes(self.once, self.other)))
         if not found.passed or set(self.once.evaluating) == set(self.other.evaluating):
             return noted
@@ -324,7 +324,7 @@ def _noise(once: Followed, again: Followed) -> float:
 
 
 def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
-    """A note, of modules that came in eval mode in one of the two, or that a difference may come from in both."""
+    """Return a note on modules that came in eval mode in one of the two, or may cause a difference in both."""
     ours, theirs = set(reference.evaluating), set(candidate.evaluating)
     different = sorted(ours ^ theirs)
     if different:
@@ -364,7 +364,7 @@ def _frozen(reference: Followed, candidate: Followed, gaps: Sequence[TensorGap])
 
 
 def _evaluated(reference: Followed, candidate: Followed) -> Cause:
-    """The outermost module that one of them has in eval mode."""
+    """Return the outermost module that one of them has in eval mode as the cause."""
     first = min(set(reference.evaluating) ^ set(candidate.evaluating))
     whose = "reference" if first in reference.evaluating else "candidate"
     return Cause(module=first, class_name="", text=EVAL.format(whose))

@@ -60,7 +60,7 @@ def _opening(request: StepRequest, settings: StepSettings, layout: Layout | None
 
 
 def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineResult:
-    """The same of a model that is ready, and a target that was looked at."""
+    """Record a model that is ready, for a target that was looked at."""
     step = _Step(prepared, _plan(request.plan_path, prepared), request.layout)
     with step.session() as (session, rank):
         measured = Baseline(
@@ -88,7 +88,10 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
 
 
 def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
-    """The baseline, and how its step is run again.  Raises :class:`BaselineError` and :class:`UnsafeFileError`."""
+    """Return the baseline of ``request``, and how its step is run again.
+
+    Raises :class:`BaselineError` and :class:`UnsafeFileError`.
+    """
     before = read_measured(request.baseline_path)
     if before.conditions is None:
         raise BaselineError(
@@ -99,7 +102,7 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
 
 
 def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) -> Comparison:
-    """The same as :func:`check`, of a model that is ready."""
+    """Check a model that is ready, as :func:`check` does."""
     _require_same_model(request, before, prepared)
     layout = _layout(request, before)
     now = replace(before, header=replace(file_header(prepared), model=request.source.location))
@@ -125,7 +128,7 @@ def compare_files(before: str, after: str) -> Comparison:
 
 
 def _refuse_reach(request: CheckRequest, before: Baseline, conditions: Conditions) -> None:
-    """A baseline is data, which may have come with the model: it runs nothing, and reads nothing but beside itself.
+    """Refuse a baseline, which is data that may have come with the model, if it would run code or read files elsewhere.
 
     What it ran, or read elsewhere, is used again where the user says so.
     """
@@ -176,12 +179,12 @@ def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
 
 
 def _layout(request: CheckRequest, before: Baseline) -> Layout | None:
-    """That of the baseline, unless another is given; one that is code was refused."""
+    """Return the layout of the baseline, unless another is given; one that is code was refused."""
     return request.layout or (before.conditions.layout if before.conditions else None)
 
 
 def _same_device(device: str) -> str:
-    """A device of the same kind, if there is one."""
+    """Return a device of the same kind as ``device``, if there is one."""
     kind = device.partition(":")[0]
     if kind == "cuda" and resolve_device("auto") == "cpu":
         raise BaselineError(
@@ -192,7 +195,7 @@ def _same_device(device: str) -> str:
 
 
 def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
-    """The inputs of the baseline, unless others are given; dimensions alone resize those of the baseline."""
+    """Return the inputs of the baseline, unless others are given; dimensions alone resize those of the baseline."""
     if given and _describes(given):
         return given
     sized = InputSpec(tensors=before.tensors, dims=before.dims, data_file=before.data_file, source="the baseline")
@@ -200,7 +203,7 @@ def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
 
 
 def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:
-    """A model may change, and so may its class or its file; one that shares neither with the baseline's is another."""
+    """Refuse a model that shares neither its class nor its file with the baseline's; either alone may change."""
     location, class_name = request.source.location, prepared.facts.class_name
     root = next((module.class_name for module in before.memory.modules if not module.path), class_name)
     if root != class_name and Path(location).name != Path(before.header.model).name:
@@ -247,7 +250,7 @@ _DATA: Final = "small batch"
 
 
 def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
-    """The dimension of a plan by length and the largest size of each range that the inputs go beyond."""
+    """Return the dimension of a plan by length with the largest size of each range that the inputs go beyond."""
     if plan.by is None:
         return []
     longest = spec.dims.get(plan.by.dim, 0)
@@ -255,7 +258,7 @@ def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
 
 
 def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
-    """Of a plan by length, which lengths are not recorded."""
+    """Say which lengths of a plan by length are not recorded."""
     if plan.by is None:
         return
     dim, last = plan.by.dim, plan.ranges[-1].up_to
@@ -289,7 +292,7 @@ class _Step:
             yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
 
     def shorter(self, lengths: Iterable[tuple[str, int]]) -> tuple[ShorterStep, ...]:
-        """The step at other sizes of its dimensions."""
+        """Measure the step at other sizes of its dimensions."""
         found = []
         for dim, size in lengths:
             sized = replace(self, prepared=self.prepared.sized(dim, size))
@@ -300,7 +303,7 @@ class _Step:
         return tuple(found)
 
     def memory(self, session: Session, rank: RankPrediction | None) -> StepMemory:
-        """What it takes, in a session of its own."""
+        """Measure the memory of the step in a session of its own."""
         peaks: Measurement | StepTrace
         if rank is None:
             self.prepared.progress.stage("measuring a step")
@@ -328,7 +331,7 @@ class _Step:
 
 
 def _modules(trace: StepTrace, op: int) -> tuple[ModuleBytes, ...]:
-    """What each module itself holds when an operator has run."""
+    """Return the bytes that each module itself holds when operator ``op`` has run."""
     held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for storage in trace.storages:
         if is_alive(storage, op):

@@ -41,7 +41,7 @@ from memopt_cli.search.batch_size.memory_limit import limits_of
 from memopt_cli.search.batch_size.runs import Limits
 
 _SEARCHED_LEVEL = 3
-"""Of the plan that is searched where none is given."""
+"""Level of the plan that is searched where none is given."""
 
 _LEAST_COMPARED = 8
 """Time steps whose gradients are compared, if the range has them: of a single step nothing is carried over."""
@@ -99,7 +99,7 @@ class _Job:
     notes: list[str]
 
     def searched_plan(self) -> Plan | StepFailed:
-        """The plan of the search at the smallest number of time steps, or why there is none."""
+        """Search a plan at the smallest number of time steps; return it, or why there is none."""
         request = OptimizeRequest(
             source=self.request.source,
             spec=self.prepared.subject.spec,
@@ -118,7 +118,7 @@ class _Job:
         return found.plan
 
     def curves(self, name: StrategyName, plan: Plan | StepFailed | None, session: Sessions) -> Iterator[StrategyCurve]:
-        """What the table shows of one strategy."""
+        """Yield the rows of the table for one strategy."""
         symbol, batch = self.steps.symbol, self.prepared.batch
         if name == "online":
             for rule in ONLINE_RULES:
@@ -207,7 +207,7 @@ def _line(measured: dict[int, BatchProbe]) -> tuple[float, float] | None:
 
 
 def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None) -> StrategyPoint | None:
-    """What was measured, or else an estimate, if there is a line."""
+    """Return the point that was measured, or else an estimate, if there is a line."""
     if run is not None:
         peak_bytes, step_s = run.allocated_peak_bytes, run.step_s
         return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=True, step_s=step_s)

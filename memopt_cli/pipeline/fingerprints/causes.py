@@ -68,7 +68,7 @@ KEEPS_OTHERWISE = "it gives the same and keeps something else: a setting of it d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """The same step of both, watched."""
+    """One step of both models, watched."""
 
     reference: StepPrint
     candidate: StepPrint
@@ -78,7 +78,7 @@ class Pair:
 
 
 def cause_of(pair: Pair) -> Cause | None:
-    """The first that explains what is seen; ``None`` where nothing does."""
+    """Return the first cause that explains ``pair``; ``None`` where nothing does."""
     explanations = (
         _reentrant,
         _chosen_otherwise,
@@ -162,13 +162,13 @@ def of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:
 
 
 def _without_gradient(gaps: Sequence[TensorGap], text: str) -> Cause | None:
-    """The first module of which the candidate lacks a gradient."""
+    """Return the first module of which the candidate lacks a gradient."""
     missing = next((gap for gap in gaps if gap.missing == "candidate" and gap.name.startswith("gradient")), None)
     return Cause(module=_owner(missing.name), class_name="", text=text) if missing is not None else None
 
 
 def _owner(name: str) -> str:
-    """The module that a tensor is of: ``gradient of block1.weight`` is of ``block1``."""
+    """Return the module that a tensor belongs to: ``gradient of block1.weight`` belongs to ``block1``."""
     return name.partition(" at update ")[0].split(" ")[-1].rpartition(".")[0]
 
 
@@ -218,7 +218,7 @@ def _is_below(path: str, module: str) -> bool:
 
 
 def _cut_short(pair: Pair) -> Cause | None:
-    """A module that draws, and whose recomputation ended within it."""
+    """Find a module that draws, and whose recomputation ended inside it."""
     calls = pair.candidate.calls
     for forward, again in _recomputations(calls):
         if forward.draws and not again.finished and not any(c.path.startswith(f"{again.path}.") for c in calls):
@@ -238,7 +238,7 @@ def _changed_twice(pair: Pair) -> Cause | None:
 
 
 def _first_call(pair: Pair) -> Cause | None:
-    """The first call in forward whose output differs though its input does not."""
+    """Find the first call in forward whose output differs though its input does not."""
     ours = dict(_numbered(c for c in pair.reference.calls if not c.recomputed))
     for key, theirs in _numbered(c for c in pair.candidate.calls if not c.recomputed):
         call = ours.get(key)
@@ -269,7 +269,7 @@ def _otherwise(ours: CallPrint, theirs: CallPrint) -> str:
 
 
 def _chosen_otherwise(pair: Pair) -> Cause | None:
-    """A choice among values that agree, which does not."""
+    """Find a choice among values that agree, which does not agree itself."""
     classes = {call.path: call.class_name for call in pair.candidate.calls}
     for one, other in _choices(pair):
         if one.chosen.bits != other.chosen.bits and not _differ(
@@ -285,7 +285,7 @@ _NEARLY = 1e-5
 
 
 def _choices(pair: Pair) -> Iterator[tuple[ChoicePrint, ChoicePrint]]:
-    """The same choices in both forwards, and in forward and recomputation of the candidate."""
+    """Yield equal choices in both forwards, and in forward and recomputation of the candidate."""
     theirs = [choice for choice in pair.candidate.choices if not choice.recomputed]
     ours = [choice for choice in pair.reference.choices if not choice.recomputed]
     yield from zip(ours, theirs, strict=False)
@@ -296,7 +296,7 @@ def _choices(pair: Pair) -> Iterator[tuple[ChoicePrint, ChoicePrint]]:
 
 
 def _recomputations(calls: Sequence[CallPrint]) -> Iterator[tuple[CallPrint, CallPrint]]:
-    """Calls in forward and the same again in backward; of several of one module that of the same input, if any."""
+    """Yield calls in forward with their repetition in backward; of several that of equal input, if any."""
     forward: dict[str, list[CallPrint]] = {}
     for call in calls:
         if not call.recomputed:

@@ -16,9 +16,9 @@ _Rename = Callable[[str], str]
 _Named = Mapping[str, TensorPrint]
 
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""What torch.compile, the wrapper of checkpoints and FSDP add to the names of what they wrap."""
+"""Prefixes that torch.compile, the wrapper of checkpoints and FSDP add to the names of what they wrap."""
 _REPLICATED = "module."
-"""The same of DataParallel, in front; a model may have a child of that name."""
+"""Prefix that DataParallel adds in front; a model may have a child of that name."""
 _KINDS = ("output", "input", "gradient", "buffer", "state", "the random", "parameter")
 """Beginnings of names, in the order in which a step forms what they name."""
 
@@ -48,7 +48,7 @@ def first_gap(reference: Followed, other: Followed, tolerance: float = 0.0) -> A
 
 
 def largest_gap(reference: Followed, other: Followed) -> float:
-    """Of all tensors in all steps."""
+    """Return the largest gap between all tensors in all steps."""
     pairs = zip(reference.steps, other.steps, strict=True)
     return max((gap.apart for one, another in pairs for gap in gaps_between(one.left, another.left)), default=0.0)
 
@@ -69,7 +69,7 @@ def is_nowhere_finite(tensor: TensorPrint) -> bool:
 
 
 def first_step_apart(reference: Followed, other: Followed) -> float:
-    """The largest distance of a first step, in which parameters are the same still, before its update.
+    """Return the largest gap in the first step before its update, in which parameters are equal still.
 
     Adam makes steps of a whole rate of gradients that are rounding alone.
     """
@@ -78,7 +78,7 @@ def first_step_apart(reference: Followed, other: Followed) -> float:
 
 
 def half_of_digits(found: Followed, epsilon: float) -> float:
-    """The relative difference of floating tensors of which half of the digits agree; ``epsilon``: of autocast."""
+    """Return the relative difference of floating tensors whose digits agree by half; ``epsilon`` is autocast's."""
     digits = (tensor.epsilon for step in found.steps for tensor in step.left if tensor.epsilon)
     return math.sqrt(max((epsilon, *digits)))
 
@@ -86,7 +86,7 @@ def half_of_digits(found: Followed, epsilon: float) -> float:
 def gaps_between(
     reference: Iterable[TensorPrint], other: Iterable[TensorPrint], tolerance: float = 0.0
 ) -> tuple[TensorGap, ...]:
-    """The tensors that differ by more than ``tolerance``."""
+    """Return the tensors that differ by more than ``tolerance``."""
     one, another = ({tensor.name: tensor for tensor in side} for side in (reference, other))
     largest = max((typical(tensor) for name, tensor in one.items() if name.startswith("gradient")), default=0.0)
     found = []
@@ -157,7 +157,7 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
 
 
 def unsteady(once: Followed, again: Followed) -> frozenset[str]:
-    """Of numbers and generators of one model, those that two runs leave otherwise, as a time of day."""
+    """Return the numbers and generators of one model that two runs leave otherwise, such as a time of day."""
     pairs = (
         ({held.name: held.bits for held in side.others} for side in steps)
         for steps in zip(once.steps, again.steps, strict=True)
@@ -190,7 +190,7 @@ def _step_with_others(
 
 
 def _others(held: _Named, beside: _Named, shared: Set[str]) -> tuple[TensorPrint, ...]:
-    """What has moved in one of the two at least, and all numbers of the outputs."""
+    """Return the tensors that have moved in at least one of the two, and all numbers of the outputs."""
     where_it_was = {name: replace(moved, kind="unmoved", bits="") for name, moved in beside.items()}
     moved = (tensor for name, tensor in {**where_it_was, **held}.items() if name in shared)
     return (*moved, *(number for name, number in held.items() if name.startswith("output")))
@@ -201,7 +201,7 @@ def _parameters(found: Followed) -> dict[str, str]:
 
 
 def _at_start(found: Followed, kind: str) -> dict[str, str]:
-    """The bits of all of a kind, by name."""
+    """Return the bits of all tensors of ``kind``, by name."""
     return {tensor.name: tensor.bits for tensor in found.start if tensor.name.startswith(kind)}
 
 

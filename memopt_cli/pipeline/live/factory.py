@@ -1,4 +1,4 @@
-"""What builds a model, in place of its file: handed to profiling subprocesses by name, or run here without data."""
+"""Functions that build a model, in place of its file: handed to subprocesses by name, or run here without data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepared_factory(
     timeout_s: float,
     progress: Progress,
 ) -> Prepared:
-    """The model that ``model`` builds, whose parameters are never allocated, ready to be predicted.
+    """Prepare the model that ``model`` builds, whose parameters are never allocated, to be predicted.
 
     ``functions``: those that the step calls, and the one that spreads the model.  What a subprocess could not import is
     run in this one, and a note says why.  Raises :class:`MemoptError`, also for a plan that does not suit the model.

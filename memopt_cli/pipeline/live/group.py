@@ -21,7 +21,7 @@ _LIMIT: Final = timedelta(days=7)
 def on_every_rank(
     model: nn.Module, group: Any, optimize: Callable[[], Found], plan_in: Callable[[Found], Plan | None]
 ) -> Found:
-    """What ``optimize`` finds, which puts the plan on ``model``; ``group``: ``None`` where this process is to do it.
+    """Return what ``optimize`` finds, which puts the plan on ``model``; without a ``group``, this process does it.
 
     In a group, which is a ``torch.distributed.ProcessGroup``, the first rank does it, all others put ``plan_in`` what
     it found on their models, and all make sure that they have the same.  Raises on all ranks what fails on one, and
@@ -44,7 +44,7 @@ def _replace(model: nn.Module, plan: Plan) -> None:
 
 
 def _sharded(group: object) -> tuple[Any, Any]:
-    """Raises :class:`OptionError` for what is no group."""
+    """Return the group with its module.  Raises :class:`OptionError` for what is no group."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

@@ -49,9 +49,9 @@ from memopt_cli.training.wrappers import compiled_notes, unwrapped
 from memopt_cli.verification.equality import gradients_kept
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
-"""Of a model's forward, by position or by name."""
+"""Arguments of a model's forward, by position or by name."""
 FORMAT = "live"
-"""As in :attr:`memopt_cli.records.LoadedModel.format`."""
+"""Format of a model in memory, for :attr:`memopt_cli.records.LoadedModel.format`."""
 _thread = threading.local()
 
 
@@ -59,7 +59,7 @@ _thread = threading.local()
 def prepared_model(
     model: nn.Module, inputs: Arguments | InputSpec, settings: StepSettings, functions: Sequence[UserFunction] = ()
 ) -> Iterator[Prepared]:
-    """A model in memory, ready to be profiled; it is not changed, nor are the inputs, which may be described alone.
+    """Prepare ``model``, which is in memory, to be profiled; neither it nor the inputs are changed.
 
     Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model that a
     subprocess could not read is profiled in this process, and a note says why; so is one with ``functions``, which the
@@ -86,7 +86,10 @@ def also_prepared_model(
     functions: Sequence[UserFunction] = (),
     obstacle: str = "",
 ) -> Iterator[Prepared]:
-    """The same within :func:`once`: one of several.  ``obstacle``: why no subprocess is to be given it."""
+    """Prepare one of several models inside :func:`once`.
+
+    ``obstacle``: why no subprocess is to be given it.
+    """
     build = functools.partial(detached_copy, model)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         model_file, input_file = Path(folder) / "model.pt", Path(folder) / "inputs.pt"
@@ -105,7 +108,7 @@ def also_prepared_model(
 
 
 def called_here(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
-    """Those that are not found by their references, by these."""
+    """Return those of ``functions`` that are not found by their references, by these."""
     return {used.reference: used.function for used in functions if used.function is not None}
 
 
@@ -116,7 +119,7 @@ def prepared_here(
     obstacle: str,
     functions: Sequence[UserFunction] = (),
 ) -> Prepared:
-    """What ``build`` makes; where an ``obstacle`` keeps subprocesses from it, sessions are of this process."""
+    """Prepare what ``build`` makes; where an ``obstacle`` keeps subprocesses from it, sessions are of this process."""
     loaded = LoadedModel(module=build(), source=subject.source, format=format, sha256=None)
     here = functools.partial(LocalSession, build=build, functions=called_here(functions))
     return Prepared(
@@ -132,7 +135,7 @@ class _Called(Exception):
 
 
 def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) -> Arguments:
-    """What the model is called with first when ``example_forward`` runs on a copy of it, which then ends.
+    """Return the first arguments of the model when ``example_forward`` runs on a copy of it, which then ends.
 
     Raises :class:`OptionError` if it does not call the model, or with more than names or positions can tell.
     """
@@ -168,7 +171,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def detached_copy(model: nn.Module) -> nn.Module:
-    """A copy without a plan, without gradients, and without what earlier steps left on its modules.
+    """Copy ``model`` without a plan, without gradients, and without what earlier steps left on its modules.
 
     Raises :class:`StepError` if the model cannot be copied.
     """
@@ -187,7 +190,7 @@ def detached_copy(model: nn.Module) -> nn.Module:
 
 
 def _before_sharding(model: nn.Module) -> str:
-    """What to do with a model that ``fully_shard`` has changed; empty for others."""
+    """Say what to do with a model that ``fully_shard`` has changed; empty for others."""
     sharding = sys.modules.get("torch.distributed.fsdp")  # takes seconds to import
     if sharding is None or not any(isinstance(module, sharding.FSDPModule) for module in model.modules()):
         return ""
@@ -196,7 +199,7 @@ def _before_sharding(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def once() -> Iterator[None]:
-    """A module that optimizes its model when it is imported would do so again wherever a step of it is run.
+    """Refuse, inside the block, to optimize the model of a module again while that module is imported.
 
     That is in every subprocess, or in this process for the loss that it holds; without end.
     """
@@ -238,7 +241,7 @@ def _require_batch(inputs: Arguments) -> None:
 
 
 def described(inputs: Arguments) -> InputSpec:
-    """Inputs as they could be written on the command line: the first dimension of the first tensor is the batch.
+    """Describe ``inputs`` as on the command line: the first dimension of the first tensor is the batch.
 
     Whole numbers are drawn from the range of those that are there.  Raises :class:`OptionError` for an argument that is
     no tensor.
@@ -269,7 +272,10 @@ def _detached(leaf: Any) -> Any:
 
 
 def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
-    """A step of copies of a model and its inputs, to be run in this process.  Raises as :func:`detached_copy`."""
+    """Make a step of copies of ``model`` and ``inputs``, to be run in this process.
+
+    Raises as :func:`detached_copy`.
+    """
     copied = place(detached_copy(model), settings)
     given = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
     args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
@@ -304,7 +310,7 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def taken_off_note(carried: Plan) -> list[str]:
-    """That a plan which the model carried is gone; none where it carried none."""
+    """Return a note that a plan which the model carried is gone; none where it carried none."""
     return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
 
 

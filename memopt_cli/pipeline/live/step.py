@@ -20,7 +20,9 @@ from memopt_cli.training.user_step import Step, StepModels
 
 @contextlib.contextmanager
 def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSettings) -> Iterator[Prepared]:
-    """Within :func:`once`: a step, ready to be profiled.  It is made for that, and none that there is already is taken.
+    """Prepare, inside :func:`once`, a step to be profiled.
+
+    It is made for that, and none that there is already is taken.
 
     A function that a subprocess could not import is called in this process, and a note says why.
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`step_made` raises.

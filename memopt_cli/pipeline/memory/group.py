@@ -31,7 +31,7 @@ from memopt_cli.text.documents import json_text
 
 
 def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
-    """What a step needs on every rank, as every rank knows it; the first predicts it besides, and writes the report.
+    """Measure a step on every rank, as every rank knows it; the first predicts it besides, and writes the report.
 
     Raises :class:`MemoptError`, on all ranks where one fails before it waits for others; :class:`RankLostError` where
     another is gone.
@@ -61,7 +61,10 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
 
 
 def _device(request: MeasureRequest) -> str:
-    """Of this rank.  Raises :class:`UsageError` for one that all ranks would share, and for one that there is not."""
+    """Return the device of this rank.
+
+    Raises :class:`UsageError` for one that all ranks would share, and for one that there is not.
+    """
     if not is_factory(request.source.location):
         raise UsageError(
             f"{request.source.location} is no function, and every rank builds the model that it spreads",
@@ -90,7 +93,7 @@ def _in_group(request: MeasureRequest, plan: Plan, progress: Progress) -> RanksM
 
 
 def _predicted(request: MeasureRequest, plan: Plan, notes: list[str], progress: Progress) -> RankPrediction | None:
-    """The first rank's step, in a process without a group; ``None``, and a note, where it cannot be predicted."""
+    """Predict the first rank's step in a process without a group; ``None``, and a note, where that fails."""
     settings = replace(request.settings, device="cpu")  # tensors have the same bytes there
     opening = without_data(opening_of(request, settings), request.layout)
     try:

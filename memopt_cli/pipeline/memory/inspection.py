@@ -13,7 +13,7 @@ _LIMIT_S = 600.0
 
 
 def inspect(location: str) -> Inspection:
-    """What is in the file; nothing in it is run, and a confined subprocess reads it.
+    """Describe the file at ``location``; nothing in it is run, and a confined subprocess reads it.
 
     Raises :class:`UsageError` for ``package.module:callable``, which would have to be run, and as
     :func:`memopt_cli.loading.description.describe`.

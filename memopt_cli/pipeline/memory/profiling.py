@@ -61,7 +61,7 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
 
 
 def check_compiled(backend: str | None, *, is_run: bool) -> None:
-    """Raises :class:`OptionError` for a step that is to be compiled, and not to be run."""
+    """Refuse to compile a step that is not run.  Raises :class:`OptionError`."""
     if backend is not None and not is_run:
         raise OptionError("a compiled step is measured, and this one is not run", hint="Leave out --compile.")
 
@@ -69,7 +69,7 @@ def check_compiled(backend: str | None, *, is_run: bool) -> None:
 def _profile_ranks(
     request: ProfileRequest, layout: Layout, plan: Plan, *, progress: Progress, ask: Ask | None
 ) -> StepProfile:
-    """The same of one rank of many: of those that are asked for, the first that is largest."""
+    """Profile the first of the asked-for ranks that is the largest."""
     opening = without_data(opening_of(request, request.settings), layout)
     prepared = prepare(opening, progress=progress, ask=ask)
     notes = list(prepared.notes)
@@ -83,7 +83,7 @@ def _profile_ranks(
 def profile_prepared(
     prepared: Prepared, plan: Plan, *, data: Data, card: DeviceProfile | None = None, backend: str | None = None
 ) -> StepProfile:
-    """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured.
+    """Profile a model that is ready; ``data`` says what of it may be run, ``full size`` if it is to be measured.
 
     ``backend``: compile the step, too, which is run then: see :func:`check_compiled`.  Raises :class:`StepError` for a
     step of the user's own, which is not compiled from outside.
@@ -139,7 +139,7 @@ def record_step(
     smaller: Callable[[], Session] | None = None,
     consequence: str = "it was recorded on real ones",
 ) -> Traced:
-    """The recorded step; dry runs of it only if they tell the truth, which a measurement would show.
+    """Record the step; allow dry runs only if they tell the truth, which a measurement would show.
 
     If they do not, a note says so and what follows from it.  ``smaller`` opens a session that runs a few samples alone,
     for a plan that fits where the original, of which kernel workspace is recorded, does not.

@@ -19,7 +19,7 @@ def live_bytes(trace: StepTrace) -> tuple[int, ...]:
 
 
 def phase_peaks(trace: StepTrace, live: tuple[int, ...]) -> tuple[PhasePeak, ...]:
-    """The most during each phase, in turn."""
+    """Return the peak of each phase, in turn."""
     found: dict[Phase, PhasePeak] = {}
     for op, alive in zip(trace.ops, live[1:], strict=True):
         allocated = alive + op.workspace_bytes
@@ -29,13 +29,13 @@ def phase_peaks(trace: StepTrace, live: tuple[int, ...]) -> tuple[PhasePeak, ...
 
 
 def allocated_peak(trace: StepTrace, live: tuple[int, ...]) -> Instant:
-    """The first instant at which most is alive, workspaces included."""
+    """Return the first instant at which most is alive, workspaces included."""
     levels = _levels(trace, live)
     return instant_at(trace, levels, levels.index(max(levels)))
 
 
 def first_beyond(trace: StepTrace, live: tuple[int, ...], limit_bytes: int) -> Instant | None:
-    """The first instant at which more than a limit is alive, workspaces included; ``None``: there is none."""
+    """Return the first instant at which more than a limit is alive, workspaces included; ``None`` if there is none."""
     levels = _levels(trace, live)
     return next((instant_at(trace, levels, i) for i, level in enumerate(levels) if level > limit_bytes), None)
 
@@ -46,7 +46,7 @@ def _levels(trace: StepTrace, live: tuple[int, ...]) -> list[int]:
 
 
 def instant_at(trace: StepTrace, levels: Sequence[int], index: int) -> Instant:
-    """The one before the first operator, or while one runs; ``levels``: the bytes of each."""
+    """Return the instant before the first operator, or while one runs; ``levels``: the bytes of each."""
     if index == 0:
         return Instant(allocated_bytes=levels[0], op=-1, name="", phase="forward", module="")
     op = trace.ops[index - 1]
@@ -54,7 +54,7 @@ def instant_at(trace: StepTrace, levels: Sequence[int], index: int) -> Instant:
 
 
 def saved_tensors(trace: StepTrace) -> tuple[SavedTensor, ...]:
-    """What autograd keeps for backward besides parameters, largest first."""
+    """Return the tensors that autograd keeps for backward besides parameters, largest first."""
     saved = sorted((s for s in trace.storages if s.saved_by), key=lambda s: -s.nbytes)
     return tuple(
         SavedTensor(

@@ -54,7 +54,7 @@ from memopt_cli.text.documents import quoted_path, read_end
 from memopt_cli.text.units import exact_bytes, format_bytes
 
 _SHARE: Final = 0.9
-"""Of the device's free memory, where nobody says how much there is."""
+"""Share of the device's free memory, where nobody says how much there is."""
 _MOST_LOG_BYTES: Final = 16 << 20
 """From the end: what ran out last is told there."""
 _KEPT: Final = 200
@@ -158,7 +158,7 @@ def _limit(
 
 
 def _recorded(prepared: Prepared) -> tuple[StepTrace, list[str]]:
-    """The step, and what is to be known of the record.
+    """Record the step, and return notes on the record.
 
     Without data, a few samples aside: it may be what does not fit.  If this machine has the memory, the step itself is
     run: kernels take other workspace for a few samples, some run other operators.
@@ -243,7 +243,7 @@ class _Trial:
         self.notes: list[str] = []
 
     def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
-        """What fits, fastest first and what rounds last; two changes together where none fits alone.
+        """Find what fits, fastest first and what rounds last; two changes together where none fits alone.
 
         ``stays_bytes``: what is there whatever is done.
         """
@@ -268,7 +268,7 @@ class _Trial:
             self.refused.append(f"{name}: {error.message}.")
 
     def _plan(self) -> Iterator[Suggestion]:
-        """The fastest one within the limit, with an optimizer in backward where that helps."""
+        """Find the fastest plan within the limit, with an optimizer in backward where that helps."""
         goal = SearchGoal(budget=Budget(nbytes=self._limit_bytes))
         found = self._search(self._prepared, goal, SearchOverrides(level=_LEVEL))
         row = next(row for row in found.rows if row.plan == found.plan)
@@ -285,7 +285,7 @@ class _Trial:
         )
 
     def _search(self, prepared: Prepared, goal: SearchGoal, search: SearchOverrides) -> Findings:
-        """Raises :class:`NothingFitsError` if the plan does not compute the same."""
+        """Search a plan.  Raises :class:`NothingFitsError` if it does not compute the same."""
         known = prepared.notes
         prepared = without_own_checkpoints(prepared, measures=False)
         self.notes += [note for note in prepared.notes if note not in (*known, *self.notes)]
@@ -373,7 +373,7 @@ class _Trial:
         )
 
     def _with(self, settings: StepSettings) -> Prepared:
-        """The same model in another step."""
+        """Return the model in another step."""
         return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
 
     def _accumulating(self) -> Prepared:
@@ -386,12 +386,12 @@ class _Trial:
             raise UsageError("the step accumulates already")
 
     def _require_step_of_ours(self) -> None:
-        """Raises :class:`UsageError` for one that takes its samples, and chooses its precision, by itself."""
+        """Refuse a step that takes its samples, and chooses its precision, by itself.  Raises :class:`UsageError`."""
         if self._prepared.facts.format == STEP:
             raise UsageError("a step of one's own is changed in its own code")
 
     def _recommends(self, *, planned: bool) -> str:
-        """The command that finds the micro-batches; under a plan, after the one that writes it."""
+        """Return the command that finds the micro-batches; under a plan, after the one that writes it."""
         flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
         if not planned:
             return self._typed("recommend-batch", flags)
@@ -400,6 +400,6 @@ class _Trial:
         return f"{found} && {self._typed('recommend-batch', f'{flags} --plan {quoted_path(str(plan))}')}"
 
     def _typed(self, command: str, flags: str) -> str:
-        """A command of memopt's on the same step."""
+        """Return a command of memopt on the step at hand."""
         location = quoted_path(self._prepared.subject.source.location)
         return " ".join((f"memopt {command} {location}", *self._request.flags, flags))

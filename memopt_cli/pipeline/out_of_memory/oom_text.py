@@ -9,7 +9,7 @@ from typing import Final
 from memopt_cli.records import OutOfMemoryText
 
 _APPLES: Final = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
-"""As its backend writes them."""
+"""Units as the backend of Apple's GPUs writes them."""
 _UNITS: Final = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, **_APPLES}
 _AMOUNT = rf"([\d.]+) ?({'|'.join(_UNITS)})"
 _ASKED: Final = (
@@ -34,7 +34,7 @@ _LIBRARY: Final = re.compile(r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]pytho
 
 
 def read_oom(text: str) -> OutOfMemoryText | None:
-    """The last such message of a text; ``None`` if there is none."""
+    """Read the last such message of ``text``; ``None`` if there is none."""
     found = [match for pattern in _ASKED for match in deque(pattern.finditer(text), maxlen=1)]
     if not found:
         return None
@@ -65,7 +65,7 @@ def _bytes(found: re.Match[str]) -> int:
 
 
 def _innermost(text: str) -> str:
-    """Of the traceback that ends the text; empty if none does: an earlier one is of another error."""
+    """Return the traceback that ends ``text``; empty if none does: an earlier one is of another error."""
     frames: list[str] = []
     end = len(text)
     for found in reversed([*_FRAME.finditer(text)]):

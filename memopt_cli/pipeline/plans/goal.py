@@ -59,7 +59,7 @@ class GoalSearch:
     search: StartedSearch
     measurements: PlanMeasurements
     in_backward: InBackwardPlans
-    """The same plans with the optimizer in backward."""
+    """Plans of the search with the optimizer in backward."""
     most_slowdown: float | None = None
     """The highest slowdown that a plan may be predicted to have, and on the frontier be measured to have.
 

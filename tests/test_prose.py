@@ -1,0 +1,37 @@
+"""Docstrings can be read alone: none begins in the middle of a sentence.  Imperative verbs are ruff's D401."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "memopt_cli"
+OPENERS = re.compile(r"\s*(What|That|Those|Of|As|The same|Within)\b")
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string that stands alone: docstrings, and those of attributes."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda path: path.name)
+def test_no_docstring_begins_in_the_middle_of_a_sentence(folder: Path) -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {text.strip().partition(chr(10))[0]}"
+        for path in sorted(folder.glob("*.py"))
+        for line, text in docstrings(path.read_text())
+        if OPENERS.match(text)
+    ]
+    assert found == []
+
+
+def test_an_opener_is_found() -> None:
+    assert [line for line, text in docstrings('x = 1\n"""Of those, why."""\n') if OPENERS.match(text)] == [2]
+    assert not OPENERS.match("Asset whose bytes count.")
