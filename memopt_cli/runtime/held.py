@@ -248,12 +248,15 @@ def put_right(there: Any, value: Any) -> bool:
     """Give the object ``there``, to which others may refer, the contents of ``value``; tell whether that worked."""
     if there is value:  # it is not copied
         return True
+    kind: Any = type(there)
     if isinstance(there, dict):
         there.clear()
         dict.update(there, value)  # a Counter's own would count
     elif isinstance(there, list | deque | set):
         there.clear()
         (there.update if isinstance(there, set) else there.extend)(value)
+    elif kind.__reduce__ is not object.__reduce__ and hasattr(there, "__setstate__"):
+        there.__setstate__(value.__reduce__()[2])  # random.Random keeps in its attributes only a part of its state
     elif hasattr(there, "__dict__"):
         vars(there).clear()
         vars(there).update(vars(value))

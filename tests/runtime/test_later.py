@@ -347,3 +347,27 @@ def test_nothing_is_learned_of_a_call_that_failed() -> None:
             net(torch.ones(5, 4)).sum().backward()
         gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
     assert all(map(torch.equal, *gradients))
+
+
+class DrawsThenDifferentiates(nn.Module):
+    """Draws from a generator of its own, and then computes a gradient, at which its segment gives up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.source = nn.Linear(4, 4), random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.source.random()
+        return torch.func.grad(lambda t: self.linear(t).tanh().sum())(x)
+
+
+@pytest.mark.filterwarnings("ignore:.* computes gradients by torch.func")
+def test_a_generator_that_a_given_up_call_has_moved_is_put_back() -> None:
+    model, x = DrawsThenDifferentiates(), torch.ones(2, 4)
+    source = model.source
+    install_segment(model, PLAIN)
+    model(x)
+    once = random.Random(0)
+    once.random()
+    assert model.source is source
+    assert source.getstate() == once.getstate()
