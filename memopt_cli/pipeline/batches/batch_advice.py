@@ -9,7 +9,6 @@ from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, 
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
-    LONGEST_STEP_S,
     BatchAdvice,
     BatchEstimate,
     BatchProbe,
@@ -22,8 +21,8 @@ from memopt_cli.search.batch_size.memory_limit import limits_of_device
 from memopt_cli.search.batch_size.search import BatchSearch
 
 _FAR = 1000
-"""Memory is not what limits the batch if this many times the described one would fit, or one whose step takes longer
-than :data:`LONGEST_STEP_S`: 360,000 sequences of a small recurrent network, say, where 128 are trained."""
+"""Memory does not limit the batch where more than so many times the one described would fit: 360,000 sequences of a
+small recurrent network, say, where 128 are trained."""
 _PROBES = 2
 """The number of batch sizes that are run for the advice, at least, where so many can be run."""
 _AIM = 0.7
@@ -100,8 +99,7 @@ def predicted(search: BatchSearch) -> BatchEstimate | str:
         batch=batch,
         predicted_peak_bytes=round(search.model.peak_bytes(batch)),
         budget_bytes=budget_bytes,
-        is_limited_by_memory=batch <= _FAR * described.batch
-        and batch / described.batch * described.step_s <= LONGEST_STEP_S,
+        is_limited_by_memory=batch <= _FAR * described.batch,
     )
 
 
