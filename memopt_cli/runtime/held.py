@@ -245,21 +245,32 @@ def _numbers_in(frozen: Frozen) -> set[int]:
 
 
 def put_right(there: Any, value: Any) -> bool:
-    """Give the object ``there``, to which others may refer, the contents of ``value``; tell whether that worked."""
+    """Give the object ``there``, to which others may refer, the contents of ``value``; tell whether that worked.
+
+    An object may keep more than its attributes show, and ``__setstate__`` need not put it back: a generator of NumPy's
+    has no state there at all, and a cycle leaves its iterator where it is.  So the outcome is compared.
+    """
     if there is value:  # it is not copied
         return True
-    kind: Any = type(there)
+    reduced: Any = value.__reduce__() if _has_own_reduce(there) else ()
     if isinstance(there, dict):
         there.clear()
         dict.update(there, value)  # a Counter's own would count
     elif isinstance(there, list | deque | set):
         there.clear()
         (there.update if isinstance(there, set) else there.extend)(value)
-    elif kind.__reduce__ is not object.__reduce__ and hasattr(there, "__setstate__"):
-        there.__setstate__(value.__reduce__()[2])  # random.Random keeps in its attributes only a part of its state
+    elif isinstance(reduced, tuple) and len(reduced) > 2 and hasattr(there, "__setstate__"):
+        there.__setstate__(reduced[2])
     elif hasattr(there, "__dict__"):
         vars(there).clear()
         vars(there).update(vars(value))
-    else:
-        return False
-    return True
+    return freeze(there, _nothing).data == freeze(value, _nothing).data
+
+
+def _has_own_reduce(value: Any) -> bool:
+    kind: Any = type(value)
+    return kind.__reduce__ is not object.__reduce__
+
+
+def _nothing(tensor: Tensor) -> None:
+    """Keep nothing of ``tensor``."""

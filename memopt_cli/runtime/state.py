@@ -228,12 +228,19 @@ class StartingState:
                 generators.restore()
 
     def enter(self, lent: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
-        """Put the module, the generators and ``others`` into the starting state, for good."""
+        """Put the module, the generators and ``others`` into the starting state, for good.
+
+        Raises :class:`RuntimeError` where one of ``others``, which are the caller's, cannot be put back.
+        """
         self._parameters.put()
         present = {place: self._known.owners[place].read() for place in self._known.places}
         copied = self._put(lent, present, self._held.put_back if self._held is not None else lambda *slot: slot[-1])
         for there, value in zip(others, copied, strict=False):
-            put_right(there, value)
+            if not put_right(there, value):
+                raise RuntimeError(
+                    f"{name_of(self._module)} has moved on a {type(there).__name__} that it is given, and cannot be "
+                    "run again from where that was; take it out of the plan"
+                )
         self._generators.restore()
 
     def _put(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import random
@@ -350,24 +351,63 @@ def test_nothing_is_learned_of_a_call_that_failed() -> None:
 
 
 class DrawsThenDifferentiates(nn.Module):
-    """Draws from a generator of its own, and then computes a gradient, at which its segment gives up."""
+    """Draws from ``source``, or from what it is given, and then computes a gradient, at which its segment gives up."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[Any], float], source: Any) -> None:
         super().__init__()
-        self.linear, self.source = nn.Linear(4, 4), random.Random(0)
+        self.linear, self.draw, self.source = nn.Linear(4, 4), draw, source
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.source.random()
+    def forward(self, x: Tensor, source: Any = None) -> Tensor:
+        x = x * self.draw(self.source if source is None else source)
         return torch.func.grad(lambda t: self.linear(t).tanh().sum())(x)
 
 
-@pytest.mark.filterwarnings("ignore:.* computes gradients by torch.func")
-def test_a_generator_that_a_given_up_call_has_moved_is_put_back() -> None:
-    model, x = DrawsThenDifferentiates(), torch.ones(2, 4)
+SOURCES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "Python's generator": (lambda: random.Random(0), lambda source: source.random()),
+    "NumPy's generator": (lambda: np.random.default_rng(0), lambda source: source.random()),
+    "NumPy's old generator": (lambda: np.random.RandomState(0), lambda source: source.random_sample()),
+    "an iterator": (lambda: iter([1.0, 2.0, 3.0]), next),
+    "an iterator that ends": (lambda: iter([1.0]), lambda source: next(source, 7.0) + next(source, 7.0)),
+    "a counter": (lambda: itertools.count(1.0), next),
+    "a cycle": (lambda: itertools.cycle([1.0, 2.0, 3.0]), next),
+}
+GIVES_UP = pytest.mark.filterwarnings("ignore:.* computes gradients by torch.func")
+
+
+@GIVES_UP
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_a_given_up_call_has_moved_is_put_back(name: str) -> None:
+    make, draw = SOURCES[name]
+    model, x = DrawsThenDifferentiates(draw, make()), torch.ones(2, 4)
+    plain = copy.deepcopy(model)
+    install_segment(model, PLAIN)
+    for _ in range(2):
+        assert torch.equal(model(x), plain(x))
+
+
+@GIVES_UP
+def test_a_generator_that_others_hold_stays_the_one_that_it_was() -> None:
+    make, draw = SOURCES["Python's generator"]
+    model = DrawsThenDifferentiates(draw, make())
     source = model.source
     install_segment(model, PLAIN)
-    model(x)
-    once = random.Random(0)
+    model(torch.ones(2, 4))
+    once = make()
     once.random()
     assert model.source is source
     assert source.getstate() == once.getstate()
+
+
+@GIVES_UP
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_a_given_up_call_was_given_is_put_back_or_an_error(name: str) -> None:
+    make, draw = SOURCES[name]
+    model, x, given = DrawsThenDifferentiates(draw, None), torch.ones(2, 4), make()
+    plain, beside = copy.deepcopy(model), make()
+    install_segment(model, PLAIN)
+    if name in ("NumPy's generator", "an iterator that ends", "a counter", "a cycle"):
+        with pytest.raises(RuntimeError, match=r"has moved on a \w+ that it is given, and cannot be run again"):
+            model(x, given)
+        return
+    for _ in range(2):
+        assert torch.equal(model(x, given), plain(x, beside))
