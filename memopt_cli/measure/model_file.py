@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import torch
@@ -15,6 +18,7 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.loading import description, load_model, read_file
 from memopt_cli.loading.input_spec import batch_of, find_spec
 from memopt_cli.loading.memory_snapshot import read_snapshot
+from memopt_cli.loading.pickles.kinds.modules import imported_libraries
 from memopt_cli.loading.returned import check_returned
 from memopt_cli.measure.jobs import (
     ORIGINAL,
@@ -26,6 +30,7 @@ from memopt_cli.measure.jobs import (
     SnapshotJob,
     Subject,
 )
+from memopt_cli.measure.sandbox import CACHES
 from memopt_cli.model_batching import BatchModule
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.model_batching.stacked import refuse_unsupported
@@ -41,8 +46,17 @@ from memopt_cli.training.user_step import StepModels
 
 def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
     """Load the model of ``subject``, and return its facts.  Raises :class:`MemoptError`."""
+    environment = _environment()
     with built_without_data(fake_mode()) if subject.data == "none" else contextlib.nullcontext():
-        return facts_of(load_model(subject.source), job)
+        facts = facts_of(load_model(subject.source), job)
+    if environment != _environment():
+        return facts
+    return replace(facts, libraries=imported_libraries(sys.modules))
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without the folders of caches, which PyTorch's compiler sets when it is imported."""
+    return {name: value for name, value in os.environ.items() if name not in CACHES}
 
 
 def inspect(subject: Subject, job: InspectJob) -> Inspection:

@@ -10,11 +10,13 @@ starts must be gone when its session ends, whatever it did to get away, and its 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -23,8 +25,9 @@ from typing import Literal
 Role = Literal["early", "late"]
 """The time at which PyTorch is imported: before the fork, or after."""
 _NUMBER = struct.Struct("!q")
-STEPS_FOLLOW = b"+"
-"""A message to the server: steps will be run, so import the modules that they need."""
+START, STEPS_FOLLOW, LIBRARIES_FOLLOW = b"!", b"+", b"m"
+"""Messages to the server: start a subprocess; steps will be run, so import the modules that they need; import the
+libraries of a model."""
 
 
 def encoded(number: int) -> bytes:
@@ -123,10 +126,17 @@ class ForkServer:
         with contextlib.suppress(OSError):
             self._control.send(STEPS_FOLLOW)
 
+    def import_libraries(self, names: Sequence[str], path: Sequence[str]) -> None:
+        """Let it import the modules ``names`` of model libraries, found on ``path``, for all later subprocesses."""
+        with tempfile.TemporaryFile() as file, contextlib.suppress(ConnectionError):
+            file.write(json.dumps({"names": names, "path": path}).encode())
+            file.seek(0)
+            socket.send_fds(self._control, [LIBRARIES_FOLLOW], [file.fileno()])
+
     def ask(self, files: Sequence[int]) -> None:
         """Ask for a subprocess with these open files."""
         with contextlib.suppress(ConnectionError):  # it has just ended; the status of the subprocess says so
-            socket.send_fds(self._control, [b"!"], list(files))
+            socket.send_fds(self._control, [START], list(files))
 
 
 def _environment() -> dict[str, str]:
@@ -175,6 +185,12 @@ def start(jobs: int, replies: int, output: int, *, steps: bool) -> Subprocess:
     with theirs:
         server.ask((jobs, replies, output, theirs.fileno()))
     return Subprocess(ours, server)
+
+
+def import_libraries(names: Sequence[str], path: Sequence[str]) -> None:
+    """Import the modules ``names`` of model libraries, found on ``path``, once for all later subprocesses."""
+    if names:
+        _server(_role()).import_libraries(names, path)
 
 
 def _role() -> Role:

@@ -41,7 +41,7 @@ class Session:
         self._channel.send(
             {
                 "folder": os.getcwd(),
-                "path": _import_path(self._subject.source),
+                "path": import_path(self._subject.source),
                 "confined_to": self._folder.path if self._folder else None,
                 "gpu": self._subject.settings.device != "cpu",
                 "places": places,
@@ -129,7 +129,7 @@ class Session:
         return found
 
 
-def _import_path(source: ModelSource) -> list[str]:
+def import_path(source: ModelSource) -> list[str]:
     """Return ``sys.path`` for a subprocess, without the current folder: a file there may have the name of a library.
 
     If the current folder is memopt's own, it stays.  A model that is trusted also finds what ``PYTHONPATH`` names,

@@ -46,7 +46,7 @@ there, or open a new one (``ptmx``)."""
 _GPU_DEVICES: Final = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
 _THREADS: Final = "/proc/self/task"
 """The folder to which NVIDIA's driver, since 570, writes the names of its threads, or it fails with error 304."""
-_CACHES: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "MPLCONFIGDIR")
+CACHES: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "MPLCONFIGDIR")
 """Variables that name the folders for the caches of libraries."""
 
 _IN_MEMORY: Final = "/dev/shm"
@@ -94,7 +94,7 @@ def confine(folder: str, *, gpu: bool) -> str:
     global _confined
     _confined = not (missing and unfiltered)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    os.environ |= {name: os.path.join(folder, name.lower()) for name in _CACHES}
+    os.environ |= {name: os.path.join(folder, name.lower()) for name in CACHES}
     return "; ".join(filter(None, (missing, unfiltered)))
 
 

@@ -7,7 +7,8 @@ code.
 A byte on the control socket asks for a subprocess.  With it come four open files: one to read jobs from, one for
 replies, one for output, and a socket for its status.  On that, the server sends the subprocess's id, and at the end,
 when nothing is left of it and of all that it started, its exit code.  If the session closes the socket, the subprocess
-is killed.  A byte without files says that steps will be run, and that the modules they need should be imported.
+is killed.  Other bytes say that steps will be run, and that the modules they need should be imported; or, with a file
+of their names, that the libraries of a model should be.
 
 A subprocess that was taken over by its model must not survive its session.  It leads a process group, which is killed
 as a whole.  Processes that leave the group become orphans when their parent dies, and the server, as the nearest
@@ -29,11 +30,12 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from memopt_cli.measure import sandbox
-from memopt_cli.measure.processes import STEPS_FOLLOW, encoded
+from memopt_cli.measure.processes import LIBRARIES_FOLLOW, STEPS_FOLLOW, encoded
 
 _SWEEPS, _SWEEP_S = 100, 0.01
 """Number of searches for orphans, and seconds between them: a process that is not confined can keep starting others."""
@@ -75,13 +77,19 @@ class _Server:
         message, files, *_ = socket.recv_fds(self._control, 1, 4)
         if not message:
             self._end()
+        if self._import is not None and message != STEPS_FOLLOW:
+            self._import.join()  # a fork in the middle of an import would inherit its locks
+        if message == LIBRARIES_FOLLOW:
+            with os.fdopen(files[0], "rb") as file:
+                wanted = json.load(file)
+            if self._has_imported:
+                _import_libraries(wanted["names"], wanted["path"])
+            return
         if message == STEPS_FOLLOW:
             if self._has_imported and self._import is None:
                 self._import = threading.Thread(target=_import_the_rest, daemon=True)
                 self._import.start()
             return
-        if self._import is not None:
-            self._import.join()  # a fork in the middle of an import would inherit its locks
         *streams, status_fd = files
         status, server = socket.socket(fileno=status_fd), os.getpid()
         gc.freeze()  # so that the child's garbage collections do not touch, and copy, the memory of imported modules
@@ -196,6 +204,23 @@ def _import_the_rest() -> None:
         from memopt_cli.runtime.private_torch import import_compiler
 
         import_compiler()
+
+
+def _import_libraries(names: Sequence[str], path: Sequence[str]) -> None:
+    """Import the modules ``names``, found on ``path``, as far as they belong to libraries of models.
+
+    The names come from a subprocess, which a hostile model may have taken over, so they are not believed.  Libraries
+    that are imported survive a fork: data loaders of PyTorch fork with all that a script has imported.
+    """
+    from memopt_cli.loading.pickles.kinds.modules import imported_libraries
+
+    own, sys.path[:] = list(sys.path), path
+    try:
+        for name in imported_libraries(names):
+            with contextlib.suppress(BaseException):  # each subprocess then imports it by itself
+                importlib.import_module(name)
+    finally:
+        sys.path[:] = own
 
 
 def _run(server: int, jobs: int, replies: int, output: int, *, has_imported: bool) -> NoReturn:

@@ -12,9 +12,10 @@ from typing import BinaryIO, Final
 from memopt_cli.errors import UnsafeFileError, UsageError
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.inputs.spec_text import format_tensor
+from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ORIGINAL, Answer, CompareJob, Data, DescribeJob, Job, SaveJob, Subject
-from memopt_cli.measure.runner import Session
+from memopt_cli.measure.runner import Session, import_path
 from memopt_cli.measure.sizes import is_confined
 from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.records import (
@@ -189,6 +190,7 @@ def open_model(
     with Session(Subject(source=source, data=data), timeout_s) as session:
         found = session.ask(job)
     if isinstance(found, ModelFacts):
+        processes.import_libraries(found.libraries, import_path(source))
         return replace(source, sha256=found.sha256, weights_sha256=found.weights_sha256), found
     if isinstance(found, StepFailed) and found.wanted and ask is not None and ask(found.wanted):
         names = tuple(wanted.name for wanted in found.wanted)

@@ -125,6 +125,9 @@ class ModelFacts:
     """Bytes of all parameters and buffers, as they are stored."""
     sync_norms: tuple[str, ...]
     """Paths of batch norms that need all processes."""
+    libraries: tuple[str, ...] = ()
+    """Modules of model libraries that were imported to load it, and that later subprocesses need as well; none where
+    loading it changed the environment, on which their imports may depend."""
     checkpoint_switches: tuple[str, ...] = ()
     """Attributes by which the model checkpoints by itself, as
     :func:`memopt_cli.training.own_checkpoints.switches_of` finds them."""

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from memopt_cli.loading.pickles.kinds.modules import imported_libraries
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import DescribeJob, Measured, MeasureJob, Subject
-from memopt_cli.measure.runner import Session
+from memopt_cli.measure.runner import Session, import_path
 from memopt_cli.records import (
     Crashed,
     InputSpec,
@@ -388,3 +389,67 @@ def test_what_steps_need_is_imported_once_for_all_where_steps_are_run(
         with Session(Subject(source=source, spec=given), 60) as session:
             assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
     assert Path("seen").read_text() == "False\nTrue\n"
+
+
+LIBRARY = """
+import os
+from pathlib import Path
+
+with Path("imports").open("a") as file:
+    print(os.getpid(), file=file)
+"""
+OF_LIBRARY = """
+import os
+
+import torch
+
+
+def make():
+    {setting}
+    import norse
+
+    return torch.nn.Linear(3, 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "importing"),
+    [("pass", ["loads it", "the server"]), ("os.environ['A'] = '1'", ["loads it", "measures"])],
+)
+def test_a_library_of_models_is_imported_once_for_all_that_come_after(
+    setting: str, importing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where loading the model changes the environment, each subprocess imports the library by itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMOPT_TEST", "a server of its own")
+    for name, text in {"norse/__init__.py": LIBRARY, "nets.py": OF_LIBRARY.format(setting=setting)}.items():
+        (tmp_path / "libraries" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "libraries" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "libraries")
+    given = InputSpec(tensors=(TensorSpec(shape=(2, 3), dtype="float32"),), source="--input")
+    source = ModelSource(location=f"{tmp_path / 'libraries' / 'nets.py'}:make")
+    who: dict[str, str] = {}
+    with processes.kept():
+        with Session(Subject(source=source), 60) as session:
+            child, server = of(session)
+            who |= {str(child): "loads it", str(server): "the server"}
+            facts = session.ask(DescribeJob(spec=given))
+        assert isinstance(facts, ModelFacts)
+        processes.import_libraries(facts.libraries, import_path(source))
+        with Session(Subject(source=source, spec=given), 60) as session:
+            who[str(of(session)[0])] = "measures"
+            assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+    assert [who[pid] for pid in Path("imports").read_text().split()] == importing
+
+
+def test_a_subprocess_chooses_among_libraries_of_models_what_the_server_imports() -> None:
+    """A hostile model may send any names; a library's examples may train when they are imported."""
+    known = ["timm", "snntorch", "transformers.models.bert.modeling_bert", "spikingjelly.activation_based.neuron"]
+    made_up = [
+        "antigravity",
+        "torch.hub",
+        "timm.models.hub",
+        "transformers.models.bert.modeling_bert.x",
+        "transformers.x",
+    ]
+    assert imported_libraries([*made_up, *known]) == tuple(known)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -70,6 +71,18 @@ LAYERS: Final = (
 )
 """Packages whose classes may be held as values: a model may call one to make a layer, with arguments from the file.
 Constructors of whole models read files and fetch weights."""
+
+_MODELING: Final = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
+
+
+def imported_libraries(names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the module ``names`` that any process may import: model libraries, and their layers and models.
+
+    The names may be made up.  A library has other modules besides, such as examples that train when they are imported.
+    """
+    known = {name for name in (*LIBRARIES, *LAYERS) if not name.startswith(("torch.", "memopt_cli."))}
+    return tuple(name for name in names if name in known or _MODELING.fullmatch(name))
+
 
 _CONFIGURATIONS: Final = frozenset(
     {
