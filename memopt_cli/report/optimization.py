@@ -388,15 +388,18 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
         return
     rows = (row for row in summary.levels if row.level == summary.applied_level)
     slowdown = next((row.predicted_slowdown for row in rows if row.predicted_slowdown), 1.0)
-    is_limited = summary.options.get("max_slowdown") is not None and summary.budget_bytes is None
+    limit = summary.options.get("max_slowdown") if summary.budget_bytes is None else None
+    smaller = summary.smaller
+    if smaller is not None and limit is not None and smaller.slowdown <= float(limit):
+        smaller = None  # it is allowed by its prediction alone: plans like it were slower when they were measured
     said = []
     if summary.faster is not None:
         faster = 1 - summary.faster.slowdown / slowdown
         said.append(f"{100 * faster:.0f} % faster: {format_bytes(summary.faster.peak_bytes)}")
-    if summary.smaller is not None:
-        said.append(f"smaller: {format_bytes(summary.smaller.peak_bytes)} at {summary.smaller.slowdown:.2f}×")
+    if smaller is not None:
+        said.append(f"smaller: {format_bytes(smaller.peak_bytes)} at {smaller.slowdown:.2f}×")
     if said:
-        more = ", --max-slowdown none" if summary.smaller is not None and is_limited else ""
+        more = ", --max-slowdown none" if smaller is not None and limit is not None else ""
         yield f"{'; '.join(said)} (predicted; --frontier{more})"
 
 

@@ -317,8 +317,8 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
 @pytest.mark.parametrize(
     ("original_s", "planned", "most_slowdown", "expected"),
     [
-        (0.5, [1.2, *[1.35] * 7], 1.33, 5),  # as often as it may be, the first pair to warm up
-        (0.5, [1.2, 1.35, 1.0, 1.35, 1.0], 1.33, 4),  # until the median is no longer near
+        (0.5, [1.2, *[1.35] * 7], 1.33, 7),  # as often as it may be, the first pair to warm up
+        (0.5, [1.2, 1.05, 1.35, 1.15, 1.15], 1.33, 4),  # until the median is known well enough
         (0.5, [1.2] * 4, 1.33, 3),
         (0.5, [1.2, *[1.35] * 3], None, 3),
         (2.0, [1.35] * 7, 1.33, 3),  # of long steps fewer
@@ -403,7 +403,7 @@ def test_a_plan_is_timed_in_turns_with_the_original(
     one.bench.model.get_submodule("2.0").register_forward_hook(lambda *_: runs.append(1))
     found = one.do(TimeInTurnsJob(plan=plan("2"), pairs=3))
     assert len(found.original_times_s) == len(found.planned_times_s) == 3
-    assert len(runs) == 4 * (1 + 2), "a segment runs twice"
+    assert len(runs) == 4 * (1 + 2 + 2), "a segment runs twice, and the first step under a plan is not timed"
 
 
 @pytest.mark.parametrize(("most_slowdown", "pairs"), [(1e-9, 1), (1e9, 3)])

@@ -502,6 +502,11 @@ def test_a_level_that_was_not_measured_shows_what_is_predicted(summary: MemOptSu
             "20 % faster: 320.0 MiB; smaller: 212.0 MiB at 2.30× (predicted; --frontier, --max-slowdown none)",
         ),
         (Outlook(peak_bytes=320 * MIB, slowdown=1.2), None, "20 % faster: 320.0 MiB (predicted; --frontier)"),
+        (  # of a plan that the limit allows by its prediction, and that was not applied, nothing is promised
+            Outlook(peak_bytes=320 * MIB, slowdown=1.2),
+            Outlook(peak_bytes=212 * MIB, slowdown=1.3),
+            "20 % faster: 320.0 MiB (predicted; --frontier)",
+        ),
     ],
 )
 def test_the_neighbours_on_the_frontier_are_told(

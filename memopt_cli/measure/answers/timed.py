@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import statistics
 import sys
@@ -39,9 +40,11 @@ _MOST_STEPS = 20
 """Seconds of all timed steps together, and their number, after which short steps are timed no more."""
 _BEYOND_DOUBT = 3
 """Ratio to the allowed slowdown of a first pair that settles the matter: no warming up makes up for it."""
-_NEAR, _MOST_PAIRS, _MOST_LONG_PAIRS = 0.05, 5, 3
+_NEAR, _MOST_PAIRS, _MOST_LONG_PAIRS = 0.05, 7, 3
 """Relative distance to the allowed slowdown at which more pairs are taken, and their number, of short and long steps.
 On a busy machine, three pairs gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
+_STANDARD_ERROR = 1.2533 * 1.4826
+"""Ratio of the standard error of a median of n values to their median deviation over √n, where they are normal."""
 _LONG_S = 1.0
 """Seconds of a step that is timed once, after a warm-up.  The step whose memory is recorded does not count: recording
 slows plans down by 20 to 45 %."""
@@ -136,14 +139,20 @@ def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: flo
     """Return whether the plan may be on the other side of the limit, so that more pairs should be taken."""
     if most_slowdown is None or len(pairs) >= most:
         return False
-    original_s, planned_s = (statistics.median(times) for times in zip(*pairs, strict=True))
-    share: float = planned_s / (most_slowdown * original_s)
-    return abs(share - 1) < _NEAR
+    shares = [planned_s / (most_slowdown * original_s) for original_s, planned_s in pairs]
+    share = statistics.median(shares)
+    error = _STANDARD_ERROR * statistics.median(abs(one - share) for one in shares) / math.sqrt(len(shares))
+    return abs(share - 1) < max(_NEAR, 2 * error)
 
 
 def _timed_pair(bench: Bench, step: Step, plan: Plan) -> tuple[float, float]:
+    """Return the seconds of ``step`` without ``plan``, and of the second one under it.
+
+    In the first step, segments watch all that they do, to trust it in later ones: it takes up to twice as long.
+    """
     original_s = _timed(bench, step).step_s
     with bench.planned(plan):
+        _timed(bench, step)
         return original_s, _timed(bench, step).step_s
 
 

@@ -22,8 +22,11 @@ from memopt_cli.search.plan.policy import skipped_step
 
 _MISSED = 1.05
 """A measured peak that is this many times the predicted one, or more, puts the other predictions in doubt."""
-_MEASUREMENTS = 3
-"""The number of plans of one level that are measured, at most, until one is fast enough."""
+_SHARES = (0.8, 0.5, 0.5)
+"""Extra time of the next plan, as a share of the one before, at most, each time a plan of a level is too slow.
+
+A plan that only just misses the limit is followed by one a little below, which may miss as well: measurements scatter.
+The later ones therefore go far enough down that a model which has a fast plan is not left without any."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,18 +162,21 @@ class Climb:
         """Measure ``row``, and where its step takes too long, measure plans that are predicted to be faster.
 
         Example: at a limit of 1.5, a plan predicted at 1.4 takes 1.8.  Its extra time is 0.8 / 0.5 = 1.6 times what is
-        allowed, so the next plan may be predicted at 1 + 0.4 / 1.6 = 1.25 at most.
+        allowed, so the next plan may be predicted at 1 + 0.4 / 1.6 = 1.25 at most.  Had it taken 1.52, the next one
+        may be predicted at 1 + 0.8 * 0.4 = 1.32 (see :data:`_SHARES`).
         """
         planner = self.search.planner
-        for _ in range(_MEASUREMENTS):
+        for share in (*_SHARES, None):
             row = self.measurements.confirm(self.measured(row), self._limit)
             dropped = self._judged(row)
             if dropped is not None:
                 self.search.found.drop(dropped)
             if dropped is None or not isinstance(dropped.why, TooSlow):
                 return row
+            if share is None:
+                break
             predicted = row.predicted_slowdown or self._limit
-            asked = 1 + (predicted - 1) * (self._limit - 1) / (dropped.why.slowdown - 1)
+            asked = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.slowdown - 1))
             started, tried = time.monotonic(), len(planner.dry_runs)
             self.search.probes.prolong()
             self._search_begins(f"level {row.level}: searching for a faster plan")

@@ -187,6 +187,14 @@ def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -
     assert dropped.found == "600 B of 1000 B"
 
 
+def test_a_model_that_has_a_fast_plan_is_not_left_without_any_where_several_just_miss_the_limit() -> None:
+    plans = {600: 1.32, 610: 1.3, 620: 1.28, 630: 1.26, 640: 1.24, 650: 1.2, 660: 1.15, 900: 1.04}
+    found, asked = climb({1: plans}, lambda peak: measured(peak, 1.34 if peak < 900 else 1.05))
+    (row,) = found.rows()
+    assert row.outcome == measured(900, 1.05)
+    assert asked == [600, 640, 900]
+
+
 def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well() -> None:
     plans = {1: {900: 1.01}, 2: {600: 1.3, 700: 1.2}, 3: {590: 1.31}}
     found, asked = climb(plans, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1))
