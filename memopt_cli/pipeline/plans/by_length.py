@@ -3,7 +3,7 @@
 The longest inputs come first: they must fit.  Next is the largest length at which the original fits without a plan.
 Between the two, the range is cut where shorter inputs may train faster with a plan of their own.  Example, for lengths
 64 to 2048: no plan up to 512, a light one up to 1024, and the full plan beyond.  Each range has the fastest plan that
-fits at its largest length, measured and verified by :func:`~memopt_cli.pipeline.plans.optimization.find_plan`.  For a
+fits at its largest length, measured and verified by :func:`~memopt_cli.pipeline.plans.optimization.find_here`.  For a
 device that is not here (``--for``) nothing is measured, and estimates decide.
 """
 
@@ -43,7 +43,6 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.batch_size.length_strategies import read_histogram
 from memopt_cli.search.plan.bounds import Work, inner_bounds
-from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes
 
 _EVEN = 64
@@ -321,7 +320,7 @@ class _ByLength:
 
     def _measured(self, length: int) -> Measurement | None:
         self.prepared.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
-        job = MeasureJob(plan=ORIGINAL, warm_up=resolve(self.request.search).options.warmup_in_profile_workers)
+        job = MeasureJob(plan=ORIGINAL, warm_up=self.request.search.options.warmup_in_profile_workers)
         found = self.at(length).ask(job)
         return found.measurement if isinstance(found, Measured) else None
 

@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import replace
 
-from memopt_cli.errors import MemoryBudgetError, NothingFitsError, OptionError
+from memopt_cli.errors import MemoryBudgetError, NothingFitsError
 from memopt_cli.measure.jobs import ORIGINAL, Data, TraceJob
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.plans.findings import Findings
@@ -39,39 +39,6 @@ from memopt_cli.text.units import format_bytes
 _UNVERIFIED = "The plan was compared with nothing (--unverified): memopt apply --verify does so where the model fits."
 _GRADIENTS = 2
 """The number of steps whose gradients are held at once, at least, where two steps are compared."""
-
-
-def check_request(request: OptimizeRequest) -> None:
-    """Raise :class:`OptionError` for options of ``request`` that need a measurement where nothing is measured."""
-    wanted = {
-        "--frontier": request.goal.frontier or request.goal.pick is not None,
-        "--measure-levels": request.measure_levels,
-        "--html (or --snapshot)": request.layout is not None and request.record_steps,
-        "--dim with a range": request.layout is not None and request.dim_range is not None,
-    }
-    flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
-    if request.unverified and not is_elsewhere(request):
-        raise OptionError(
-            "--unverified is for a step that is not run here, and this one is measured",
-            hint="Omit it, or give --ranks or --for.",
-        )
-    if request.unverified and request.dim_range is not None:
-        raise OptionError(
-            "--unverified is for one step, and of a plan by length every range is verified", hint="Give --dim one size."
-        )
-    if is_elsewhere(request) and flag is not None:
-        where = (
-            f"--for {request.card.name} is for a device that is not here" if request.card else "--ranks predicts them"
-        )
-        raise OptionError(
-            f"{flag} wants steps that are run, and {where}",
-            hint=f"Omit {flag}; --budget and --max-slowdown choose a plan by estimates.",
-        )
-
-
-def is_elsewhere(request: OptimizeRequest) -> bool:
-    """Tell whether ``request`` is for a step that is not run here (``--for``, ``--ranks``)."""
-    return request.card is not None or request.layout is not None
 
 
 def opening_elsewhere(request: OptimizeRequest) -> Opening:
@@ -190,7 +157,7 @@ def _searched(request: OptimizeRequest, search: StartedSearch) -> LevelRow:
         best = planner.within(options.level, found.budget_bytes)
         if best is None:
             raise nothing_fits(found.budget_bytes, planner.least(options.level).peak_bytes, ", as estimated")
-        require_fast(best, request.search.get("max_slowdown") or math.inf, "is estimated to make")
+        require_fast(best, request.search.asked_slowdown or math.inf, "is estimated to make")
     else:
         best = planner.best(options.level, options.max_slowdown or math.inf)
         dropped = unworthy(best.plan, best.peak_bytes, original.peak_bytes, best.slowdown)
