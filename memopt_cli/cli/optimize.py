@@ -8,8 +8,8 @@ import typer
 
 from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, StepOptions, with_options
 from memopt_cli.cli.report_files import ReportFiles
-from memopt_cli.cli.requests import split_dims
 from memopt_cli.errors import UsageError, VerificationError
+from memopt_cli.inputs.spec_text import split_dims
 from memopt_cli.measure import processes
 from memopt_cli.records import Budget, DeviceProfile, OptimizeRequest, SearchGoal, SearchOverrides
 from memopt_cli.report.html import optimize_page

@@ -7,7 +7,6 @@ import sys
 
 import typer
 
-from memopt_cli.cli import requests as batch
 from memopt_cli.cli.options import (
     InputOptions,
     LoadingOptions,
@@ -19,6 +18,7 @@ from memopt_cli.cli.options import (
 )
 from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.errors import Interrupted, UsageError
+from memopt_cli.inputs.spec_text import parse_strategies, split_dims
 from memopt_cli.measure import processes
 from memopt_cli.records import LONGEST_STEP_S, BatchRequest, DeviceProfile, DimRange
 from memopt_cli.records import Objective as ObjectiveName
@@ -57,7 +57,7 @@ def recommend_batch(
     Each is proven by a run. With --search, the plan that trains fastest is found, too; with --ranks, how many ranks it
     takes.
     """
-    sizes, dim_range = batch.split_dims(given.dims)
+    sizes, dim_range = split_dims(given.dims)
     request = BatchRequest(
         source=loading.source(context, model),
         spec=given.spec(context, sizes),
@@ -70,7 +70,7 @@ def recommend_batch(
         replicas=replicas,
         plan_path=plan,
         lengths_path=lengths,
-        strategies=batch.parse_strategies(strategy),
+        strategies=parse_strategies(strategy),
         search=search.resolved(context),
         search_limit_s=search.search_time,
         output=output,

@@ -325,19 +325,15 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
 
     Raises as :func:`fastest_prepared` does, and :class:`UsageError` if a file exists and may not be replaced.
     """
-    check_targets(pair_paths(request.source.location, request.output), force=request.force)
+    batch, plan = pair_paths(request.source.location, request.output)
+    check_targets([batch, plan], force=request.force)
     prepared = prepare(opening_of(request, request.step), progress=progress, ask=ask)
     found = fastest_prepared(request, prepared)
-    return replace(found, files=_write(found, request))
-
-
-def _write(found: FastestTraining, request: BatchRequest) -> tuple[str, ...]:
-    batch, plan = pair_paths(request.source.location, request.output)
     files = {
         batch: batch_file(found.header, fastest_data(found, plan.name)),
         plan: content(plan_yaml(found.header, found.answer.plan, found.level)),
     }
-    return write_all(files, force=request.force)
+    return replace(found, files=write_all(files, force=request.force))
 
 
 def _room(model: PeakModel, within_bytes: int) -> float:
