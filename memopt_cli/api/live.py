@@ -38,7 +38,6 @@ from memopt_cli.files.write import check_targets
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device as device_named
-from memopt_cli.measure.jobs import Data
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.batches.batch_advice import advise
 from memopt_cli.pipeline.batches.fastest import fastest_prepared
@@ -46,7 +45,7 @@ from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.live.group import on_every_rank
 from memopt_cli.pipeline.live.model import described, found_and_proven, prepared_model, taken_off_note
-from memopt_cli.pipeline.memory.profiling import check_compiled, profile_prepared
+from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prepare import Prepared, file_header
@@ -63,6 +62,7 @@ from memopt_cli.records import (
     OptimizeResult,
     Plan,
     Precision,
+    ProfileRequest,
     SearchGoal,
     StepSettings,
 )
@@ -243,12 +243,17 @@ def profile(
     """
     card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-    data: Data = "small batch" if fake or card else "full size"
-    backend = None if compile is None else text("compile", compile)
-    check_compiled(backend, is_run=data == "full size")
+    request = ProfileRequest(
+        source=_source(model),
+        spec=None,
+        settings=step.settings,
+        fake=fake,
+        card=card,
+        backend=None if compile is None else text("compile", compile),
+    )
     chosen = plan_given(plan)
     with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
-        return Profiled(profile_prepared(prepared, chosen, data=data, card=card, backend=backend))
+        return Profiled(profile_prepared(request, prepared, chosen))
 
 
 @said_in_python()
@@ -384,7 +389,7 @@ def check(
         loss=functions[0].reference or None,
         optimizer=functions[1].reference or None,
     )
-    before, settings = step_of_baseline(request)
+    before, request, settings = step_of_baseline(request)
     step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
     with _prepared(model, spec, step, limit_s, verbose) as prepared:
         carrying = replace(prepared, carried=plan_of(model).of_model)

@@ -14,12 +14,11 @@ from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.files.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.files.write import Fill, check_targets, content, write_all
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
-from memopt_cli.inputs.spec_text import is_factory
-from memopt_cli.measure.jobs import ORIGINAL, Data, ProbeJob
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import check_varied, memory_left_out
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, file_header, opening_of, prepare_with_plan, recorded_here
+from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     Accumulation,
@@ -55,21 +54,13 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force, model=request.source.location)
-    settings = recorded_here(request.step, request.card)
-    opening = opening_of(request, settings)
-    opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
+    opening = opening_of(request, request.step, card=request.card, fake=request.fake)
+    opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # fails if the plan does not suit the model
     note = TAKEN_OFF
     if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
         plan, note = prepared.carried, "The file carries a plan: the rows are without it and with it."
     return recommend_prepared(request, prepared.without_carried(note), plan, lengths)
-
-
-def data_of(request: BatchRequest) -> Data:
-    """Return the data that the steps of ``request`` may run on."""
-    if request.runs:
-        return "full size"
-    return "none" if request.fake and is_factory(request.source.location) else "small batch"
 
 
 _ESTIMATED = "Peaks are estimates, in blocks of the allocator of {}, without workspace of kernels; nothing was run."
@@ -104,8 +95,7 @@ def recommend_prepared(
     )
     job = _Job(request=request, prepared=prepared, longest=longest, search=search)
     try:
-        data: Data = "small batch" if request.runs else data_of(request)
-        with Sessions(prepared, data, notes) as session:
+        with Sessions(prepared, prepared.dry_data, notes) as session:
             found = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # the subprocess has ended by now
         if not job.proven:

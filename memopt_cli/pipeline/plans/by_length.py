@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
 from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.inputs.spec_text import format_tensor
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Measured, MeasureJob
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.prepare import Prepared
@@ -192,8 +192,7 @@ class _ByLength:
     def _sessions(self) -> Sessions:
         """Open sessions for dry runs as on the device that the plan is for."""
         there = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
-        data: Data = "full size" if self.request.card is None else "small batch"
-        return Sessions(there, data, notes=[])
+        return Sessions(there, "full size" if self.request.runs else there.dry_data, notes=[])
 
     def at(self, length: int) -> Prepared:
         """Return the model with inputs of ``length``."""
@@ -207,8 +206,7 @@ class _ByLength:
             for length in lengths:
                 job = CountJob(plan=looking, fake=True, dims={symbol: length})
                 found = sessions().ask(job)
-                is_here = self.request.card is None
-                if is_here and isinstance(found, StepFailed):  # it may not run on tensors without data alone
+                if self.request.runs and isinstance(found, StepFailed):  # it may not run on tensors without data alone
                     found = sessions().ask(replace(job, fake=False))
                 if not isinstance(found, Counted | OutOfMemory):
                     raise_failure(found, f"the model does not run at {symbol}={length}: ")

@@ -10,14 +10,14 @@ import time
 from dataclasses import replace
 
 from memopt_cli.errors import MemoryBudgetError, NothingFitsError
-from memopt_cli.measure.jobs import ORIGINAL, Data, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, TraceJob
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import budget_bytes, nothing_fits, require_fast
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.plans.worth import unworthy
-from memopt_cli.pipeline.prediction import predict, without_data
-from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of, recorded_here
+from memopt_cli.pipeline.prediction import predict
+from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import verified_small
 from memopt_cli.records import (
@@ -41,16 +41,6 @@ _GRADIENTS = 2
 """The number of steps whose gradients are held at once, at least, where two steps are compared."""
 
 
-def opening_elsewhere(request: OptimizeRequest) -> Opening:
-    """Return the opening of a ``request`` whose step is not run here.
-
-    Raises :class:`UsageError` as :func:`recorded_here` and :func:`without_data` do.
-    """
-    settings = recorded_here(request.settings, request.card)
-    opening = replace(opening_of(request, settings), data="small batch")
-    return opening if request.layout is None else without_data(opening, request.layout)
-
-
 def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Search a plan for a step that is not run here, by dry runs, and verify it on a few samples.
 
@@ -64,9 +54,8 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
     found = Findings.begun(request, prepared)
     options, notes, rows = found.resolved.options, found.notes, found.rows
-    data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
-    with Sessions(searched, data, notes) as sessions:
+    with Sessions(searched, searched.dry_data, notes) as sessions:
         prepared.progress.stage(f"recording a step for {where}")
         original = LevelRow(level=0, plan=ORIGINAL, outcome=None, predicted_slowdown=1.0, dry_runs=0, search_s=0.0)
         search = start_search(request, found, sessions, original)

@@ -15,7 +15,7 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
-from memopt_cli.pipeline.plans.elsewhere import find_elsewhere, opening_elsewhere
+from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans, may_run_in_backward
@@ -52,7 +52,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
     try:
-        opening = opening_of(request, request.settings) if request.runs else opening_elsewhere(request)
+        opening = opening_of(request, request.settings, card=request.card, layout=request.layout)
         prepared = prepare(opening, progress=progress, ask=ask)
         found = find(request, prepared)
     except KeyboardInterrupt as err:
