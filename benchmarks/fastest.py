@@ -32,7 +32,7 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes
 from memopt_cli.pipeline.batches.fastest import fastest_prepared
 from memopt_cli.pipeline.batches.trials import Pair, Trials
-from memopt_cli.pipeline.plans.optimization import find_plan
+from memopt_cli.pipeline.plans.optimization import find
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
@@ -54,6 +54,7 @@ from memopt_cli.records.progress import Progress
 from memopt_cli.search.batch_size.memory_limit import limits_of
 from memopt_cli.search.batch_size.peak_model import PeakModel
 from memopt_cli.search.batch_size.runs import Runs
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes
 
 TIME_LIMIT_S = 600.0
@@ -76,7 +77,7 @@ HEADER = [
     "runs",
     "as wanted",
 ]
-SEARCH = SearchOverrides()
+SEARCH = resolve(SearchOverrides())
 GPT2 = "benchmarks/out_of_memory.py:gpt2"
 VIT = "benchmarks/out_of_memory.py:vit"
 
@@ -168,7 +169,7 @@ def plans_at(prepared: Prepared, request: BatchRequest, batch: int) -> list[Plan
         goal=SearchGoal(frontier=True),
         recommend_batch=False,
     )
-    found = find_plan(frontier, prepared.at(batch))
+    found = find(frontier, prepared.at(batch))
     return [point.plan for point in found.frontier if not point.plan.is_empty and not point.plan.in_backward]
 
 

@@ -39,6 +39,7 @@ from memopt_cli.records import (
     Plan,
     RangeRow,
     SearchGoal,
+    SearchOverrides,
     StepSettings,
 )
 from memopt_cli.records.progress import Progress
@@ -46,6 +47,7 @@ from memopt_cli.report.optimization import in_words
 from memopt_cli.runtime import ConfigsByLength, settings_of
 from memopt_cli.runtime.container import _run_by_length
 from memopt_cli.runtime.lengths import at_length
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes, format_seconds, parse_bytes
 from memopt_cli.trace import resident_bytes
 from memopt_cli.training.apply import apply_plan
@@ -72,6 +74,7 @@ def find(lengths: list[int], budget: str, batch: int) -> MemOptSummary:
         source=ModelSource(location="sample_models.gpt:build"),
         spec=InputSpec(tensors=tensors, dims={"B": batch, "S": HIGH}, source="this benchmark"),
         settings=StepSettings(device="cpu"),
+        search=resolve(SearchOverrides()),
         goal=SearchGoal(budget=Budget.of(share)),
         dim_range=DimRange(symbol="S", low=LOW, high=HIGH),
         lengths=Counter(lengths),

@@ -38,6 +38,7 @@ from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.levels import level_of
 from memopt_cli.search.plan.planner import Planner
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.search.plan.questions import Priced
 from memopt_cli.search.plan.targets import segment
 
@@ -126,7 +127,7 @@ def bench(name: str) -> Iterator[Bench]:
     started = time.perf_counter()
     ready = prepared(name)
     with Sessions(ready, "full size", notes=[]) as session:
-        subject, asked = ready.subject, SearchOverrides(level=LEVEL)
+        subject, asked = ready.subject, resolve(SearchOverrides(level=LEVEL))
         request = OptimizeRequest(source=subject.source, spec=subject.spec, settings=subject.settings, search=asked)
         row = LevelRow(level=0, plan=Plan(), outcome=None, dry_runs=0, search_s=0.0)
         search = start_search(request, Findings.begun(request, ready), session, row)

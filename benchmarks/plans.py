@@ -43,7 +43,7 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.pipeline.plans.goal import GoalSearch
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
-from memopt_cli.pipeline.plans.optimization import find_plan
+from memopt_cli.pipeline.plans.optimization import find
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.records import (
     Budget,
@@ -64,6 +64,7 @@ from memopt_cli.records import (
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.planner import Planner
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.trace import FakeStep
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
@@ -168,13 +169,13 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
     request = OptimizeRequest(
         source=ready.subject.source,
         spec=None,
-        search=SearchOverrides(level=level, max_slowdown=math.inf),
+        search=resolve(SearchOverrides(level=level, max_slowdown=math.inf)),
         goal=goal,
         dry_run=True,
         recommend_batch=False,
         measure_levels=True,
     )
-    return find_plan(request, ready).rows
+    return find(request, ready).rows
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:

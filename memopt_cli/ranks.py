@@ -36,7 +36,6 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.live.factory import prepared_factory
 from memopt_cli.pipeline.live.model import described, found_and_proven, once
-from memopt_cli.pipeline.plans.optimization import check_goal
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prediction import predict
 from memopt_cli.pipeline.prepare import file_header
@@ -54,7 +53,6 @@ from memopt_cli.records import (
     SearchGoal,
 )
 from memopt_cli.records.progress import logged
-from memopt_cli.search.estimation.cards import check_memory_known
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.python_words import said_in_python
 
@@ -159,7 +157,6 @@ def recommend_ranks(
         card=card,
         layouts=tuple(layout_of(number, way.reference, mesh) for number in _numbers(ranks)),
     )
-    check_memory_known(request)
     with logged(verbose) as progress, once(), processes.kept():
         prepared = prepared_factory(given.subject, chosen or ORIGINAL, given.model, given.functions, limit_s, progress)
         return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen))
@@ -214,7 +211,6 @@ def plan_rank(
         plan_only=True,
         unverified=unverified,
     )
-    check_goal(request.goal, request.search)
     with logged(verbose) as progress, once(), processes.kept():
         prepared = prepared_factory(given.subject, ORIGINAL, given.model, given.functions, limit_s, progress)
         found = found_and_proven(request, prepared)

@@ -46,6 +46,7 @@ from memopt_cli.records import (
     Plan,
     Preference,
     Profile,
+    ResolvedSearch,
     SearchOverrides,
     StepFailed,
     StepSettings,
@@ -57,7 +58,7 @@ from memopt_cli.records.progress import Progress, logged
 from memopt_cli.runtime import GCContainer, TCGCContainer
 from memopt_cli.runtime.compressor import OWN_COMPRESSOR
 from memopt_cli.runtime.module_state import name_of
-from memopt_cli.search.plan.policy import Resolved, resolve, select, skipped_step
+from memopt_cli.search.plan.policy import resolve, select, skipped_step
 from memopt_cli.search.plan.targets import left_out, outermost, refused, segments_plan, without_segment
 from memopt_cli.text.python_words import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.text.units import format_some
@@ -180,7 +181,7 @@ def memory_optimization(
             inputs = inputs_of(net, example_forward)
         unsaid = level is None and profile is None and prefer is None
         instances = _instances(net, instance)
-        request = SearchOverrides(
+        asked = SearchOverrides(
             level=0 if unsaid else level,
             modules=instances,
             parts=_parts(net, instances, split_fn) if split_fn is not None else None,
@@ -199,13 +200,13 @@ def memory_optimization(
             gc_target_budget_ratio=gc_target_budget_ratio,
             max_slowdown=math.inf,
         )
-        resolved = resolve(request, has_inputs=inputs is not None)
+        resolved = resolve(asked, has_inputs=inputs is not None)
         settings = StepSettings(device=resolve_device())
         with logged(verbose) as progress:
             if inputs is None or resolved.options.level == 0:
                 found = _on_instances(net, resolved, settings, progress)
             else:
-                found = _measured(net, _arguments(inputs), request, resolved, settings, progress)
+                found = _measured(net, _arguments(inputs), resolved, settings, progress)
                 found.notes.extend(left_out_note(given))
         found.notes.extend(_nothing_wrapped(net, instance, found))
         return summarize(found, spent_s=time.monotonic() - started)
@@ -237,7 +238,7 @@ def apply_gc(
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
     """
     started, given, net = time.monotonic(), net, unwrapped(net)
-    request = SearchOverrides(
+    asked = SearchOverrides(
         level=1,
         modules=_instances(net, instance),
         compress_x=compress_x,
@@ -246,7 +247,7 @@ def apply_gc(
         gc_target_budget_ratio=gc_target_budget_ratio,
         max_slowdown=math.inf,
     )
-    resolved = resolve(request)
+    resolved = resolve(asked)
     device = resolve_device() if device == "cuda" else device
     with taken_off(net) as carried:
         if dummy_input is None:
@@ -307,7 +308,7 @@ def _local_rank(variable: str, devices: int) -> int:
 # ---------------------------------------------------------------------------------------------- how
 
 
-def _on_instances(net: nn.Module, resolved: Resolved, settings: StepSettings, progress: Progress) -> Findings:
+def _on_instances(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings, progress: Progress) -> Findings:
     """Segments on what was asked for, unmeasured; they are on ``net`` then."""
     with taken_off(net) as carried:
         found = _unmeasured(net, _listed(net, resolved, settings), resolved, settings.device)
@@ -321,8 +322,7 @@ def _on_instances(net: nn.Module, resolved: Resolved, settings: StepSettings, pr
 def _measured(
     net: nn.Module,
     inputs: Inputs,
-    request: SearchOverrides,
-    resolved: Resolved,
+    resolved: ResolvedSearch,
     settings: StepSettings,
     progress: Progress,
 ) -> Findings:
@@ -335,11 +335,11 @@ def _measured(
     with processes.kept(), prepared_model(net, inputs, settings) as prepared:
         for note in prepared.notes:
             progress.note(note)
-        asked = OptimizeRequest(
-            source=prepared.subject.source, spec=None, settings=settings, search=request, recommend_batch=False
+        request = OptimizeRequest(
+            source=prepared.subject.source, spec=None, settings=settings, search=resolved, recommend_batch=False
         )
         with taken_off(net) as carried:
-            found = found_and_proven(asked, replace(prepared, progress=progress), find_plan)
+            found = found_and_proven(request, replace(prepared, progress=progress), find_plan)
             apply_plan(net, found.plan)  # before anything that can fail
         found.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:
@@ -389,7 +389,7 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
     return make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)[0]
 
 
-def _listed(net: nn.Module, resolved: Resolved, settings: StepSettings) -> tuple[ModuleTrace, ...]:
+def _listed(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) -> tuple[ModuleTrace, ...]:
     """Every module, unobserved; without a codec of the user's own that fits no input such as its layers suggest."""
     modules = listed_modules(net)
     if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):
@@ -404,7 +404,7 @@ def _listed(net: nn.Module, resolved: Resolved, settings: StepSettings) -> tuple
     )
 
 
-def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Resolved, device: str) -> Findings:
+def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: ResolvedSearch, device: str) -> Findings:
     """Segments on the candidates that the limits allow, at level 1; nothing at level 0."""
     options = resolved.options
     wanted = [m for m in modules if m.path in (options.modules or ())]

@@ -24,10 +24,12 @@ from memopt_cli.records import (
     InputSpec,
     Plan,
     Precision,
+    ResolvedSearch,
     SearchOverrides,
     StepSettings,
 )
 from memopt_cli.search.estimation.cards import device_profile
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.spikingjelly import resolve_device
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.values import Whole
@@ -110,14 +112,10 @@ def card_given(
 
 def search_of(
     level: int | None, max_slowdown: float | None, target: Named | Sequence[Named], allow_inexact: bool
-) -> SearchOverrides:
+) -> ResolvedSearch:
     """Return what the arguments of a search say that a plan may do.  Raises :class:`OptionError`."""
-    return SearchOverrides(
-        level=accepted_if_given("level", level),
-        targets=names("target", target),
-        allow_inexact=bool(allow_inexact),
-        max_slowdown=accepted_if_given("max_slowdown", max_slowdown),
-    )
+    targets, inexact = names("target", target), bool(allow_inexact)
+    return resolve(SearchOverrides(level=level, targets=targets, allow_inexact=inexact, max_slowdown=max_slowdown))
 
 
 def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
@@ -194,21 +192,6 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
 
 
 _LENGTHS = "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
-
-
-def check_range(varied: DimRange | None, has_lengths: bool, has_budget: bool) -> None:
-    """Raise :class:`OptionError` for what does not go with the range ``varied``, or without one."""
-    if varied is None:
-        if has_lengths:
-            raise OptionError(
-                "lengths are given, and no dimension has a range", hint='Give it one: dims={"B": 8, "S": (64, 2048)}.'
-            )
-        return
-    if not has_budget:
-        raise OptionError(
-            f"a range of {varied.symbol} asks for plans that meet a budget at all its sizes, and there is none",
-            hint='Add budget="8GiB", or budget=0.6 for that share of the original\'s peak at the largest size.',
-        )
 
 
 def budget_of(given: str | float | None) -> Budget | None:

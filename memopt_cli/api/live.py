@@ -20,7 +20,6 @@ from memopt_cli.api.arguments import (
     Optimizer,
     budget_of,
     card_given,
-    check_range,
     checked_model,
     functions_given,
     given_inputs,
@@ -39,17 +38,15 @@ from memopt_cli.files.write import check_targets
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device as device_named
-from memopt_cli.measure.jobs import Data
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.batches.batch_advice import advise
-from memopt_cli.pipeline.batches.fastest import check_search, check_search_alone, fastest_prepared
-from memopt_cli.pipeline.batches.recommendation import accumulating, recommend_prepared
+from memopt_cli.pipeline.batches.fastest import fastest_prepared
+from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.live.group import on_every_rank
 from memopt_cli.pipeline.live.model import described, found_and_proven, prepared_model, taken_off_note
-from memopt_cli.pipeline.memory.profiling import check_compiled, profile_prepared
+from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.optimization import check_goal
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prepare import Prepared, file_header
 from memopt_cli.records import (
@@ -58,7 +55,6 @@ from memopt_cli.records import (
     BatchRequest,
     CheckRequest,
     DeviceProfile,
-    DimRange,
     InputSpec,
     ModelSource,
     Objective,
@@ -66,12 +62,11 @@ from memopt_cli.records import (
     OptimizeResult,
     Plan,
     Precision,
+    ProfileRequest,
     SearchGoal,
-    SearchOverrides,
     StepSettings,
 )
 from memopt_cli.records.progress import logged
-from memopt_cli.search.estimation.cards import check_nothing_runs
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.python_words import said_in_python, warn_unchanged
 from memopt_cli.training.apply import apply_plan, plan_of, taken_off
@@ -155,15 +150,22 @@ def optimize(
     def optimized() -> Optimized:
         card = card_given(for_device, device)
         step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-        search = search_of(level, max_slowdown, target, allow_inexact)
-        goal, limit_s = SearchGoal(budget=budget_of(budget)), accepted("timeout", timeout)
-        sizes, varied = split_dims(dims)
+        limit_s, (sizes, varied) = accepted("timeout", timeout), split_dims(dims)
         given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
-        counts = lengths_given(lengths)
-        check_range(varied, counts is not None, goal.budget is not None)
-        return _searched(
-            model, given, step, search, goal, search_time, limit_s, wants_batch, verbose, card, varied, counts
+        request = OptimizeRequest(
+            source=_source(model),
+            spec=None,
+            settings=step.settings,
+            search=search_of(level, max_slowdown, target, allow_inexact),
+            goal=SearchGoal(budget=budget_of(budget)),
+            dim_range=varied,
+            lengths=lengths_given(lengths),
+            search_limit_s=accepted_if_given("search_time", search_time),
+            recommend_batch=wants_batch,
+            confirm_batch=wants_batch,
+            card=card,
         )
+        return _searched(request, model, given, step, limit_s, verbose)
 
     found = on_every_rank(checked_model(model), process_group, optimized, lambda found: found.plan)
     warn_unchanged(found.summary.unchanged)
@@ -197,9 +199,17 @@ def frontier(
     is.  ``max_slowdown``: ``None`` is 10 here.  Other arguments and errors are those of :func:`optimize`.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    search = search_of(level, max_slowdown, target, allow_inexact)
-    goal, limit_s = SearchGoal(frontier=True), accepted("timeout", timeout)
-    return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, limit_s, False, verbose)
+    request = OptimizeRequest(
+        source=_source(model),
+        spec=None,
+        settings=step.settings,
+        search=search_of(level, max_slowdown, target, allow_inexact),
+        goal=SearchGoal(frontier=True),
+        search_limit_s=accepted_if_given("search_time", search_time),
+        recommend_batch=False,
+    )
+    limit_s = accepted("timeout", timeout)
+    return _searched(request, model, given_inputs(inputs, dims), step, limit_s, verbose)
 
 
 @said_in_python()
@@ -233,12 +243,17 @@ def profile(
     """
     card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-    data: Data = "small batch" if fake or card else "full size"
-    backend = None if compile is None else text("compile", compile)
-    check_compiled(backend, is_run=data == "full size")
+    request = ProfileRequest(
+        source=_source(model),
+        spec=None,
+        settings=step.settings,
+        fake=fake,
+        card=card,
+        backend=None if compile is None else text("compile", compile),
+    )
     chosen = plan_given(plan)
     with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
-        return Profiled(profile_prepared(prepared, chosen, data=data, card=card, backend=backend))
+        return Profiled(profile_prepared(request, prepared, chosen))
 
 
 @said_in_python()
@@ -280,30 +295,26 @@ def recommend_batch(
     """
     card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-    of_step = accepted_if_given("global_batch", global_batch)
     spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
-    if search:
-        check_search(plans)
-        check_search_alone(plan is not None, objective)
-    elif plans != search_of(None, None, (), False) or search_time is not None:
+    if search and plan is not None:
+        raise OptionError("--search looks for the plan: --plan does not go with it", hint="Leave one of them out.")
+    if not search and (level is not None or target or allow_inexact or search_time is not None):
         raise OptionError("level, target, allow_inexact and search_time say how plans are looked for", hint=_SEARCH)
-    asked = BatchRequest(
+    request = BatchRequest(
         source=_source(model),
         spec=spec,
-        settings=accumulating(step.settings, of_step),
+        settings=step.settings,
         memory=accepted("memory", memory),
-        objective="max" if objective is None else accepted("objective", objective),
-        global_batch=of_step,
+        objective=accepted_if_given("objective", objective),
+        global_batch=accepted_if_given("global_batch", global_batch),
         multiple_of=accepted("multiple_of", multiple_of),
         search=plans if search else None,
         search_limit_s=accepted_if_given("search_time", search_time),
         longest_step_s=accepted("longest_step", longest_step),
         card=card,
     )
-    check_nothing_runs(asked)
     chosen = None if plan is None else plan_given(plan)
-    with _prepared(model, spec, replace(step, settings=asked.settings), limit_s, verbose) as prepared:
-        request = replace(asked, source=prepared.subject.source)
+    with _prepared(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
         if search:
             return Recommended(fastest_prepared(request, prepared))
         return Recommended(recommend_prepared(request, prepared, chosen, ()))
@@ -378,7 +389,7 @@ def check(
         loss=functions[0].reference or None,
         optimizer=functions[1].reference or None,
     )
-    before, settings = step_of_baseline(request)
+    before, request, settings = step_of_baseline(request)
     step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
     with _prepared(model, spec, step, limit_s, verbose) as prepared:
         carrying = replace(prepared, carried=plan_of(model).of_model)
@@ -413,39 +424,13 @@ def _step(
 
 
 def _searched(
-    model: nn.Module,
-    given: Given,
-    step: _Step,
-    search: SearchOverrides,
-    goal: SearchGoal,
-    search_time: float | None,
-    timeout_s: float,
-    recommend_batch: bool,
-    verbose: bool,
-    card: DeviceProfile | None = None,
-    varied: DimRange | None = None,
-    lengths: str | Mapping[int, int] | None = None,
+    request: OptimizeRequest, model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool
 ) -> Optimized:
     started = time.monotonic()
-    check_goal(goal, search)
-    limit_s = accepted_if_given("search_time", search_time)
     with _prepared(model, given, step, timeout_s, verbose) as prepared:
-        request = OptimizeRequest(
-            source=prepared.subject.source,
-            spec=None,
-            settings=step.settings,
-            search=search,
-            goal=goal,
-            dim_range=varied,
-            lengths=lengths,
-            search_limit_s=limit_s,
-            recommend_batch=recommend_batch,
-            confirm_batch=recommend_batch,
-            card=card,
-        )
         found = found_and_proven(request, prepared)
         advice = None
-        if recommend_batch and goal.applies:
+        if request.recommend_batch and request.goal.applies:
             advice = advise(request, prepared, found.plan, found.measured, found.advice, found.notes, found.details)
         if found.verification is not None:
             _replace_plan(model, found)

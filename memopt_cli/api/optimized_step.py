@@ -11,10 +11,18 @@ from memopt_cli.api.arguments import budget_of
 from memopt_cli.measure import processes
 from memopt_cli.pipeline.live.model import found_and_proven, once
 from memopt_cli.pipeline.live.step import prepared_step
-from memopt_cli.pipeline.plans.optimization import check_goal
 from memopt_cli.pipeline.plans.summary import summarize
-from memopt_cli.records import MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
+from memopt_cli.records import (
+    STEP,
+    MemOptSummary,
+    ModelSource,
+    OptimizeRequest,
+    SearchGoal,
+    SearchOverrides,
+    StepSettings,
+)
 from memopt_cli.records.progress import logged
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.spikingjelly import resolve_device
 from memopt_cli.text.options import accepted
 from memopt_cli.text.python_words import notes_in_python, said_in_python, warn_unchanged
@@ -48,10 +56,15 @@ def optimize_step(
     optimized step differs from the original, and other errors of :mod:`memopt_cli.errors` if it cannot be taken.
     """
     started = time.monotonic()
-    search = SearchOverrides(level=level, max_slowdown=max_slowdown)
-    goal, limit_s = SearchGoal(budget=budget_of(budget)), accepted("timeout", timeout)
-    check_goal(goal, search)
-    settings = StepSettings(device=resolve_device())
+    limit_s, settings = accepted("timeout", timeout), StepSettings(device=resolve_device())
+    request = OptimizeRequest(
+        source=ModelSource(location=STEP),
+        spec=None,
+        settings=settings,
+        search=resolve(SearchOverrides(level=level, max_slowdown=max_slowdown)),
+        goal=SearchGoal(budget=budget_of(budget)),
+        recommend_batch=False,
+    )
     with (
         processes.kept(),
         logged(verbose) as progress,
@@ -60,14 +73,6 @@ def optimize_step(
     ):
         for note in prepared.notes:
             progress.note(note)
-        request = OptimizeRequest(
-            source=prepared.subject.source,
-            spec=None,
-            settings=settings,
-            search=search,
-            goal=goal,
-            recommend_batch=False,
-        )
         found = found_and_proven(request, replace(prepared, timeout_s=limit_s, progress=progress))
     step = make_step()
     apply_plan(models_of(step), found.plan)

@@ -8,11 +8,12 @@ import typer
 
 from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, StepOptions, with_options
 from memopt_cli.cli.report_files import ReportFiles
-from memopt_cli.cli.requests import check_ranges, split_dims
 from memopt_cli.errors import UsageError, VerificationError
+from memopt_cli.inputs.spec_text import split_dims
 from memopt_cli.measure import processes
 from memopt_cli.records import Budget, DeviceProfile, OptimizeRequest, SearchGoal, SearchOverrides
 from memopt_cli.report.html import optimize_page
+from memopt_cli.search.plan.policy import resolve
 
 
 @with_options
@@ -56,7 +57,7 @@ def optimize(
         source=loading.source(context, model),
         spec=given.spec(context, sizes),
         settings=step.settings(),
-        search=search,
+        search=resolve(search),
         goal=SearchGoal(
             budget=None if budget is None else Budget.of(budget), frontier=frontier or pick is not None, pick=pick
         ),
@@ -78,7 +79,6 @@ def optimize(
         measure_levels=measure_levels,
         interruptible=True,
     )
-    check_ranges(request)
     files.check(model)
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right

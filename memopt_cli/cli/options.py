@@ -30,6 +30,7 @@ from memopt_cli.records import (
     Layout,
     ModelSource,
     Precision,
+    ResolvedSearch,
     SearchOverrides,
     StepSettings,
     Trust,
@@ -38,6 +39,7 @@ from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.options import ARGUMENTS, OPTIONS, option_of
 from memopt_cli.text.values import Choice
 
@@ -247,13 +249,14 @@ class PairSearchOptions:
     allow_inexact: bool = False
     search_time: float | None = None
 
-    def overrides(self, context: typer.Context) -> SearchOverrides | None:
+    def resolved(self, context: typer.Context) -> ResolvedSearch | None:
         """Return what plans may do; ``None``: none are looked for.
 
         Raises :class:`UsageError` for a flag of the command line that says it of none.
         """
         if self.search:
-            return SearchOverrides(level=self.level, targets=tuple(self.targets), allow_inexact=self.allow_inexact)
+            asked = SearchOverrides(level=self.level, targets=tuple(self.targets), allow_inexact=self.allow_inexact)
+            return resolve(asked)
         for parameter in context.command.params:
             name = parameter.name or ""
             source = context.get_parameter_source(name)

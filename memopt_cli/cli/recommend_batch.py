@@ -7,7 +7,6 @@ import sys
 
 import typer
 
-from memopt_cli.cli import requests as batch
 from memopt_cli.cli.options import (
     InputOptions,
     LoadingOptions,
@@ -19,11 +18,11 @@ from memopt_cli.cli.options import (
 )
 from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.errors import Interrupted, UsageError
+from memopt_cli.inputs.spec_text import parse_strategies, split_dims
 from memopt_cli.measure import processes
 from memopt_cli.records import LONGEST_STEP_S, BatchRequest, DeviceProfile, DimRange
 from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.report.html import fastest_page
-from memopt_cli.search.estimation.cards import check_memory_known, check_nothing_runs
 
 
 @with_options
@@ -58,21 +57,21 @@ def recommend_batch(
     Each is proven by a run. With --search, the plan that trains fastest is found, too; with --ranks, how many ranks it
     takes.
     """
-    sizes, dim_range = batch.split_dims(given.dims)
+    sizes, dim_range = split_dims(given.dims)
     request = BatchRequest(
         source=loading.source(context, model),
         spec=given.spec(context, sizes),
         settings=step.settings(),
         memory=0.9 if memory is None else memory,
-        objective=objective or ("max" if replicas is None else "throughput"),
+        objective=objective,
         global_batch=global_batch,
         multiple_of=multiple_of,
         dim_range=dim_range,
         replicas=replicas,
         plan_path=plan,
         lengths_path=lengths,
-        strategies=batch.parse_strategies(strategy),
-        search=search.overrides(context),
+        strategies=parse_strategies(strategy),
+        search=search.resolved(context),
         search_limit_s=search.search_time,
         output=output,
         force=force,
@@ -82,17 +81,9 @@ def recommend_batch(
         fake=fake,
         layouts=spread.layouts(),
     )
-    check_nothing_runs(request)
-    check_memory_known(request)
-    if request.layouts:
-        batch.check_ranks(request)
     files = ReportFiles(html=html, snapshot=None, force=force)
-    if request.search is not None:
-        batch.check_search(request, objective)
-    elif files.wanted:
+    if files.wanted and request.search is None:
         raise UsageError("--html is the report of a search", hint="Add --search.")
-    elif request.strategies:
-        batch.check_strategies(request, objective)
     files.check(model)
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right

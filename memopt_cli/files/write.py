@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from memopt_cli.errors import UsageError, WriteError
-from memopt_cli.inputs.spec_text import parse_factory
-from memopt_cli.text.optimizer_text import is_function
+from memopt_cli.inputs.spec_text import file_of
 
 Fill = Callable[[BinaryIO], object]
 """Writes one file's content to an open binary file."""
@@ -76,29 +75,25 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
     working directory.  ``output`` names the model's file instead; the other three follow its stem.  Raises
     :class:`UsageError` if ``output`` names no file, or that of the original model.
     """
-    model = _beside(location) if output is None else Path(output)
+    file = file_of(location)
+    model = _beside(Path(file), is_code=file != location) if output is None else Path(output)
     if not model.name:
         raise UsageError(f"'{output}' does not name a file", hint="Write for example -o model.memopt.pt.")
-    _spare_model(model, location)
+    _spare(file, model)
     return OutputPaths(model=model, plan_only=plan_only)
 
 
-def _spare_model(path: Path, location: str) -> None:
-    """Raise :class:`UsageError` if ``path`` is the file that the model, or the code that builds it, is read from."""
-    factory = parse_factory(location)
-    file = factory[0] if factory and not os.path.exists(location) else location
+def _spare(file: str, path: Path) -> None:
+    """Raise :class:`UsageError` if ``path`` is ``file``, which the model is read from or built by."""
     if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
         raise UsageError(f"the output {path} is the model itself", hint="Name another file.")
 
 
-def _beside(location: str) -> Path:
-    factory = parse_factory(location)
-    if factory and not os.path.exists(location):
-        module = factory[0]
-        stem = Path(module).stem if is_function(location) else module.rpartition(".")[2]
-        return Path(f"{stem}.memopt.pt")
-    path = Path(location)
-    return path.parent / f"{path.resolve().name if path.is_dir() else path.stem}.memopt.pt"
+def _beside(file: Path, *, is_code: bool) -> Path:
+    """Return where the optimized model goes: beside its ``file``, or to the working directory if code builds it."""
+    if is_code:
+        return Path(f"{file.stem if file.suffix == '.py' else file.name.rpartition('.')[2]}.memopt.pt")
+    return file.parent / f"{file.resolve().name if file.is_dir() else file.stem}.memopt.pt"
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -115,8 +110,9 @@ def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> Non
     They are :class:`UsageError` for a path that is a folder or a device, exists and may not be replaced, or is the
     ``model`` by whatever name; and :class:`WriteError` for a folder that is missing or not writable.
     """
+    file = file_of(model)
     for path in paths:
-        _spare_model(path, model)
+        _spare(file, path)
         if os.path.isdir(path):
             raise UsageError(
                 f"the output {path} is a folder", hint="Name a file with -o, for example -o model.memopt.pt."

@@ -8,11 +8,21 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from memopt_cli.errors import UsageError, shortened
-from memopt_cli.records import BUILT_IN, METRICS, InputSpec, Layout, Limit, TensorSpec
+from memopt_cli.records import (
+    BUILT_IN,
+    METRICS,
+    STRATEGIES,
+    DimRange,
+    InputSpec,
+    Layout,
+    Limit,
+    StrategyName,
+    TensorSpec,
+)
 from memopt_cli.text.optimizer_text import is_function
 from memopt_cli.text.units import parse_bytes
 
@@ -126,6 +136,42 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
     return dims
 
 
+def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min) -> tuple[list[str], DimRange | None]:
+    """Return the dimensions in ``texts`` with one size each, and the one that has a range: ``["B=8", "S=128:4096"]``.
+
+    ``described``: which of the two ends is its size, ``min`` or ``max``.
+
+    Raises :class:`UsageError` for two ranges and one that is not ``LOW:HIGH``.
+    """
+    ranges = [text for text in texts if ":" in text]
+    if not ranges:
+        return list(texts), None
+    if len(ranges) > 1:
+        raise UsageError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give the other one a size.")
+    match = re.fullmatch(r"(\w+)=(\d+):(\d+)", ranges[0].replace(" ", ""), re.ASCII)
+    if match is None:
+        raise UsageError(f"dimension '{ranges[0]}' is not NAME=LOW:HIGH", hint="Write for example --dim S=128:4096.")
+    symbol, *ends = match.groups()
+    if not ends[0].strip("0"):
+        raise UsageError(f"the range {ranges[0]} begins below 1", hint=f"Write {symbol}=LOW:HIGH with a LOW from 1 on.")
+    low, high = (parse_dims([f"{symbol}={end}"])[symbol] for end in ends)
+    if low > high:
+        raise UsageError(f"the range {ranges[0]} is empty", hint="Write the smaller size first.")
+    sizes = [f"{symbol}={described(low, high)}" if text == ranges[0] else text for text in texts]
+    return sizes, DimRange(symbol=symbol, low=low, high=high)
+
+
+def parse_strategies(text: str | None) -> tuple[StrategyName, ...]:
+    """Return the strategies that ``text`` names, as ``bptt,online``, in the usual order; none for ``None``.
+
+    Raises :class:`UsageError` for one that is not known.
+    """
+    names = [] if text is None else [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in STRATEGIES]:
+        raise UsageError(f"there is no strategy '{unknown[0]}'", hint=f"Give some of {','.join(STRATEGIES)}.")
+    return tuple(name for name in STRATEGIES if name in names)
+
+
 def parse_limit(text: str) -> Limit:
     """Parse how much a metric may grow: ``"peak:5%"``, ``"peak:64MiB"``, ``"step:50ms"``, ``"peak:0"``.
 
@@ -171,6 +217,12 @@ def parse_factory(text: str) -> tuple[str, str] | None:
 def is_factory(location: str) -> bool:
     """Return whether ``location`` names code rather than a file."""
     return parse_factory(location) is not None and not Path(location).exists()
+
+
+def file_of(location: str) -> str:
+    """Return the file, or the module, that the model at ``location`` is read from or built by."""
+    factory = None if Path(location).exists() else parse_factory(location)
+    return location if factory is None else factory[0]
 
 
 def is_pretrained(location: str) -> bool:

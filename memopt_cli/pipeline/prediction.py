@@ -6,32 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memopt_cli.errors import UsageError
-from memopt_cli.inputs.spec_text import is_factory, ranks_asked
+from memopt_cli.inputs.spec_text import ranks_asked
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.prepare import Opening, Prepared
+from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import DeviceProfile, Layout, Plan, RankPrediction, predicted
-
-
-def without_data(opening: Opening, layout: Layout) -> Opening:
-    """Return ``opening`` as it is predicted for ``layout``: on the CPU, with parameters that are never allocated.
-
-    Raises :class:`UsageError` for a GPU, and for a model whose parameters exist already.
-    """
-    location, device = opening.source.location, opening.settings.device
-    if not is_factory(location):
-        raise UsageError(
-            f"{location} has parameters, and one of {layout.ranks} ranks is predicted without any",
-            hint="Name what builds the model: package.module:callable, or file.py:function.",
-        )
-    if device.startswith("cuda"):
-        raise UsageError(
-            f"--device {device} runs the step, and one of {layout.ranks} ranks is predicted on the CPU",
-            hint="Leave --device out: tensors have the same bytes there.",
-        )
-    return replace(opening, settings=replace(opening.settings, device="cpu"), data="none")
 
 
 @contextlib.contextmanager

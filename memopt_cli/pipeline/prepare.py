@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 
 from memopt_cli.errors import UnsafeFileError, UsageError
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
-from memopt_cli.inputs.spec_text import format_tensor
+from memopt_cli.inputs.spec_text import format_tensor, is_factory
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ORIGINAL, Answer, CompareJob, Data, DescribeJob, Job, SaveJob, Subject
@@ -25,6 +25,7 @@ from memopt_cli.records import (
     Failure,
     FileHeader,
     InputSpec,
+    Layout,
     ModelFacts,
     ModelSource,
     Plan,
@@ -68,6 +69,11 @@ class Prepared:
         assert self.facts.batch is not None, "they were asked for"
         return self.facts.batch
 
+    @property
+    def dry_data(self) -> Data:
+        """Data for sessions that run no step at full size: a few samples, or none for a model without parameters."""
+        return "none" if self.subject.data == "none" else "small batch"
+
     def session(self, data: Data = "full size") -> Session:
         """Open a fresh profiling subprocess; ``data`` bounds the steps that it may run."""
         return (self.open_session or Session)(replace(self.subject, data=data), self.timeout_s)
@@ -104,24 +110,47 @@ class Opening(StepRequest):
     data: Data = "full size"
 
 
-def opening_of(request: StepRequest, settings: StepSettings) -> Opening:
-    """Return the opening that ``request`` describes, with the step of ``settings``."""
-    return Opening(source=request.source, spec=request.spec, settings=settings, timeout_s=request.timeout_s)
+def opening_of(
+    request: StepRequest,
+    settings: StepSettings,
+    *,
+    card: DeviceProfile | None = None,
+    layout: Layout | None = None,
+    fake: bool = False,
+) -> Opening:
+    """Return how the model of ``request`` is opened, for a step of ``settings`` here or of a device elsewhere.
 
-
-def recorded_here(settings: StepSettings, card: DeviceProfile | None) -> StepSettings:
-    """Return ``settings`` on the CPU, where a step is recorded for a ``card`` of ``--for``; unchanged without a card.
-
-    Raises :class:`UsageError` where the settings name a GPU as well.
+    For a ``card``, and for one rank of a ``layout``, the step is recorded on the CPU.  Only a few samples run for a
+    card, and where the step is ``fake``; nothing does, and parameters are never allocated, for a layout, and where code
+    builds the model of a fake step.  Raises :class:`UsageError` where a GPU is named beside a card or a layout, and for
+    ranks of a model that has parameters already.
     """
-    if card is None:
-        return settings
-    if settings.device.startswith("cuda"):
+    location, device = request.source.location, settings.device
+    is_gpu, is_code = device.startswith("cuda"), is_factory(location)
+    if card is not None and is_gpu:
         raise UsageError(
-            f"--device {settings.device} runs the step, and --for {card.name} estimates it for a device elsewhere",
+            f"--device {device} runs the step, and --for {card.name} estimates it for a device elsewhere",
             hint="Keep one of them.",
         )
-    return replace(settings, device="cpu")
+    if layout is not None and not is_code:
+        raise UsageError(
+            f"{location} has parameters, and one of {layout.ranks} ranks is predicted without any",
+            hint="Name what builds the model: package.module:callable, or file.py:function.",
+        )
+    if layout is not None and is_gpu:
+        raise UsageError(
+            f"--device {device} runs the step, and one of {layout.ranks} ranks is predicted on the CPU",
+            hint="Leave --device out: tensors have the same bytes there.",
+        )
+    is_run = card is None and layout is None
+    has_no_data = layout is not None or (fake and is_code)
+    return Opening(
+        source=request.source,
+        spec=request.spec,
+        settings=settings if is_run else replace(settings, device="cpu"),
+        timeout_s=request.timeout_s,
+        data="none" if has_no_data else "full size" if is_run and not fake else "small batch",
+    )
 
 
 def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:
@@ -152,7 +181,7 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
     notes = (*facts.notes, inputs_note(facts.spec))
     for note in notes:
         progress.note(note)
-    subject = Subject(source=source, spec=facts.spec, settings=settings)
+    subject = Subject(source=source, spec=facts.spec, settings=settings, data=opening.data)
     return Prepared(
         subject=subject,
         facts=facts,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from memopt_cli.errors import OptionError
 from memopt_cli.records.device import DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.layout import Layout
 from memopt_cli.records.learning import StrategyName
 from memopt_cli.records.request import StepRequest
-from memopt_cli.records.search import SearchOverrides
+from memopt_cli.records.search import ResolvedSearch
 from memopt_cli.records.settings import StepSettings
 
 
@@ -166,12 +167,16 @@ class LengthBatching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest(StepRequest):
-    """Everything ``memopt recommend-batch`` was asked for."""
+    """Everything ``memopt recommend-batch`` was asked for, resolved, and checked for options that exclude each other.
+
+    Making one raises :class:`OptionError` for those that do, so that what takes a request asks nothing again.
+    """
 
     settings: StepSettings = StepSettings()
     memory: int | float = 0.9
     """Bytes, or a share of the memory that the device has free."""
-    objective: Objective = "max"
+    objective: Objective | None = None
+    """Objective that was asked for; ``None`` for none: see :attr:`aim`."""
     global_batch: int | None = None
     """Samples per optimizer step."""
     multiple_of: int = 1
@@ -184,7 +189,7 @@ class BatchRequest(StepRequest):
     """Path of a file of sequence lengths; ``None`` for none."""
     strategies: tuple[StrategyName, ...] = ()
     """Strategies to learn sequences, which are compared over ``dim_range`` instead."""
-    search: SearchOverrides | None = None
+    search: ResolvedSearch | None = None
     """Limits on plans in a search for the batch and the plan that train fastest together; ``None`` for no such
     search."""
     card: DeviceProfile | None = None
@@ -205,6 +210,114 @@ class BatchRequest(StepRequest):
     def runs(self) -> bool:
         """Whether steps are run here at full size."""
         return self.card is None and not self.fake and not self.layouts
+
+    @property
+    def aim(self) -> Objective:
+        """Objective by which the batch is chosen: the largest, of copies the fastest, if none was asked for."""
+        return self.objective or ("max" if self.replicas is None else "throughput")
+
+    @property
+    def step(self) -> StepSettings:
+        """Settings of the step that is run: one that accumulates, where passes are to make up a global batch.
+
+        Two passes stand for any number: a step with earlier gradients in memory always takes the same.
+        """
+        return self.settings if self.global_batch is None else replace(self.settings, micro_batches=2)
+
+    def __post_init__(self) -> None:
+        """Raise :class:`OptionError` for options that exclude, or lack, each other."""
+        if not self.runs:
+            self._check_without_runs()
+        if self.layouts:
+            self._check_ranks()
+        if self.search is not None:
+            self._check_search(self.search)
+        elif self.strategies:
+            self._check_strategies()
+        elif self.replicas is not None and (self.dim_range is not None or self.lengths_path is not None):
+            other = "--lengths" if self.dim_range is None else "a range of --dim"
+            raise OptionError(
+                f"--replicas and {other} cannot be given together", hint="Ask for one first, then for the other."
+            )
+        if self.global_batch is not None and self.settings.micro_batches > 1:
+            raise OptionError(
+                f"--global-batch {self.global_batch} asks how many passes make it up, and --accumulate "
+                f"{self.settings.micro_batches} says how many",
+                hint="Keep one of them.",
+            )
+
+    def _check_without_runs(self) -> None:
+        wanted = {
+            "a search": self.search is not None,
+            "a comparison of strategies": bool(self.strategies),
+            "a comparison of copies": self.replicas is not None,
+            "the throughput": self.aim == "throughput",
+            "a comparison of lengths": self.lengths_path is not None,
+            "a longest step": self.longest_step_s != LONGEST_STEP_S,
+        }
+        what = next((what for what, is_wanted in wanted.items() if is_wanted), None)
+        if what is not None:
+            where = "of many ranks, of which one is predicted" if self.layouts else "without data"
+            where = where if self.card is None else f"for {self.card.name}, which is not here"
+            raise OptionError(
+                f"{what} takes steps that are run, and none is run {where}", hint="Leave one of them out."
+            )
+
+    def _check_ranks(self) -> None:
+        if self.card is None and isinstance(self.memory, float):
+            raise OptionError(
+                "how much memory the device of a rank has is not known",
+                hint="Give bytes, --memory 80GiB, or a card, --for h100-80gb.",
+            )
+        others = {
+            "--global-batch": self.global_batch,
+            "--dim with a range": self.dim_range,
+            "--output": self.output,
+        }
+        flag = next((flag for flag, value in others.items() if value is not None), None)
+        if flag is not None:
+            raise OptionError(
+                f"{flag} cannot be used with --ranks, which tabulates what fits on one rank of so many",
+                hint="Leave it out; --json tells all that is found.",
+            )
+
+    def _check_search(self, search: ResolvedSearch) -> None:
+        if search.options.level == 0:
+            raise OptionError("--search looks for plans, and level 0 has none", hint="Raise --level.")
+        others = {
+            "--strategy": ("trains through time", bool(self.strategies)),
+            "--plan": ("looks for the plan", self.plan_path is not None),
+            "--objective max": ("looks for most samples a second", self.objective == "max"),
+            "--dim with a range": ("finds one answer", self.dim_range is not None),
+            "--replicas": ("trains one model", self.replicas is not None),
+            "--lengths": ("finds one size of batch", self.lengths_path is not None),
+        }
+        for flag, (why, is_given) in others.items():
+            if is_given:
+                raise OptionError(f"--search {why}: {flag} does not go with it", hint="Leave one of them out.")
+
+    def _check_strategies(self) -> None:
+        if self.dim_range is None:
+            raise OptionError("--strategy tabulates memory over time steps", hint="Add their range: --dim T=16:4096.")
+        others = {
+            "--global-batch": self.global_batch,
+            "--multiple-of": None if self.multiple_of == 1 else self.multiple_of,
+            "--objective": self.objective,
+            "--replicas": self.replicas,
+            "--lengths": self.lengths_path,
+            "--output": self.output,
+        }
+        given = [flag for flag, value in others.items() if value is not None]
+        if given:
+            raise OptionError(
+                f"{' and '.join(given)} cannot be used with --strategy, which tabulates memory at one batch size",
+                hint="Leave it out, or ask without --strategy.",
+            )
+        if self.plan_path is not None and "plan" not in self.strategies:
+            raise OptionError(
+                f"--strategy {','.join(self.strategies)} has no use for --plan",
+                hint="Add plan to --strategy, or leave --plan out.",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from memopt_cli.errors import MemoptError
+from memopt_cli.errors import MemoptError, OptionError
 from memopt_cli.records.batch import DimRange
 from memopt_cli.records.device import Confirmation, DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import Layout
 from memopt_cli.records.request import StepRequest
-from memopt_cli.records.search import SearchGoal, SearchOverrides
+from memopt_cli.records.search import ResolvedSearch, SearchGoal
 from memopt_cli.records.settings import StepSettings
 from memopt_cli.records.summary import MemOptSummary
 from memopt_cli.records.trace import StepTrace
@@ -21,10 +21,13 @@ from memopt_cli.records.verification import Verification
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeRequest(StepRequest):
-    """Everything ``memopt optimize`` was asked for."""
+    """Everything ``memopt optimize`` was asked for, resolved, and checked for options that exclude each other.
+
+    Making one raises :class:`OptionError` for those that do, so that what takes a request asks nothing again.
+    """
 
     settings: StepSettings = StepSettings()
-    search: SearchOverrides = field(default_factory=SearchOverrides)
+    search: ResolvedSearch
     goal: SearchGoal = SearchGoal()
     dim_range: DimRange | None = None
     """Least and largest size of a dimension, for a plan with a few ranges of it within the goal's budget; the inputs
@@ -60,6 +63,64 @@ class OptimizeRequest(StepRequest):
     """Whether to measure the plan of every level, and not only the applied one."""
     interruptible: bool = False
     """Whether Ctrl-C in the search only ends the search: the best plan so far is measured, verified and written."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether steps are run here at full size."""
+        return self.card is None and self.layout is None
+
+    def __post_init__(self) -> None:
+        """Raise :class:`OptionError` for options that exclude, or lack, each other."""
+        if self.search.options.level == 0 and self.goal != SearchGoal():
+            raise OptionError(
+                "a budget, the frontier and a pick of it are searched for, which level 0 does not",
+                hint="Raise --level.",
+            )
+        if self.dim_range is None and self.lengths is not None:
+            raise OptionError(
+                "--lengths says how long inputs are, and no dimension has a range",
+                hint="Add it, as in --dim S=64:2048.",
+            )
+        if self.dim_range is not None:
+            self._check_range(self.dim_range)
+        if self.unverified and self.runs:
+            raise OptionError(
+                "--unverified is for a step that is not run here, and this one is measured",
+                hint="Omit it, or give --ranks or --for.",
+            )
+        if not self.runs:
+            self._check_without_runs()
+
+    def _check_range(self, varied: DimRange) -> None:
+        goal = self.goal
+        flag = "--pick" if goal.pick is not None else "--frontier" if goal.frontier else None
+        if flag is not None:
+            raise OptionError(f"{flag} does not go with a range of --dim", hint="Give the dimension one size.")
+        if goal.budget is None:
+            raise OptionError(
+                f"a range of {varied.symbol} asks for plans that meet a budget at all its sizes, and there is none",
+                hint="Add --budget 8GiB, or --budget 60% of the original's peak at the largest size.",
+            )
+        if self.unverified:
+            raise OptionError(
+                "--unverified is for one step, and of a plan by length every range is verified",
+                hint="Give --dim one size.",
+            )
+
+    def _check_without_runs(self) -> None:
+        wanted = {
+            "--frontier": self.goal.frontier,
+            "--measure-levels": self.measure_levels,
+            "--html (or --snapshot)": self.layout is not None and self.record_steps,
+            "--dim with a range": self.layout is not None and self.dim_range is not None,
+        }
+        flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
+        if flag is not None:
+            where = f"--for {self.card.name} is for a device that is not here" if self.card else "--ranks predicts them"
+            raise OptionError(
+                f"{flag} wants steps that are run, and {where}",
+                hint=f"Omit {flag}; --budget and --max-slowdown choose a plan by estimates.",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memopt_cli.errors import OptionError
 from memopt_cli.records.device import DeviceEstimate, DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.layout import Layout
@@ -32,6 +33,16 @@ class ProfileRequest(StepRequest):
     """Rank to predict; ``None`` for the first and the last, of which the larger is shown in full."""
     backend: str | None = None
     """Backend of ``torch.compile`` with which the step is measured, too; ``None`` for none."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether the step is run here at full size."""
+        return self.card is None and self.layout is None and not self.fake
+
+    def __post_init__(self) -> None:
+        """Raise :class:`OptionError` where a step is to be compiled that is not run."""
+        if self.backend is not None and not self.runs:
+            raise OptionError("a compiled step is measured, and this one is not run", hint="Leave out --compile.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

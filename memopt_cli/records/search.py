@@ -88,6 +88,19 @@ class SearchOverrides(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedSearch:
+    """The options that a search uses, and how they came about."""
+
+    options: SearchOptions
+    requested_level: int
+    """Level that was asked for, or that the profile stands for."""
+    notes: tuple[str, ...] = ()
+    """Notes on every option that something else than itself decided."""
+    asked_slowdown: float | None = None
+    """Slowdown that was asked for; ``None`` for none, where a budget and a frontier have defaults of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """The bound on the measured allocated peak, in bytes or as a share; one of the two is set."""
 

@@ -209,8 +209,8 @@ def test_a_search_finds_batch_and_plan_and_leaves_the_model_alone(x: Tensor) -> 
     [
         ({"level": 2}, "how plans are looked for"),
         ({"search_time": 5}, "how plans are looked for"),
-        ({"search": True, "plan": memopt_cli.Plan(packed=True)}, "a plan is given"),
-        ({"search": True, "objective": "max"}, "the objective is max"),
+        ({"search": True, "plan": memopt_cli.Plan(packed=True)}, "looks for the plan: plan does not go with it"),
+        ({"search": True, "objective": "max"}, "looks for most samples a second: objective max does not"),
         ({"search": True, "level": 0}, "level 0 has none"),
         ({"search": True, "level": 9}, "level"),
     ],

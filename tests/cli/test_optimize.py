@@ -31,9 +31,12 @@ Optimize = Callable[..., OptimizeRequest]
 
 def test_defaults(optimize: Optimize) -> None:
     request = optimize()
-    assert resolve(request.search) == resolve(SearchOverrides())
-    assert replace(request, search=SearchOverrides()) == OptimizeRequest(
-        source=ModelSource(location="model.pt"), spec=None, settings=StepSettings(device="auto"), interruptible=True
+    assert request == OptimizeRequest(
+        source=ModelSource(location="model.pt"),
+        spec=None,
+        settings=StepSettings(device="auto"),
+        search=resolve(SearchOverrides()),
+        interruptible=True,
     )
 
 
@@ -63,22 +66,24 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
             source="--input",
         ),
         settings=StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7),
-        search=SearchOverrides(
-            level=4,
-            targets=("Linear", "blocks.*"),
-            compress_x=False,
-            temporal_split_factor=3,
-            allow_inexact=True,
-            max_split_rounds=5,
-            max_candidates_per_round=6,
-            profile="safe",
-            prefer="speed",
-            checkpoint_budget="memory",
-            max_gc_wrapped_modules=7,
-            gc_target_budget_ratio=0.25,
-            allow_expensive_profiling=False,
-            warmup_in_profile_workers=False,
-            max_slowdown=1.5,
+        search=resolve(
+            SearchOverrides(
+                level=4,
+                targets=("Linear", "blocks.*"),
+                compress_x=False,
+                temporal_split_factor=3,
+                allow_inexact=True,
+                max_split_rounds=5,
+                max_candidates_per_round=6,
+                profile="safe",
+                prefer="speed",
+                checkpoint_budget="memory",
+                max_gc_wrapped_modules=7,
+                gc_target_budget_ratio=0.25,
+                allow_expensive_profiling=False,
+                warmup_in_profile_workers=False,
+                max_slowdown=1.5,
+            )
         ),
         output="out.pt",
         force=True,
@@ -120,7 +125,7 @@ def test_a_range_of_lengths(optimize: Optimize) -> None:
 
 
 def test_a_slowdown_without_a_limit(optimize: Optimize) -> None:
-    assert optimize("--max-slowdown", "none").search["max_slowdown"] == math.inf
+    assert optimize("--max-slowdown", "none").search.asked_slowdown == math.inf
 
 
 def test_a_factory_needs_no_file(pipeline: Any) -> None:
@@ -157,14 +162,16 @@ def test_config_file_of_the_folder(optimize: Optimize) -> None:
     assert request.spec is not None
     assert [tensor.shape for tensor in request.spec.tensors] == [("B", "S"), ("B", 1)]
     assert (request.spec.dims, request.spec.source) == ({"B": 8, "S": 128}, "memopt.yaml")
-    assert (request.search["level"], request.search["targets"], request.search["compress_x"]) == (4, ("Linear",), False)
+    search = request.search.options
+    assert (search.level, search.targets, search.compress_x) == (4, ("Linear",), False)
     assert (request.settings.precision, request.timeout_s) == ("bf16", 90)
 
 
 def test_flags_win_over_the_file(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text(CONFIG)
     request = optimize(*"--level 2 --dim S=64 --compress-x --allow-package mine --target Conv2d".split())
-    assert (request.search["level"], request.search["compress_x"], request.search["targets"]) == (2, True, ("Conv2d",))
+    search = request.search.options
+    assert (search.level, search.compress_x, search.targets) == (2, True, ("Conv2d",))
     assert request.source.trust == Trust(packages=("mine",))
     assert request.spec is not None
     assert request.spec.dims == {"B": 8, "S": 64}
@@ -185,12 +192,12 @@ def test_inputs_of_the_command_line_replace_those_of_the_file(optimize: Optimize
 def test_named_config_file(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text("level: 1")
     Path("other.yaml").write_text("level: 2")
-    assert optimize("--config", "other.yaml").search["level"] == 2
+    assert optimize("--config", "other.yaml").search.options.level == 2
 
 
 def test_empty_config_file(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text("# nothing yet\n")
-    assert optimize().search["level"] is None
+    assert optimize().search == resolve(SearchOverrides())
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_defaults(requests: list[ProfileRequest]) -> None:
 
 def test_every_flag_arrives(requests: list[ProfileRequest]) -> None:
     flags = (
-        "-i Bx3 --dim B=8 --fake --plan p.plan.yaml --compile aot_eager "
+        "-i Bx3 --dim B=8 --fake --plan p.plan.yaml "
         "--device cuda:1 --precision fp64 --loss l.py:f --optimizer adamw "
         "--seed 7 --timeout 12.5 --weights w.pt --code-path train.py --allow-package a --allow-global c.D -q"
     )
@@ -51,10 +51,11 @@ def test_every_flag_arrives(requests: list[ProfileRequest]) -> None:
             settings=StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7),
             plan_path="p.plan.yaml",
             fake=True,
-            backend="aot_eager",
             timeout_s=12.5,
         )
     ]
+    assert main(["profile", "model.pt", "--compile", "aot_eager"]) == 3
+    assert requests[1].backend == "aot_eager"
 
 
 def test_a_config_file_made_for_optimize(requests: list[ProfileRequest]) -> None:
@@ -76,6 +77,7 @@ def test_a_config_file_made_for_optimize(requests: list[ProfileRequest]) -> None
         ["--timeout", "soon"],
         ["--level", "2"],
         ["-i", "4x3", "--input-data", "x.pt"],
+        ["--fake", "--compile", "eager"],
     ],
 )
 def test_bad_usage(bad: list[str], requests: list[ProfileRequest], capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from memopt_cli.records import (
     TensorSpec,
     Trust,
 )
+from memopt_cli.search.plan.policy import resolve
 
 
 @pytest.fixture
@@ -88,8 +89,8 @@ def searches(requests: list[BatchRequest], monkeypatch: pytest.MonkeyPatch) -> l
 def test_the_flags_of_a_search_arrive(searches: list[BatchRequest]) -> None:
     flags = "--search --level 2 --target Linear --target a.b --allow-inexact --search-time 60 --global-batch 512"
     assert main(["recommend-batch", "model.pt", *flags.split()]) == 3
-    overrides = SearchOverrides(level=2, targets=("Linear", "a.b"), allow_inexact=True)
-    assert (searches[0].search, searches[0].search_limit_s, searches[0].global_batch) == (overrides, 60.0, 512)
+    search = resolve(SearchOverrides(level=2, targets=("Linear", "a.b"), allow_inexact=True))
+    assert (searches[0].search, searches[0].search_limit_s, searches[0].global_batch) == (search, 60.0, 512)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_config_file_may_set_the_level_of_other_commands(searches: list[BatchR
     Path("memopt.yaml").write_text("level: 4\n")
     assert main(["recommend-batch", "model.pt"]) == 3
     assert main(["recommend-batch", "model.pt", "--search"]) == 3
-    assert [asked.search and asked.search["level"] for asked in searches] == [None, 4]
+    assert [asked.search and asked.search.options.level for asked in searches] == [None, 4]
 
 
 @pytest.mark.parametrize(("text", "memory"), [("50%", 0.5), ("100 %", 1.0), ("1KiB", 1024), ("1024", 1024)])
@@ -142,9 +143,9 @@ def test_memory(text: str, memory: float, requests: list[BatchRequest]) -> None:
 def test_replicas(text: str, low: int, high: int, requests: list[BatchRequest]) -> None:
     assert main(["recommend-batch", "model.pt", "--replicas", text]) == 3
     assert requests[0].replicas == DimRange(symbol="replicas", low=low, high=high)
-    assert requests[0].objective == "throughput"
+    assert requests[0].aim == "throughput"
     assert main(["recommend-batch", "model.pt", "--replicas", text, "--objective", "max"]) == 3
-    assert requests[1].objective == "max"
+    assert requests[1].aim == "max"
 
 
 @pytest.mark.parametrize("text", ["1:64", "1:32"])  # YAML 1.1 reads the second as 92, in base 60

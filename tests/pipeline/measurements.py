@@ -11,9 +11,8 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.records import Breakdown, Counted, Failure, LevelRow, Measurement, Plan, SearchOptions
+from memopt_cli.records import Breakdown, Counted, Failure, LevelRow, Measurement, Plan, ResolvedSearch, SearchOptions
 from memopt_cli.records.progress import Progress
-from memopt_cli.search.plan.policy import Resolved
 from memopt_cli.search.plan.questions import Priced
 
 NOTHING = Breakdown(
@@ -87,7 +86,7 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
         probes=SearchProbes(nobody, limit_s=None),
         planner=planner,
         found=Findings(
-            resolved=Resolved(options=options, requested_level=options.level, notes=()),
+            resolved=ResolvedSearch(options=options, requested_level=options.level),
             asked_codecs=(),
             model_format="",
             device="cpu",

@@ -37,6 +37,7 @@ from memopt_cli.records import (
     describe,
 )
 from memopt_cli.records.progress import Progress
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes
 from memopt_cli.trace.workspace import LEAST_BYTES
 from memopt_cli.version import __version__
@@ -173,7 +174,7 @@ def _optimized(case: _Case, device: str) -> Iterator[SelftestRow]:
         source=case.source,
         spec=case.spec,
         settings=case.on(device),
-        search=SearchOverrides(level=case.level, max_slowdown=_MAX_SLOWDOWN),
+        search=resolve(SearchOverrides(level=case.level, max_slowdown=_MAX_SLOWDOWN)),
         dry_run=True,
         recommend_batch=False,
         timeout_s=_TIMEOUT_S,

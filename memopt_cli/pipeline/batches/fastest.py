@@ -18,7 +18,7 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.errors import NothingFitsError, OptionError, Terminated, VerificationError
+from memopt_cli.errors import NothingFitsError, Terminated, VerificationError
 from memopt_cli.files.contents import fastest_data, plan_yaml
 from memopt_cli.files.write import check_targets, content, pair_paths, write_all
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
@@ -26,7 +26,7 @@ from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, memory_left_out
 from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, ranked
 from memopt_cli.pipeline.batches.pricing import Pricing
-from memopt_cli.pipeline.batches.recommendation import accumulating, accumulation_notes, batch_file, check_inputs
+from memopt_cli.pipeline.batches.recommendation import accumulation_notes, batch_file, check_inputs
 from memopt_cli.pipeline.batches.scaled_models import ScaledModels
 from memopt_cli.pipeline.batches.trials import Trials
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
@@ -40,12 +40,10 @@ from memopt_cli.records import (
     Dropped,
     Failure,
     FastestTraining,
-    Objective,
     OutOfMemory,
     PairRun,
     Plan,
     SearchOptions,
-    SearchOverrides,
     Verification,
     describe,
 )
@@ -54,7 +52,6 @@ from memopt_cli.search.batch_size.memory_limit import limits_of
 from memopt_cli.search.batch_size.pair_search import PairSearch
 from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits
-from memopt_cli.search.plan.policy import resolve
 from memopt_cli.search.plan.questions import TimeIsUp
 from memopt_cli.search.plan.scaled import ScaledStep
 from memopt_cli.text.units import format_bytes
@@ -66,19 +63,6 @@ _TELLING_BATCH = 4
 """The smallest batch for dry runs: fewer samples do not show along which axes modules run in chunks."""
 
 
-def check_search(search: SearchOverrides) -> None:
-    """Raise :class:`OptionError` for a ``search`` at level 0, which has no plans, and as :func:`resolve` does."""
-    if resolve(search).options.level == 0:
-        raise OptionError("--search looks for plans, and level 0 has none", hint="Raise --level.")
-
-
-def check_search_alone(has_plan: bool, objective: Objective | None) -> None:
-    """Raise :class:`OptionError` if ``--search`` is combined with a given plan, or with the objective ``max``."""
-    if has_plan or objective == "max":
-        what = "a plan is given" if has_plan else "the objective is max"
-        raise OptionError(f"a search finds the plan that trains fastest, and {what}", hint="Leave one of them out.")
-
-
 _WITHOUT_CHECKPOINTS = "Batches without a plan are run with it off, too: turn it off where one of them is the answer."
 
 
@@ -87,8 +71,8 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if no batch fits with any plan.
     """
-    assert request.search is not None
-    started, resolved = time.monotonic(), resolve(request.search)
+    assert request.search is not None, "it is a search"
+    started, resolved = time.monotonic(), request.search
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     bare = without_own_checkpoints(prepared, measures=False)
@@ -341,22 +325,15 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
 
     Raises as :func:`fastest_prepared` does, and :class:`UsageError` if a file exists and may not be replaced.
     """
-    assert request.search is not None
-    check_search(request.search)
-    check_targets(pair_paths(request.source.location, request.output), force=request.force)
-    settings = accumulating(request.settings, request.global_batch)
-    prepared = prepare(opening_of(request, settings), progress=progress, ask=ask)
-    found = fastest_prepared(request, prepared)
-    return replace(found, files=_write(found, request))
-
-
-def _write(found: FastestTraining, request: BatchRequest) -> tuple[str, ...]:
     batch, plan = pair_paths(request.source.location, request.output)
+    check_targets([batch, plan], force=request.force)
+    prepared = prepare(opening_of(request, request.step), progress=progress, ask=ask)
+    found = fastest_prepared(request, prepared)
     files = {
         batch: batch_file(found.header, fastest_data(found, plan.name)),
         plan: content(plan_yaml(found.header, found.answer.plan, found.level)),
     }
-    return write_all(files, force=request.force)
+    return replace(found, files=write_all(files, force=request.force))
 
 
 def _room(model: PeakModel, within_bytes: int) -> float:

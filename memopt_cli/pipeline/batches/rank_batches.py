@@ -12,7 +12,6 @@ from memopt_cli.inputs.spec_text import ranks_asked
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, looped_over, memory_left_out
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prediction import without_data
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
@@ -42,7 +41,7 @@ def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if the smallest batch fits nowhere.
     """
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
-    opening = without_data(opening_of(request, request.settings), request.layouts[-1])
+    opening = opening_of(request, request.settings, layout=request.layouts[-1])
     prepared = prepare(replace(opening, plan=plan or ORIGINAL), progress=progress, ask=ask)
     return recommend_ranks_prepared(request, prepared, plan)
 

@@ -14,12 +14,11 @@ from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.files.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.files.write import Fill, check_targets, content, write_all
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
-from memopt_cli.inputs.spec_text import is_factory
-from memopt_cli.measure.jobs import ORIGINAL, Data, ProbeJob
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import check_varied, memory_left_out
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, file_header, opening_of, prepare_with_plan, recorded_here
+from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     Accumulation,
@@ -34,7 +33,6 @@ from memopt_cli.records import (
     ModelFacts,
     NoBatchFits,
     Plan,
-    StepSettings,
     to_data,
 )
 from memopt_cli.records.progress import Ask, Progress
@@ -56,10 +54,8 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force, model=request.source.location)
-    _check_replicas(request)
-    settings = recorded_here(accumulating(request.settings, request.global_batch), request.card)
-    opening = opening_of(request, settings)
-    opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, data=data_of(request))
+    opening = opening_of(request, request.step, card=request.card, fake=request.fake)
+    opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # fails if the plan does not suit the model
     note = TAKEN_OFF
     if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
@@ -67,41 +63,8 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     return recommend_prepared(request, prepared.without_carried(note), plan, lengths)
 
 
-def _check_replicas(request: BatchRequest) -> None:
-    """Raise :class:`UsageError` if ``request`` varies something else besides the number of copies."""
-    other = "a range of --dim" if request.dim_range else "--lengths" if request.lengths_path is not None else ""
-    if request.replicas is not None and other:
-        raise UsageError(
-            f"--replicas and {other} cannot be given together", hint="Ask for one first, then for the other."
-        )
-
-
-def data_of(request: BatchRequest) -> Data:
-    """Return the data that the steps of ``request`` may run on."""
-    if request.runs:
-        return "full size"
-    return "none" if request.fake and is_factory(request.source.location) else "small batch"
-
-
 _ESTIMATED = "Peaks are estimates, in blocks of the allocator of {}, without workspace of kernels; nothing was run."
 _PREDICTED = "Peaks are tensor peaks, predicted without data; workspace of kernels is not counted, and nothing was run."
-
-
-def accumulating(settings: StepSettings, global_batch: int | None) -> StepSettings:
-    """Return ``settings`` with accumulation, where a ``global_batch`` is to be made up of several passes.
-
-    Two passes stand for any number: a step with earlier gradients in memory always takes the same.  Raises
-    :class:`UsageError` where ``settings`` give the number of passes already.
-    """
-    if global_batch is None:
-        return settings
-    if settings.micro_batches > 1:
-        raise UsageError(
-            f"--global-batch {global_batch} asks how many passes make it up, and --accumulate {settings.micro_batches} "
-            "says how many",
-            hint="Keep one of them.",
-        )
-    return replace(settings, micro_batches=2)
 
 
 def recommend_prepared(
@@ -132,8 +95,7 @@ def recommend_prepared(
     )
     job = _Job(request=request, prepared=prepared, longest=longest, search=search)
     try:
-        data: Data = "small batch" if request.runs else data_of(request)
-        with Sessions(prepared, data, notes) as session:
+        with Sessions(prepared, prepared.dry_data, notes) as session:
             found = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # the subprocess has ended by now
         if not job.proven:
@@ -204,7 +166,7 @@ class _Job:
             self.search.notes += accumulation_notes(accumulation, self.prepared.facts, was_run=self.request.runs)
         return BatchRecommendation(
             header=file_header(self.prepared),
-            objective=self.request.objective,
+            objective=self.request.aim,
             limit=self.search.limits.text,
             rows=tuple(case.row() for case in cases),
             chosen=cases.index(main),
@@ -244,13 +206,13 @@ class _Job:
 
     def _worth(self, case: Case) -> float:
         """Return what ``case`` is rated by: samples a second, or samples in a step."""
-        if self.request.objective == "throughput" and case.search.runs.fitting:
+        if self.request.aim == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s
         return self._chosen(case) * case.probes.replicas
 
     def _seek_faster(self, cases: Sequence[Case]) -> None:
         """Run smaller batches of the cases that may be recommended, since a smaller one may train faster."""
-        is_max = self.request.objective == "max"
+        is_max = self.request.aim == "max"
         found = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
         unit = self.request.multiple_of
         for left, case in zip(range(len(found), 0, -1), found, strict=True):
@@ -307,7 +269,7 @@ class _Job:
         assert not isinstance(outcome, NoBatchFits)
         if isinstance(outcome, BatchEstimate):
             return outcome.batch
-        return outcome.fastest_batch if self.request.objective == "throughput" else outcome.recommended_batch
+        return outcome.fastest_batch if self.request.aim == "throughput" else outcome.recommended_batch
 
 
 def accumulation_notes(found: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:

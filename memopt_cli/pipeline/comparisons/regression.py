@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from memopt_cli.errors import BaselineError, UnsafeFileError
 from memopt_cli.files.contents import baseline_json, read_measured, read_plan
@@ -19,8 +18,8 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.comparisons.baselines import KEPT, compare, differences, terms
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.memory.step_peaks import instant_at, is_alive, live_bytes, saved_tensors
-from memopt_cli.pipeline.prediction import predicted_ranks, without_data
-from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, opening_of, prepare_with_plan
+from memopt_cli.pipeline.prediction import predicted_ranks
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.records import (
     Baseline,
     BaselineRequest,
@@ -37,7 +36,6 @@ from memopt_cli.records import (
     RankPrediction,
     ShorterStep,
     StepMemory,
-    StepRequest,
     StepSettings,
     StepTrace,
 )
@@ -49,14 +47,9 @@ from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
     """Measure a training step and write what it needs.  Raises :class:`MemoptError`."""
     check_targets([Path(request.output)], force=request.force, model=request.source.location)
-    opening = _opening(request, request.settings, request.layout)
+    opening = opening_of(request, request.settings, layout=request.layout)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
     return record_prepared(request, prepared)
-
-
-def _opening(request: StepRequest, settings: StepSettings, layout: Layout | None) -> Opening:
-    opening = opening_of(request, settings)
-    return opening if layout is None else without_data(opening, layout)
 
 
 def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineResult:
@@ -80,15 +73,14 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
     Raises :class:`BaselineError` before anything is measured if the baseline is missing or was recorded under other
     conditions, and :class:`MemoptError` if the step cannot be measured.
     """
-    before, settings = step_of_baseline(request)
-    layout = _layout(request, before)
-    opening = replace(_opening(request, settings, layout), spec=_spec(request.spec, before.header.spec))
+    before, request, settings = step_of_baseline(request)
+    opening = opening_of(request, settings, layout=request.layout)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
     return check_prepared(request, before, prepared)
 
 
-def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
-    """Return the baseline of ``request``, and how its step is run again.
+def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, StepSettings]:
+    """Return the baseline of ``request``, the request with what that leaves to it, and the settings of the step.
 
     Raises :class:`BaselineError` and :class:`UnsafeFileError`.
     """
@@ -98,18 +90,20 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
             f"{request.baseline_path} is a summary of memopt optimize, not a baseline", hint=_record_anew(request)
         )
     _refuse_reach(request, before, before.conditions)
-    return before, _settings(request, before.conditions.settings)
+    settings = _settings(request, before.conditions.settings)
+    layout = request.layout or before.conditions.layout  # that of the baseline, if it is code, was refused
+    spec = _spec(request.spec, before.header.spec)
+    return before, replace(request, layout=layout, spec=spec), settings
 
 
 def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) -> Comparison:
     """Check a model that is ready, as :func:`check` does."""
     _require_same_model(request, before, prepared)
-    layout = _layout(request, before)
     now = replace(before, header=replace(file_header(prepared), model=request.source.location))
-    with prepared.session(_DATA if layout is None else "none") as session:
-        now = replace(now, conditions=replace(required(session.ask(ConditionsJob())), layout=layout))
+    with prepared.session(prepared.dry_data) as session:
+        now = replace(now, conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout))
     _require_alike(request, before, now)
-    step = _Step(prepared, _plan(request.plan_path, prepared), layout)
+    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout)
     with step.session() as (session, rank):
         memory = step.memory(session, rank)
     shorter = step.shorter((old.dim, old.size) for old in before.shorter)
@@ -178,11 +172,6 @@ def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
     )
 
 
-def _layout(request: CheckRequest, before: Baseline) -> Layout | None:
-    """Return the layout of the baseline, unless another is given; one that is code was refused."""
-    return request.layout or (before.conditions.layout if before.conditions else None)
-
-
 def _same_device(device: str) -> str:
     """Return a device of the same kind as ``device``, if there is one."""
     kind = device.partition(":")[0]
@@ -245,10 +234,6 @@ def _plan(path: str | None, prepared: Prepared) -> Plan:
     return prepared.carried if path is None else read_plan(path)[1]
 
 
-_DATA: Final = "small batch"
-"""The original may not fit where the plan does."""
-
-
 def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
     """Return the dimension of a plan by length with the largest size of each range that the inputs go beyond."""
     if plan.by is None:
@@ -284,7 +269,7 @@ class _Step:
     def session(self) -> Iterator[tuple[Session, RankPrediction | None]]:
         """One in which the step is measured; or that of the rank which needs most, and what that needs."""
         if self.layout is None:
-            with self.prepared.session(_DATA) as session:
+            with self.prepared.session("small batch") as session:  # the original may not fit where the plan does
                 yield session, None
             return
         predicted = predicted_ranks(self.prepared, self.layout, self.plan)

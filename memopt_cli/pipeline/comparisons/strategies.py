@@ -12,8 +12,7 @@ from memopt_cli.files.contents import read_plan
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, VerifyJob
 from memopt_cli.measure.online_jobs import AgreementJob, OnlineJob
 from memopt_cli.pipeline.batches.recommendation import check_inputs
-from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
-from memopt_cli.pipeline.plans.optimization import find_plan
+from memopt_cli.pipeline.plans.optimization import find
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
@@ -39,6 +38,7 @@ from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.lines import fit_line
 from memopt_cli.search.batch_size.memory_limit import limits_of
 from memopt_cli.search.batch_size.runs import Limits
+from memopt_cli.search.plan.policy import resolve
 
 _SEARCHED_LEVEL = 3
 """Level of the plan that is searched where none is given."""
@@ -104,11 +104,11 @@ class _Job:
             source=self.request.source,
             spec=self.prepared.subject.spec,
             settings=self.request.settings,
-            search=SearchOverrides(level=_SEARCHED_LEVEL),
+            search=resolve(SearchOverrides(level=_SEARCHED_LEVEL)),
             recommend_batch=False,
         )
         try:
-            found = find_plan(request, without_own_checkpoints(self.prepared))
+            found = find(request, self.prepared)
         except MemoptError as error:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
         if found.decisive is not None:

@@ -14,7 +14,7 @@ from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ORIGINAL, GroupJob, InGroup, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prediction import predicted_ranks, without_data
+from memopt_cli.pipeline.prediction import predicted_ranks
 from memopt_cli.pipeline.prepare import header_of, inputs_note, opening_of, prepare
 from memopt_cli.records import (
     GroupMeasurement,
@@ -95,7 +95,7 @@ def _in_group(request: MeasureRequest, plan: Plan, progress: Progress) -> RanksM
 def _predicted(request: MeasureRequest, plan: Plan, notes: list[str], progress: Progress) -> RankPrediction | None:
     """Predict the first rank's step in a process without a group; ``None``, and a note, where that fails."""
     settings = replace(request.settings, device="cpu")  # tensors have the same bytes there
-    opening = without_data(opening_of(request, settings), request.layout)
+    opening = opening_of(request, settings, layout=request.layout)
     try:
         prepared = replace(prepare(opening, progress=Progress(), ask=None), progress=progress)
         with predicted_ranks(prepared, request.layout, plan, rank=0) as (_, found):

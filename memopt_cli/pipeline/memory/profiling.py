@@ -6,16 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from memopt_cli.errors import OptionError, StepError
+from memopt_cli.errors import StepError
 from memopt_cli.files.contents import read_plan
-from memopt_cli.inputs.spec_text import is_factory
-from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, Data, MeasureJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.memory.step_peaks import allocated_peak, is_alive, live_bytes, phase_peaks, saved_tensors
 from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
-from memopt_cli.pipeline.prediction import predicted_ranks, without_data
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, recorded_here
+from memopt_cli.pipeline.prediction import predicted_ranks
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     STEP,
@@ -47,31 +46,17 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
 
     Raises :class:`MemoptError`; a step that does not fit is estimated, as with ``fake``, and so is one for a card.
     """
-    check_compiled(request.backend, is_run=request.layout is None and not request.fake and request.card is None)
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
-    if request.layout is not None:
-        return _profile_ranks(request, request.layout, plan, progress=progress, ask=ask)
     fake = request.fake or request.card is not None
-    without_parameters = fake and is_factory(request.source.location)
-    data: Data = "none" if without_parameters else "small batch" if fake else "full size"
-    settings = recorded_here(request.settings, request.card)
-    opening = replace(opening_of(request, settings), data=data)
+    opening = opening_of(request, request.settings, card=request.card, layout=request.layout, fake=fake)
     prepared = prepare(opening, progress=progress, ask=ask)
-    return profile_prepared(prepared, plan, data=data, card=request.card, backend=request.backend)
+    if request.layout is not None:
+        return _profile_ranks(request, request.layout, prepared, plan)
+    return profile_prepared(request, prepared, plan)
 
 
-def check_compiled(backend: str | None, *, is_run: bool) -> None:
-    """Refuse to compile a step that is not run.  Raises :class:`OptionError`."""
-    if backend is not None and not is_run:
-        raise OptionError("a compiled step is measured, and this one is not run", hint="Leave out --compile.")
-
-
-def _profile_ranks(
-    request: ProfileRequest, layout: Layout, plan: Plan, *, progress: Progress, ask: Ask | None
-) -> StepProfile:
+def _profile_ranks(request: ProfileRequest, layout: Layout, prepared: Prepared, plan: Plan) -> StepProfile:
     """Profile the first of the asked-for ranks that is the largest."""
-    opening = without_data(opening_of(request, request.settings), layout)
-    prepared = prepare(opening, progress=progress, ask=ask)
     notes = list(prepared.notes)
     predicted = predicted_ranks(prepared, layout, plan, rank=request.rank, card=request.card)
     with predicted as (session, ranks):
@@ -80,26 +65,24 @@ def _profile_ranks(
     return replace(_profile(prepared, plan, None, traced, notes, request.card), ranks=ranks)
 
 
-def profile_prepared(
-    prepared: Prepared, plan: Plan, *, data: Data, card: DeviceProfile | None = None, backend: str | None = None
-) -> StepProfile:
-    """Profile a model that is ready; ``data`` says what of it may be run, ``full size`` if it is to be measured.
+def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) -> StepProfile:
+    """Profile a model that is ready, on one device: measured if ``request`` runs the step, else estimated.
 
-    ``backend``: compile the step, too, which is run then: see :func:`check_compiled`.  Raises :class:`StepError` for a
-    step of the user's own, which is not compiled from outside.
+    Raises :class:`StepError` for a step of the user's own that is to be compiled, which it is not from outside.
     """
+    backend, card = request.backend, request.card
     if backend is not None and prepared.facts.format == STEP:
         raise StepError("a step of one's own calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
-    with Sessions(prepared, data, notes) as sessions:
-        measured = _measure(sessions(), plan, prepared.progress, notes) if data == "full size" else None
+    with Sessions(prepared, "full size" if request.runs else prepared.dry_data, notes) as sessions:
+        measured = _measure(sessions(), plan, prepared.progress, notes) if request.runs else None
         if isinstance(measured, OutOfMemory):
             notes.append("The step does not fit here: its peak is predicted on tensors without data.")
             sessions.smaller()
         prepared.progress.stage("recording a step")
         smaller = sessions.smaller if isinstance(measured, Measurement) else None
         traced = record_step(sessions(), plan, measured, notes, smaller=smaller)
-    if data != "full size" and plan.has_chunks:
+    if not request.runs and plan.has_chunks:
         notes.append("Whether modules can run in chunks is not tried here; where one cannot, it runs whole.")
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))

@@ -21,7 +21,7 @@ from memopt_cli.pipeline.memory.step_peaks import allocated_peak, first_beyond, 
 from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes, without_own_checkpoints
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.optimization import find_plan
+from memopt_cli.pipeline.plans.optimization import find
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.records import (
     STEP,
@@ -50,6 +50,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.capacity import runnable_bytes
 from memopt_cli.search.batch_size.memory_limit import limits_of
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.documents import quoted_path, read_end
 from memopt_cli.text.units import exact_bytes, format_bytes
 
@@ -270,7 +271,7 @@ class _Trial:
     def _plan(self) -> Iterator[Suggestion]:
         """Find the fastest plan within the limit, with an optimizer in backward where that helps."""
         goal = SearchGoal(budget=Budget(nbytes=self._limit_bytes))
-        found = self._search(self._prepared, goal, SearchOverrides(level=_LEVEL))
+        found = self._search(self._prepared, goal)
         row = next(row for row in found.rows if row.plan == found.plan)
         measured = row.outcome
         assert isinstance(measured, Measurement), "it is within the budget"
@@ -284,7 +285,7 @@ class _Trial:
             seconds=measured.step_s,
         )
 
-    def _search(self, prepared: Prepared, goal: SearchGoal, search: SearchOverrides) -> Findings:
+    def _search(self, prepared: Prepared, goal: SearchGoal, max_slowdown: float | None = None) -> Findings:
         """Search a plan.  Raises :class:`NothingFitsError` if it does not compute the same."""
         known = prepared.notes
         prepared = without_own_checkpoints(prepared, measures=False)
@@ -294,12 +295,12 @@ class _Trial:
             source=subject.source,
             spec=subject.spec,
             settings=subject.settings,
-            search=search,
+            search=resolve(SearchOverrides(level=_LEVEL, max_slowdown=max_slowdown)),
             goal=goal,
             recommend_batch=False,
             search_limit_s=_SEARCH_S,
         )
-        found = find_plan(asked, prepared)
+        found = find(asked, prepared)
         if found.verification is not None and not found.verification.passed:
             raise NothingFitsError(f"the plan that was found is not exact: {found.verification.difference}")
         return found
@@ -307,8 +308,7 @@ class _Trial:
     def _both(self) -> Iterator[Suggestion]:
         """Micro-batches under the plan of the least peak."""
         self._require_one_batch()
-        least = SearchOverrides(level=_LEVEL, max_slowdown=math.inf)
-        plan = self._search(self._accumulating(), SearchGoal(), least).plan
+        plan = self._search(self._accumulating(), SearchGoal(), max_slowdown=math.inf).plan
         yield from self._accumulated(plan, f"{_told(plan)} and ")
 
     def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
@@ -319,7 +319,7 @@ class _Trial:
         asked = BatchRequest(
             source=subject.source,
             spec=subject.spec,
-            settings=subject.settings,
+            settings=self._prepared.subject.settings,
             memory=self._limit_bytes,
             global_batch=self._prepared.batch,
             longest_step_s=_LONGEST_STEP_S,

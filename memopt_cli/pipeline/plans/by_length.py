@@ -3,7 +3,7 @@
 The longest inputs come first: they must fit.  Next is the largest length at which the original fits without a plan.
 Between the two, the range is cut where shorter inputs may train faster with a plan of their own.  Example, for lengths
 64 to 2048: no plan up to 512, a light one up to 1024, and the full plan beyond.  Each range has the fastest plan that
-fits at its largest length, measured and verified by :func:`~memopt_cli.pipeline.plans.optimization.find_plan`.  For a
+fits at its largest length, measured and verified by :func:`~memopt_cli.pipeline.plans.optimization.find_here`.  For a
 device that is not here (``--for``) nothing is measured, and estimates decide.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
 from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.inputs.spec_text import format_tensor
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Measured, MeasureJob
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.prepare import Prepared
@@ -43,7 +43,6 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.batch_size.length_strategies import read_histogram
 from memopt_cli.search.plan.bounds import Work, inner_bounds
-from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes
 
 _EVEN = 64
@@ -193,8 +192,7 @@ class _ByLength:
     def _sessions(self) -> Sessions:
         """Open sessions for dry runs as on the device that the plan is for."""
         there = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
-        data: Data = "full size" if self.request.card is None else "small batch"
-        return Sessions(there, data, notes=[])
+        return Sessions(there, "full size" if self.request.runs else there.dry_data, notes=[])
 
     def at(self, length: int) -> Prepared:
         """Return the model with inputs of ``length``."""
@@ -208,8 +206,7 @@ class _ByLength:
             for length in lengths:
                 job = CountJob(plan=looking, fake=True, dims={symbol: length})
                 found = sessions().ask(job)
-                is_here = self.request.card is None
-                if is_here and isinstance(found, StepFailed):  # it may not run on tensors without data alone
+                if self.request.runs and isinstance(found, StepFailed):  # it may not run on tensors without data alone
                     found = sessions().ask(replace(job, fake=False))
                 if not isinstance(found, Counted | OutOfMemory):
                     raise_failure(found, f"the model does not run at {symbol}={length}: ")
@@ -321,7 +318,7 @@ class _ByLength:
 
     def _measured(self, length: int) -> Measurement | None:
         self.prepared.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
-        job = MeasureJob(plan=ORIGINAL, warm_up=resolve(self.request.search).options.warmup_in_profile_workers)
+        job = MeasureJob(plan=ORIGINAL, warm_up=self.request.search.options.warmup_in_profile_workers)
         found = self.at(length).ask(job)
         return found.measurement if isinstance(found, Measured) else None
 

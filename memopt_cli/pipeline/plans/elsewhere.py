@@ -9,15 +9,15 @@ import math
 import time
 from dataclasses import replace
 
-from memopt_cli.errors import MemoryBudgetError, NothingFitsError, OptionError
-from memopt_cli.measure.jobs import ORIGINAL, Data, TraceJob
+from memopt_cli.errors import MemoryBudgetError, NothingFitsError
+from memopt_cli.measure.jobs import ORIGINAL, TraceJob
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import budget_bytes, nothing_fits, require_fast
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.plans.worth import unworthy
-from memopt_cli.pipeline.prediction import predict, without_data
-from memopt_cli.pipeline.prepare import Opening, Prepared, opening_of, recorded_here
+from memopt_cli.pipeline.prediction import predict
+from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import verified_small
 from memopt_cli.records import (
@@ -41,49 +41,6 @@ _GRADIENTS = 2
 """The number of steps whose gradients are held at once, at least, where two steps are compared."""
 
 
-def check_request(request: OptimizeRequest) -> None:
-    """Raise :class:`OptionError` for options of ``request`` that need a measurement where nothing is measured."""
-    wanted = {
-        "--frontier": request.goal.frontier or request.goal.pick is not None,
-        "--measure-levels": request.measure_levels,
-        "--html (or --snapshot)": request.layout is not None and request.record_steps,
-        "--dim with a range": request.layout is not None and request.dim_range is not None,
-    }
-    flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
-    if request.unverified and not is_elsewhere(request):
-        raise OptionError(
-            "--unverified is for a step that is not run here, and this one is measured",
-            hint="Omit it, or give --ranks or --for.",
-        )
-    if request.unverified and request.dim_range is not None:
-        raise OptionError(
-            "--unverified is for one step, and of a plan by length every range is verified", hint="Give --dim one size."
-        )
-    if is_elsewhere(request) and flag is not None:
-        where = (
-            f"--for {request.card.name} is for a device that is not here" if request.card else "--ranks predicts them"
-        )
-        raise OptionError(
-            f"{flag} wants steps that are run, and {where}",
-            hint=f"Omit {flag}; --budget and --max-slowdown choose a plan by estimates.",
-        )
-
-
-def is_elsewhere(request: OptimizeRequest) -> bool:
-    """Tell whether ``request`` is for a step that is not run here (``--for``, ``--ranks``)."""
-    return request.card is not None or request.layout is not None
-
-
-def opening_elsewhere(request: OptimizeRequest) -> Opening:
-    """Return the opening of a ``request`` whose step is not run here.
-
-    Raises :class:`UsageError` as :func:`recorded_here` and :func:`without_data` do.
-    """
-    settings = recorded_here(request.settings, request.card)
-    opening = replace(opening_of(request, settings), data="small batch")
-    return opening if request.layout is None else without_data(opening, request.layout)
-
-
 def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Search a plan for a step that is not run here, by dry runs, and verify it on a few samples.
 
@@ -97,9 +54,8 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
     found = Findings.begun(request, prepared)
     options, notes, rows = found.resolved.options, found.notes, found.rows
-    data: Data = "small batch" if layout is None else "none"
     where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
-    with Sessions(searched, data, notes) as sessions:
+    with Sessions(searched, searched.dry_data, notes) as sessions:
         prepared.progress.stage(f"recording a step for {where}")
         original = LevelRow(level=0, plan=ORIGINAL, outcome=None, predicted_slowdown=1.0, dry_runs=0, search_s=0.0)
         search = start_search(request, found, sessions, original)
@@ -190,7 +146,7 @@ def _searched(request: OptimizeRequest, search: StartedSearch) -> LevelRow:
         best = planner.within(options.level, found.budget_bytes)
         if best is None:
             raise nothing_fits(found.budget_bytes, planner.least(options.level).peak_bytes, ", as estimated")
-        require_fast(best, request.search.get("max_slowdown") or math.inf, "is estimated to make")
+        require_fast(best, request.search.asked_slowdown or math.inf, "is estimated to make")
     else:
         best = planner.best(options.level, options.max_slowdown or math.inf)
         dropped = unworthy(best.plan, best.peak_bytes, original.peak_bytes, best.slowdown)

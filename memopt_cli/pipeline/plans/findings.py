@@ -18,18 +18,19 @@ from memopt_cli.records import (
     PlanEstimates,
     PlannedRanks,
     RangeRow,
+    ResolvedSearch,
     SearchGoal,
     Verification,
     decisive,
 )
-from memopt_cli.search.plan.policy import Resolved, Selection, resolve
+from memopt_cli.search.plan.policy import Selection
 
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
     """The result of one optimization so far: each stage adds to it, and :mod:`summary` makes the summary of it."""
 
-    resolved: Resolved
+    resolved: ResolvedSearch
     asked_codecs: Sequence[str]
     """The paths of the modules that ask for a codec for their inputs (``x_compressor``)."""
     model_format: str
@@ -78,15 +79,15 @@ class Findings:
     @classmethod
     def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
         """Return the findings of ``request`` on ``prepared`` before anything is searched."""
-        resolved, inputs = resolve(request.search), inputs_note(prepared.subject.spec)
+        inputs = inputs_note(prepared.subject.spec)
         return cls(
-            resolved=resolved,
+            resolved=request.search,
             asked_codecs=prepared.facts.asked_codecs,
             model_format=prepared.facts.format,
             device=prepared.subject.settings.device,
             by_goal=request.goal != SearchGoal(),
             turns_off=turned_off(prepared),
-            notes=[*resolved.notes, *(note for note in prepared.notes if note != inputs)],
+            notes=[*request.search.notes, *(note for note in prepared.notes if note != inputs)],
             details=[inputs],
         )
 

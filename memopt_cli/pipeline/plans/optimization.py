@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
+from memopt_cli.errors import NothingFitsError, Terminated, UsageError
 from memopt_cli.files.write import check_targets, output_paths
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_advice import begin_advice, predicted
@@ -15,7 +15,7 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
-from memopt_cli.pipeline.plans.elsewhere import check_request, find_elsewhere, is_elsewhere, opening_elsewhere
+from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans, may_run_in_backward
@@ -36,11 +36,8 @@ from memopt_cli.records import (
     OutOfMemory,
     ParetoPoint,
     Plan,
-    SearchGoal,
-    SearchOverrides,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.search.plan.policy import resolve
 from memopt_cli.search.plan.targets import left_out, selected
 
 
@@ -51,13 +48,11 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     that fails verification is reported and not written.
     """
     started = time.monotonic()
-    check_goal(request.goal, request.search)
-    check_request(request)
     paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
     try:
-        opening = opening_elsewhere(request) if is_elsewhere(request) else opening_of(request, request.settings)
+        opening = opening_of(request, request.settings, card=request.card, layout=request.layout)
         prepared = prepare(opening, progress=progress, ask=ask)
         found = find(request, prepared)
     except KeyboardInterrupt as err:
@@ -69,35 +64,25 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     return kept.result()
 
 
-def check_goal(goal: SearchGoal, search: SearchOverrides) -> None:
-    """Raise :class:`OptionError` for a ``goal`` at level 0, which searches nothing, and as :func:`resolve` does."""
-    if resolve(search).options.level == 0 and goal != SearchGoal():
-        raise OptionError(
-            "a budget, the frontier and a pick of it are searched for, which level 0 does not", hint="Raise --level."
-        )
-
-
 def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """Find a plan for ``prepared``: one plan, or a plan by length where ``request`` gives a dimension a range.
+    """Find a plan for ``prepared``, by runs here or by estimates; with a range of a dimension, a plan by length.
 
-    A model that checkpoints by itself is searched with that turned off, where it can be.
+    A model that checkpoints by itself is searched with that turned off, where it can be.  The findings include a plan
+    that fails verification; nothing is written.  Raises :class:`MemoptError`.
     """
-    prepared = without_own_checkpoints(prepared, measures=not is_elsewhere(request))
+    prepared = without_own_checkpoints(prepared, measures=request.runs)
+    options = request.search.options
+    chooses = not options.targets and options.modules is None
+    prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
+    find_plan = find_here if request.runs else find_elsewhere
     if request.dim_range is None:
         return find_plan(request, prepared)
     return find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
 
 
-def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """Find a plan for ``prepared`` at the sizes of its inputs: search, measure and verify, but write nothing.
-
-    The findings include a plan that fails verification.  Raises :class:`MemoptError`.
-    """
-    options = resolve(request.search).options
-    chooses = not options.targets and options.modules is None
-    prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
-    if is_elsewhere(request):
-        return find_elsewhere(request, prepared)
+def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
+    """Find a plan for ``prepared`` at the sizes of its inputs: search, measure and verify."""
+    options = request.search.options
     measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
     found = Findings.begun(request, prepared)
     job = _Job(request, measurements, found, Prover(measurements=measurements, found=found))
@@ -112,7 +97,7 @@ def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
 
 @dataclass(slots=True)
 class _Job:
-    """One run of :func:`find_plan`, with the state that its stages share."""
+    """One run of :func:`find_here`, with the state that its stages share."""
 
     request: OptimizeRequest
     measurements: PlanMeasurements
@@ -222,7 +207,7 @@ class _Job:
 
     def _meet_goal(self, search: StartedSearch) -> list[LevelRow]:
         """Return the row of the fastest plan within the budget, or of the one picked from the frontier, if any."""
-        goal, most_slowdown, started = self.request.goal, self.request.search.get("max_slowdown"), time.monotonic()
+        goal, most_slowdown, started = self.request.goal, self.request.search.asked_slowdown, time.monotonic()
         planned = GoalSearch(
             search=search,
             measurements=self.measurements,

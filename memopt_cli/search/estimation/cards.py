@@ -10,8 +10,8 @@ import difflib
 from pathlib import Path
 from typing import Any, Final
 
-from memopt_cli.errors import OptionError, UsageError, printable, shortened
-from memopt_cli.records import LONGEST_NAME, LONGEST_STEP_S, BatchRequest, DeviceProfile, from_data
+from memopt_cli.errors import UsageError, printable, shortened
+from memopt_cli.records import LONGEST_NAME, DeviceProfile, from_data
 from memopt_cli.text.documents import read_mapping
 from memopt_cli.text.units import parse_bytes
 
@@ -89,35 +89,6 @@ def device_profile(text: str) -> DeviceProfile:
         f"no card is known as {shortened(text)}",
         hint=f"{meant}Known are {', '.join(CARDS)}; describe another in a file, mine.yaml.",
     )
-
-
-def check_nothing_runs(request: BatchRequest) -> None:
-    """Raise :class:`OptionError` if ``request`` asks for something that takes runs where no step is run."""
-    wanted = {
-        "a search": request.search is not None,
-        "a comparison of strategies": bool(request.strategies),
-        "a comparison of copies": request.replicas is not None,
-        "the throughput": request.objective == "throughput",
-        "a comparison of lengths": request.lengths_path is not None,
-        "a longest step": request.longest_step_s != LONGEST_STEP_S,
-    }
-    what = next((what for what, is_wanted in wanted.items() if is_wanted), None)
-    if not request.runs and what is not None:
-        where = "without data"
-        if request.card is not None:
-            where = f"for {request.card.name}, which is not here"
-        elif request.layouts:
-            where = "of many ranks, of which one is predicted"
-        raise OptionError(f"{what} takes steps that are run, and none is run {where}", hint="Leave one of them out.")
-
-
-def check_memory_known(request: BatchRequest) -> None:
-    """Raise :class:`UsageError` if ``request`` asks for a share of the memory of an unknown device."""
-    if request.layouts and request.card is None and isinstance(request.memory, float):
-        raise UsageError(
-            "how much memory the device of a rank has is not known",
-            hint="Give bytes, --memory 80GiB, or a card, --for h100-80gb.",
-        )
 
 
 def _read(path: Path) -> DeviceProfile:

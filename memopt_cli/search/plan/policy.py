@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memopt_cli.errors import OptionError
-from memopt_cli.records import ModuleTrace, Preference, Profile, SearchOptions, SearchOverrides, SelectionPolicy
+from memopt_cli.records import (
+    ModuleTrace,
+    Preference,
+    Profile,
+    ResolvedSearch,
+    SearchOptions,
+    SearchOverrides,
+    SelectionPolicy,
+)
 from memopt_cli.text.options import OPTIONS, accepted
 from memopt_cli.text.values import Kind, Real, Whole
 
@@ -51,18 +59,7 @@ PROFILE_OF: dict[Preference, Profile] = {"speed": "safe", "balanced": "balanced"
 # ------------------------------------------------------------------------------------------------ options
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """The options that a search uses, and how they came about."""
-
-    options: SearchOptions
-    requested_level: int
-    """Level that was asked for, or that the profile stands for."""
-    notes: tuple[str, ...]
-    """Notes on every option that something else than itself decided."""
-
-
-def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> Resolved:
+def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> ResolvedSearch:
     """Resolve ``asked``: an option given wins over the profile, profile and checkpoint budget win over ``prefer``.
 
     ``has_inputs`` says whether there is something to run the model on; without it no level above 1 can be measured.
@@ -87,7 +84,8 @@ def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> Resolved:
     if settled.max_slowdown == math.inf:
         settled = replace(settled, max_slowdown=None)
     options = _bounded(_budgeted(settled, notes), said, notes)
-    return Resolved(options=options, requested_level=requested, notes=tuple(notes))
+    slowdown = said.get("max_slowdown")
+    return ResolvedSearch(options=options, requested_level=requested, notes=tuple(notes), asked_slowdown=slowdown)
 
 
 _CHECKED = {name for name, option in OPTIONS.items() if isinstance(option.kind, Kind)}

@@ -42,6 +42,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.comparison import reasons
 from memopt_cli.report.text import TextJudgement, TextReport
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.training.apply import apply_plan
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -443,7 +444,7 @@ def test_a_summary_is_no_baseline_but_can_be_compared(history: History, recorded
     made = OptimizeRequest(
         source=ModelSource(location=history.model),
         spec=spec,
-        search=SearchOverrides(level=0),
+        search=resolve(SearchOverrides(level=0)),
         recommend_batch=False,
     )
     optimize(made, progress=Progress(), ask=None)

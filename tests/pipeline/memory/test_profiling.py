@@ -17,7 +17,7 @@ from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.pipeline import profile
 from memopt_cli.pipeline.memory import profiling
 from memopt_cli.pipeline.memory.profiling import profile_prepared
-from memopt_cli.pipeline.prepare import Opening, prepare
+from memopt_cli.pipeline.prepare import opening_of, prepare
 from memopt_cli.records import (
     InputSpec,
     Measurement,
@@ -230,11 +230,11 @@ def test_an_estimate_needs_no_memory(model_file: str) -> None:
 @pytest.mark.slow
 def test_an_estimate_says_that_chunks_were_not_tried(model_file: str) -> None:
     spec = InputSpec(tensors=(parse_tensor("128x256"),), source="here")
-    opening = Opening(source=ModelSource(location=model_file), spec=spec, settings=StepSettings(), data="small batch")
-    prepared = prepare(opening, progress=Progress(), ask=None)
+    request = ProfileRequest(source=ModelSource(location=model_file), spec=spec, fake=True)
+    prepared = prepare(opening_of(request, request.settings, fake=True), progress=Progress(), ask=None)
     for chunks, told in ((1, False), (2, True)):
         plan = Plan(segments=(SegmentPlan(path="0", chunks=chunks),))
-        notes = profile_prepared(prepared, plan, data="small batch").notes
+        notes = profile_prepared(request, prepared, plan).notes
         assert any("can run in chunks is not tried here" in note for note in notes) == told
 
 

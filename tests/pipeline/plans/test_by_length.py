@@ -182,7 +182,7 @@ def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_proce
     ("flags", "said"),
     [
         (("--dim", "S=64", "--lengths", "lengths.txt", "--budget", "60%"), "--lengths says how long inputs are"),
-        ((*RANGE, "--lengths", "lengths.txt"), "a range of --dim asks for plans that meet a budget"),
+        ((*RANGE, "--lengths", "lengths.txt"), "a range of S asks for plans that meet a budget"),
         (("--dim", "S=512:16", "--budget", "60%"), "the range S=512:16 is empty"),
         (("--dim", "S=16:x", "--budget", "60%"), "'S=16:x' is not NAME=LOW:HIGH"),
         (("--dim", "S=16", "--dim", "T=16:64", "--budget", "60%"), "--dim T: no input has a dimension T"),

@@ -65,6 +65,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Progress
 from memopt_cli.runtime import GCContainer, named_parts, segment_of
 from memopt_cli.search.batch_size.search import BatchSearch
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.verification.equality import TOLERANCE
 
 Memopt = Callable[..., Any]
@@ -451,7 +452,7 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
                 OptimizeRequest(
                     source=ModelSource(location=str(path)),
                     spec=InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": 16}, source="here"),
-                    search=SearchOverrides(level=1),
+                    search=resolve(SearchOverrides(level=1)),
                     output=str(tmp_path / "small.pt"),
                     longest_step_s=0.01,
                 ),

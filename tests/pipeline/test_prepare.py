@@ -1,0 +1,56 @@
+"""Where a step runs, and on what data, is said once: in the opening of its model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memopt_cli.errors import UsageError
+from memopt_cli.pipeline.prepare import opening_of
+from memopt_cli.records import Layout, ModelSource, StepRequest, StepSettings
+from memopt_cli.search.estimation.cards import CARDS
+
+CARD = {"card": CARDS["t4-16gb"]}
+RANKS = {"layout": Layout(ranks=2, parallel="fsdp", mesh={"dp": 2})}
+FAKE = {"fake": True}
+FILE, CODE = (StepRequest(source=ModelSource(location=at), spec=None) for at in ("model.pt", "train.py:build"))
+GPU = StepSettings(device="cuda:1", seed=3)
+AUTO = replace(GPU, device="auto")
+
+
+@pytest.mark.parametrize(
+    ("request_", "place", "settings", "data", "device"),
+    [
+        (FILE, {}, GPU, "full size", "cuda:1"),
+        (CODE, {}, AUTO, "full size", "auto"),
+        (FILE, FAKE, GPU, "small batch", "cuda:1"),
+        (CODE, FAKE, GPU, "none", "cuda:1"),
+        (FILE, CARD, AUTO, "small batch", "cpu"),
+        (CODE, CARD, AUTO, "small batch", "cpu"),
+        (CODE, CARD | FAKE, AUTO, "none", "cpu"),
+        (CODE, RANKS, AUTO, "none", "cpu"),
+        (CODE, RANKS | CARD, AUTO, "none", "cpu"),
+    ],
+)
+def test_where_a_step_runs_and_on_what_data(
+    request_: StepRequest, place: dict[str, Any], settings: StepSettings, data: str, device: str
+) -> None:
+    opening = opening_of(request_, settings, **place)
+    assert (opening.data, opening.settings) == (data, replace(settings, device=device))
+
+
+@pytest.mark.parametrize(
+    ("request_", "place", "settings", "refusal"),
+    [
+        (FILE, CARD, GPU, "--device cuda:1 runs the step, and --for t4-16gb"),
+        (CODE, RANKS, GPU, "is predicted on the CPU"),
+        (FILE, RANKS, AUTO, "model.pt has parameters"),
+    ],
+)
+def test_a_place_that_does_not_go_with_the_model_or_its_device(
+    request_: StepRequest, place: dict[str, Any], settings: StepSettings, refusal: str
+) -> None:
+    with pytest.raises(UsageError, match=refusal):
+        opening_of(request_, settings, **place)

@@ -1,0 +1,104 @@
+"""A request exists only if its options go together, whoever makes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memopt_cli.errors import OptionError
+from memopt_cli.records import (
+    BatchRequest,
+    Budget,
+    DimRange,
+    Layout,
+    ModelSource,
+    OptimizeRequest,
+    ResolvedSearch,
+    SearchGoal,
+    SearchOverrides,
+    StepSettings,
+)
+from memopt_cli.search.estimation.cards import CARDS
+from memopt_cli.search.plan.policy import resolve
+
+SOURCE = ModelSource(location="model.pt")
+CARD = CARDS["t4-16gb"]
+LAYOUT = Layout(ranks=2, parallel="fsdp", mesh={"dp": 2})
+RANGE = DimRange(symbol="S", low=8, high=64)
+BUDGET, FRONTIER = SearchGoal(budget=Budget(nbytes=1024)), SearchGoal(frontier=True)
+
+
+def searching(**asked: Any) -> ResolvedSearch:
+    return resolve(SearchOverrides(**asked))
+
+
+def optimizing(**asked: Any) -> OptimizeRequest:
+    return OptimizeRequest(source=SOURCE, spec=None, **{"search": searching(), **asked})
+
+
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [
+        ({"search": searching(level=0), "goal": BUDGET}, "which level 0 does not"),
+        ({"lengths": {8: 1}}, "--lengths says how long inputs are"),
+        ({"dim_range": RANGE}, "a range of S asks for plans that meet a budget"),
+        ({"dim_range": RANGE, "goal": FRONTIER}, "--frontier does not go with a range"),
+        ({"dim_range": RANGE, "goal": replace(FRONTIER, pick=1)}, "--pick does not go with a range"),
+        ({"dim_range": RANGE, "goal": BUDGET, "card": CARD, "unverified": True}, "--unverified is for one step"),
+        ({"unverified": True}, "--unverified is for a step that is not run here"),
+        ({"card": CARD, "goal": FRONTIER}, "--frontier wants steps that are run, and --for t4-16gb"),
+        ({"layout": LAYOUT, "measure_levels": True}, "--measure-levels wants steps that are run, and --ranks"),
+        ({"layout": LAYOUT, "record_steps": True}, r"--html \(or --snapshot\) wants steps"),
+        ({"layout": LAYOUT, "goal": BUDGET, "dim_range": RANGE}, "--dim with a range wants steps"),
+    ],
+)
+def test_what_an_optimization_cannot_be_asked(asked: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(OptionError, match=refusal):
+        optimizing(**asked)
+
+
+def test_an_optimization_runs_here_unless_it_is_for_a_device_or_ranks_elsewhere() -> None:
+    assert optimizing(dim_range=RANGE, goal=BUDGET, lengths={8: 1}, record_steps=True, measure_levels=True).runs
+    assert not optimizing(card=CARD, dim_range=RANGE, goal=BUDGET, record_steps=True).runs
+    assert not optimizing(layout=LAYOUT, unverified=True).runs
+
+
+def recommending(**asked: Any) -> BatchRequest:
+    return BatchRequest(source=SOURCE, spec=None, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [
+        ({"search": searching(level=0)}, "level 0 has none"),
+        ({"search": searching(), "objective": "max"}, "--objective max does not go with it"),
+        ({"search": searching(), "replicas": RANGE}, "--replicas does not go with it"),
+        ({"card": CARD, "replicas": RANGE}, "a comparison of copies takes steps that are run, and none is run for t4"),
+        ({"fake": True, "objective": "throughput"}, "the throughput takes steps that are run, .* without data"),
+        ({"layouts": (LAYOUT,), "longest_step_s": 3.0}, "a longest step takes steps .* of many ranks"),
+        ({"layouts": (LAYOUT,)}, "how much memory the device of a rank has is not known"),
+        ({"layouts": (LAYOUT,), "card": CARD, "global_batch": 8}, "--global-batch cannot be used with --ranks"),
+        ({"strategies": ("bptt",)}, "--strategy tabulates memory over time steps"),
+        ({"strategies": ("bptt",), "dim_range": RANGE, "plan_path": "p.yaml"}, "has no use for --plan"),
+        ({"replicas": RANGE, "dim_range": RANGE}, "--replicas and a range of --dim cannot be given together"),
+        ({"replicas": RANGE, "lengths_path": "l.txt"}, "--replicas and --lengths cannot be given together"),
+        ({"global_batch": 512, "settings": StepSettings(micro_batches=4)}, "and --accumulate 4 says how many"),
+    ],
+)
+def test_what_a_recommendation_cannot_be_asked(asked: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(OptionError, match=refusal):
+        recommending(**asked)
+
+
+def test_the_aim_of_a_recommendation_is_the_largest_batch_and_of_copies_the_fastest() -> None:
+    assert recommending().aim == "max"
+    assert recommending(replicas=RANGE).aim == "throughput"
+    assert recommending(replicas=RANGE, objective="max").aim == "max"
+
+
+def test_a_global_batch_is_made_up_of_passes() -> None:
+    settings = StepSettings(seed=3)
+    assert recommending(settings=settings).step == settings
+    assert recommending(settings=settings, global_batch=8).step == replace(settings, micro_batches=2)
