@@ -430,7 +430,8 @@ def timed_like(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
     the sums of their times would then say that the whole step became faster or slower.  An operator that both run has
     the median time of its kind in ``first``; the others are scaled by what the common ones take there.
     """
-    medians, kinds = _median_times(first, _kinds(first)), _kinds(trace)
+    first_kinds, kinds = _kinds(first), _kinds(trace)
+    medians = _median_times(first, first_kinds)
     common = [(medians[kind], op.seconds) for op, kind in zip(trace.ops, kinds, strict=True) if kind in medians]
     theirs_s, own_s = (sum(seconds) for seconds in zip(*common, strict=True)) if common else (0.0, 0.0)
     speed = theirs_s / own_s if theirs_s and own_s else 1.0
@@ -438,7 +439,7 @@ def timed_like(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
         replace(op, seconds=medians.get(kind, speed * op.seconds)) for op, kind in zip(trace.ops, kinds, strict=True)
     )
     timed = replace(trace, ops=ops)
-    before_s, after_s = sum(_timed_alike(first)), sum(_timed_alike(timed))
+    before_s, after_s = sum(medians[kind] for kind in first_kinds), sum(_timed_alike(timed))
     return timed, after_s / before_s if before_s and after_s else 1.0
 
 
