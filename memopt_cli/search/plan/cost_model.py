@@ -49,8 +49,8 @@ MODULE_S = 40e-6
 """Seconds that each module in a segment adds: its state is saved and put back."""
 SEGMENT_OP_S = 16e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
-_PACKING_S = 150e-6
-"""Seconds that it takes to pack a small tensor and to unpack it again."""
+_PACKING_S, _LOOK_S = 280e-6, 60e-6
+"""Seconds that it takes to pack a small tensor and to unpack it again, and to find that one is not to be packed."""
 KEEP_OP_S = 20e-6
 """Seconds added to each operator, in either run, of a segment that keeps some outputs: it passes through Python."""
 NORM_S = 0.9e-3
@@ -263,7 +263,8 @@ class CostModel:
             module=op.module,
             step_s=self.step_s
             + sum(map(self._added_s, replay.blocks))
-            + packing_s(self.trace, sum(replay.packed_away), len(replay.packed_away)),
+            + packing_s(self.trace, sum(replay.packed_away), len(replay.packed_away))
+            + _LOOK_S * replay.looked_at,
         )
 
     def _added_s(self, block: ReplayedSegment) -> float:

@@ -332,6 +332,8 @@ class Replay:
         self.blocks = blocks
         self.packed_away: list[int] = []
         """Bytes to be packed of every storage that is packed outside of segments."""
+        self.looked_at = 0
+        """Times that packing looks at a tensor outside of segments and leaves it as it is."""
         self._packed = packed
         self._original = original
         self._trace = trace = original.trace
@@ -380,6 +382,8 @@ class Replay:
                 self._add_packed(storage, savers[None])
             elif savers.get(block):
                 end = max(end, self._lives.release(storage, savers[block]))
+                if block is None and storage.nbytes >= LEAST_PACKED_BYTES:
+                    self.looked_at += self._packed * len(savers[None])
             end = max(end, self._lives.held_by_first_runs(index, storage, savers, block))
             for held in self._lives.holders(index, storage, block):
                 # The part of the graph that outlives the step keeps the recomputation's input.
