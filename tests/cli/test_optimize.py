@@ -22,9 +22,9 @@ from memopt_cli.records import (
     StepSettings,
     TensorSpec,
     Trust,
-    Verification,
 )
 from memopt_cli.search.plan.policy import resolve
+from tests.zoo.records import verified
 
 Optimize = Callable[..., OptimizeRequest]
 
@@ -115,7 +115,6 @@ def test_a_range_of_lengths(optimize: Optimize) -> None:
     )
     assert request.dim_range == DimRange(symbol="S", low=64, high=2048)
     assert request.lengths == "l.txt"
-    assert request.spec is not None
     assert request.spec.dims == {"B": 4, "S": 2048}
 
 
@@ -154,7 +153,6 @@ def test_config_file_of_the_folder(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text(CONFIG)
     request = optimize()
     assert request.source.trust == Trust()
-    assert request.spec is not None
     assert [tensor.shape for tensor in request.spec.tensors] == [("B", "S"), ("B", 1)]
     assert (request.spec.dims, request.spec.source) == ({"B": 8, "S": 128}, "memopt.yaml")
     assert (request.search["level"], request.search["targets"], request.search["compress_x"]) == (4, ("Linear",), False)
@@ -166,7 +164,6 @@ def test_flags_win_over_the_file(optimize: Optimize) -> None:
     request = optimize(*"--level 2 --dim S=64 --compress-x --allow-package mine --target Conv2d".split())
     assert (request.search["level"], request.search["compress_x"], request.search["targets"]) == (2, True, ("Conv2d",))
     assert request.source.trust == Trust(packages=("mine",))
-    assert request.spec is not None
     assert request.spec.dims == {"B": 8, "S": 64}
 
 
@@ -294,17 +291,7 @@ def test_a_folder_as_config_file(pipeline: Any) -> None:
 def test_a_failed_verification_is_reported_and_is_the_exit_code(
     pipeline: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pipeline.result.summary.verification = Verification(
-        passed=False,
-        exact=True,
-        precision="stored",
-        tolerance=0.0,
-        compared=3,
-        worst_name="fc.weight",
-        worst_difference=0.5,
-        batch=4,
-        full_size=True,
-    )
+    pipeline.result.summary.verification = verified(passed=False, worst_name="fc.weight", worst_difference=0.5)
     assert main(["optimize", "model.pt", "--dry-run"]) == 1
     assert "fc.weight" in capsys.readouterr().out
 
