@@ -16,8 +16,6 @@ FILE = Path(__file__).parents[1] / "docs" / "check.py"
 @pytest.fixture(scope="module")
 def check() -> Any:
     spec = importlib.util.spec_from_file_location("docs_check", FILE)
-    assert spec is not None
-    assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli import spikingjelly as api
 from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError
-from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob
+from memopt_cli.measure.jobs import CountJob, MeasureJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.reach import _unreachable_in_main
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.live.model import detached_copy, prepared_model
-from memopt_cli.records import Differs, Measurement, Plan, StepSettings, Verification, from_data
+from memopt_cli.records import Differs, Measurement, Plan, StepSettings, from_data
 from memopt_cli.runtime import segment_of
 from memopt_cli.spikingjelly import (
     GCContainer,
@@ -39,6 +39,8 @@ from memopt_cli.spikingjelly import (
     memory_optimization,
     resolve_device,
 )
+from tests.zoo.models import Parts
+from tests.zoo.records import verified
 
 
 class Block(nn.Module):
@@ -276,7 +278,6 @@ def test_a_codec_asked_for_by_the_module_is_counted_as_manual() -> None:
     net[1].x_compressor = "BooleanSpikeCompressor"
     summary = gc(net, Block, (torch.randn(64, 8),))
     config = segment_of(net[1])
-    assert config is not None
     assert config.compressor == "boolean"
     counts = [summary[f"{kind}_compressor_count"] for kind in ("manual", "bit", "null")]
     assert counts == [1, 0, 1]
@@ -452,8 +453,7 @@ class Forgetful(nn.Module):
         self.bypassed.forward = self.called.forward  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.called(self.bypassed(x))
-        return result
+        return self.called(self.bypassed(x))
 
 
 def test_modules_that_cannot_be_segments_are_left_out_and_named() -> None:
@@ -571,7 +571,6 @@ class Scaled(Block):
 @pytest.mark.usefixtures("in_process")
 def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> None:
     summary = summary_of(blocks(), Block, level=1)
-    assert summary.verification is not None
     assert (summary.verification.passed, summary.verification.batch) == (True, 2)
     assert not any("Not verified" in note for note in summary.notes)
     net = nn.Sequential(DiffersInBackward(8), nn.Linear(8, 3))
@@ -629,7 +628,6 @@ class TestLevelOne:
         assert (summary.gc_wrap_count, summary.gc_candidate_count, summary.gc_selected_count) == (4, 4, 4)
         assert [row.level for row in summary.levels] == [0, 1]
         assert all(isinstance(row.outcome, Measurement) for row in summary.levels)
-        assert summary.verification is not None
         assert summary.verification.passed
         (note,) = (note for note in summary.notes if "do not lower the peak" in note)
         assert "level 2 and above choose among them" in note
@@ -655,8 +653,7 @@ class TestLevelOne:
         class SeesBackward(Block):
             def forward(self, x: Tensor) -> Tensor:
                 hidden = self.first(x).tanh()
-                result: Tensor = self.second(hidden * 2 if memopt_cli.runtime.is_recomputing() else hidden)
-                return result
+                return self.second(hidden * 2 if memopt_cli.runtime.is_recomputing() else hidden)
 
         net = nn.Sequential(Block(8), SeesBackward(8), Block(8))
         summary = summary_of(net, Block, (torch.randn(2, 8),), level=1)
@@ -693,11 +690,9 @@ def test_a_profile_on_a_live_model(profile: Any) -> None:
     assert surroundings(net, x) == before
     assert summary.profile == profile
     assert [row.level for row in summary.levels] == list(range(summary.requested_level + 1))
-    assert summary.verification is not None
     assert summary.verification.passed
     measured = {row.level: row.outcome for row in summary.levels}
     applied = measured[summary.applied_level]
-    assert isinstance(applied, Measurement)
     assert summary.peak_memory_mb == applied.allocated_peak_bytes / 2**20
     assert len(segments(net)) == summary.gc_container_count == summary.total_gc_count
     policy = "all_candidates" if profile == "safe" else "least_predicted_peak"
@@ -735,7 +730,6 @@ def test_the_command_line_finds_the_same(memopt: Callable[..., Any]) -> None:
 
     ours = summary_of(net, Child("Child", (), {}), (x,), profile="balanced", checkpoint_budget="balanced")
     assert ours.plan == theirs.plan
-    assert ours.plan is not None
     assert ours.plan.segments
     for name in SUMMARY.split():
         if name not in ("notes", "options", "recommendation"):  # paths of files, measured times
@@ -753,25 +747,16 @@ def test_the_command_line_finds_the_same(memopt: Callable[..., Any]) -> None:
 
 @pytest.mark.usefixtures("in_process")
 def test_keyword_inputs() -> None:
-    class Keyword(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block(64)
-
+    class Keyword(Parts, block=lambda: Block(64)):
         def forward(self, *, x: Tensor) -> Tensor:
-            result: Tensor = self.block(x)
-            return result
+            return self.block(x)
 
     summary = summary_of(Keyword(), Block, {"x": X}, level=1)
     assert summary.gc_candidate_count == 1
 
 
-class ByName(nn.Module):
+class ByName(Parts, inner=blocks):
     """Takes an argument by position and one by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = blocks()
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         return self.inner(x) * scale
@@ -810,12 +795,8 @@ def test_an_example_or_a_split_that_makes_no_sense(options: dict[str, Any], reas
     assert raised.value.hint
 
 
-class Pair(nn.Module):
+class Pair(Parts, left=lambda: nn.Sequential(Block(64), Block(64)), right=lambda: nn.Sequential(Block(64), Block(64))):
     """Two blocks, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Sequential(Block(64), Block(64)), nn.Sequential(Block(64), Block(64))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.right(self.left(x))
@@ -862,17 +843,7 @@ def test_only_what_may_runs_in_chunks(may: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_model_that_differs_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Verification(
-        passed=False,
-        exact=True,
-        precision="stored",
-        tolerance=0.0,
-        compared=3,
-        worst_name="output[0]",
-        worst_difference=0.5,
-        batch=512,
-        full_size=True,
-    )
+    found = verified(passed=False, worst_name="output[0]", worst_difference=0.5, batch=512)
     monkeypatch.setattr("memopt_cli.measure.answers.verified.verify", lambda *_, **__: found)
     net = blocks()
     with pytest.raises(VerificationError, match=r"output\[0\] differs by 0.5, at batch 512"):
@@ -909,7 +880,6 @@ def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.Monk
     ):
         forwards.clear()
         measured = session.ask(MeasureJob(plan=Plan(), steps=3, warm_up=warm_up))
-    assert isinstance(measured, Measured)
     assert len(measured.measurement.step_times_s) == 3
     assert len(forwards) == untimed + 3 + 2  # and one for each of the two peaks
 
@@ -970,7 +940,6 @@ def test_a_failing_warm_up_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     net = blocks()
     summary = summary_of(net, Block, (X,), level=1)
     assert "The step that was to warm up this process failed: RuntimeError: no room here" in summary.notes
-    assert summary.plan is not None
     assert len(segments(net)) == len(summary.plan.segments)
 
 
@@ -1051,7 +1020,6 @@ def test_a_model_that_no_subprocess_can_read(build: Callable[[], nn.Module], sai
         summary = summary_of(net, Block, (x,), level=1)
     assert surroundings(net, x) == before
     assert summary.notes[0].startswith(f"Profiled in this process, without a time limit: {said}")
-    assert summary.verification is not None
     assert summary.verification.passed
     sys.modules.pop("made_up_module", None)
 

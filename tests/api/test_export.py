@@ -20,6 +20,7 @@ from memopt_cli.errors import OptionError
 from memopt_cli.records import StepSettings
 from memopt_cli.trace import count
 from memopt_cli.training.step import Step
+from tests.zoo.models import Parts
 
 
 @pytest.mark.parametrize(("given", "told"), [(None, "None"), (3, "3"), ({}, "a dict"), (nn.Linear, "the class Linear")])
@@ -30,11 +31,7 @@ def test_what_is_no_plan_is_said(given: Any, told: str) -> None:
         assert str(caught.value) == f"plan is {told}\nGive a memopt_cli.Plan, or the path of its file."
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 16)
-
+class Block(Parts, up=lambda: nn.Linear(16, 64), norm=lambda: nn.BatchNorm1d(64), down=lambda: nn.Linear(64, 16)):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.dropout(torch.tanh(self.norm(self.up(x))), 0.3, self.training))
 
@@ -181,20 +178,12 @@ class Remembers(nn.Module):
         return y * self.late
 
 
-class SpectralNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
-
+class SpectralNorm(Parts, layer=lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
 
 
-class Dashes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({"res-block": Block(), "a-b": nn.Sequential(Block(), Block())})
-
+class Dashes(Parts, parts=lambda: nn.ModuleDict({"res-block": Block(), "a-b": nn.Sequential(Block(), Block())})):
     def forward(self, x: Tensor) -> Tensor:
         return self.parts["a-b"](self.parts["res-block"](x))
 

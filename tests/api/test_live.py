@@ -57,7 +57,6 @@ def optimized(x: Tensor) -> tuple[nn.Module, Any]:
 def test_a_budget_is_met_in_place_and_gradients_stay(optimized: tuple[nn.Module, Any], x: Tensor) -> None:
     model, found = optimized
     original, applied = found.summary.levels
-    assert isinstance(applied.outcome, Measurement)
     assert applied.outcome.allocated_peak_bytes <= 0.72 * original.outcome.allocated_peak_bytes
     assert memopt_cli.plan_of(model) == found.plan != memopt_cli.Plan()
     assert all(map(torch.equal, gradients(model, x), gradients(made(), x)))
@@ -226,7 +225,6 @@ def test_a_global_batch_counts_the_gradients_of_earlier_micro_batches(x: Tensor)
         memopt_cli.recommend_batch(made(), x, memory="3MiB", longest_step=5, global_batch=asked)
         for asked in (None, 4096)
     )
-    assert many.result.accumulation is not None
     assert many.result.accumulation.batch * many.result.accumulation.steps == 4096
     assert many.batch < one.batch
 
@@ -309,7 +307,6 @@ def test_a_loss_of_one_batch_size_is_said_to_be(x: Tensor) -> None:
     found = memopt_cli.optimize(
         made(), x, level=1, max_slowdown=math.inf, loss=lambda output: nn.functional.cross_entropy(output, labels)
     )
-    assert found.summary.verification is not None
     assert found.summary.verification.batch == BATCH
 
 

@@ -23,7 +23,6 @@ def test_the_error_is_kept_and_raised_with_a_note(tmp_path: Path) -> None:
         run_out()
     assert raised.value.__notes__ == [f"memopt explain MODEL --log '{tmp_path / 'a b.log'}'"]
     found = read_oom((tmp_path / "a b.log").read_text())
-    assert found is not None
     assert found.asked_bytes == 4 << 60
     assert found.line.startswith(__file__)
 
@@ -81,15 +80,12 @@ MESSAGE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 Gi
 def test_the_line_is_that_of_the_traceback_that_ends_in_the_message() -> None:
     earlier = FRAME.format(name="earlier", line=3) + "ValueError: x\n" + "step 7\n" * 20
     named = read_oom(earlier + FRAME.format(name="train", line=9) + MESSAGE)
-    assert named is not None
     assert named.line == "/me/train.py:9"
     bare = read_oom(earlier + MESSAGE)
-    assert bare is not None
     assert bare.line == ""
 
 
 def test_the_message_of_another_backend() -> None:
     said = "MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB). Tried to allocate 256.00 MB on"
     found = read_oom(said)
-    assert found is not None
     assert found.asked_bytes == 256 * 2**20

@@ -20,18 +20,17 @@ from memopt_cli.api.selftest.promises import selftest
 from memopt_cli.cli.app import main
 from memopt_cli.measure.jobs import Measured
 from memopt_cli.records import (
-    Counted,
     Crashed,
     LevelRow,
     Measurement,
     OutOfMemory,
     Phase,
     PhasePeak,
-    Plan,
     SelftestRow,
-    break_down,
 )
 from memopt_cli.records.progress import Progress
+from tests.zoo import records
+from tests.zoo.records import a_row
 
 SHAPES = {
     "transformer": (2, 8, 64),
@@ -123,33 +122,17 @@ def test_a_prediction_holds_within_two_percent_or_a_workspace(
     assert all(text in row.seen for text in (predicted, measured) if isinstance(text, str))
 
 
-def measured(peak: int, phases: tuple[PhasePeak, ...] = ()) -> Measurement:
-    peak <<= 20
-    return Measurement(
-        allocated_peak_bytes=peak,
-        tensor_peak_bytes=peak,
-        resident_bytes=0,
-        reserved_peak_bytes=peak,
-        process_peak_bytes=peak,
-        step_times_s=(1.0,),
-        breakdown=break_down(()),
-        holders=(),
-        backend="",
-        batch=1,
-        spent_s=1.0,
-        phases=phases,
-    )
+def measured(peak_mib: int, phases: tuple[PhasePeak, ...] = ()) -> Measurement:
+    return records.measured(peak_mib << 20, phases=phases)
 
 
 def row_of(level: int, predicted: int | None, outcome: Measurement | OutOfMemory | None) -> LevelRow:
-    return LevelRow(
-        level=level,
-        plan=Plan(),
-        outcome=outcome,
+    return a_row(
+        level,
+        outcome,
         predicted_tensor_peak_bytes=predicted and predicted << 20,
         predicted_allocated_peak_bytes=predicted and predicted << 20,
         dry_runs=0,
-        search_s=0.0,
     )
 
 
@@ -219,14 +202,7 @@ ALL = ["forward", "backward", "update"]
 def test_each_row_of_a_phase_can_fail(
     predicted: Any, outcome: Any, fails: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = Counted(
-        tensor_peak_bytes=1,
-        allocated_peak_bytes=1,
-        resident_bytes=1,
-        breakdown=break_down(()),
-        holders=(),
-        phases=predicted,
-    )
+    counted = records.counted(1, phases=predicted)
     answers = iter(
         [Measured(measurement=outcome, left=cast(Any, None)) if isinstance(outcome, Measurement) else outcome, counted]
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from memopt_cli.batching.conventions import StatefulAdapter, flatten_sequences, unflatten_sequences
 from memopt_cli.errors import BatchShapeError
+from tests.zoo.models import Parts
 
 DIM = 3
 
@@ -27,12 +28,8 @@ class Accumulator(nn.Module):
         return self.total
 
 
-class Returned(nn.Module):
+class Returned(Parts, linear=lambda: nn.Linear(DIM, 2)):
     """Takes and returns two states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, 2)
 
     def forward(
         self, x: Tensor, slow: Tensor | None = None, fast: Tensor | None = None
@@ -97,7 +94,6 @@ def test_gradients_pass_through_time() -> None:
     adapter = StatefulAdapter(nn.LSTMCell(DIM, 2))
     x = torch.randn(2, 4, 3, DIM, requires_grad=True)
     run(adapter, x)[:, -1].sum().backward()
-    assert x.grad is not None
     assert (x.grad[:, 0] != 0).all()
 
 

@@ -14,28 +14,18 @@ from memopt_cli.cli.app import main
 from memopt_cli.records import (
     ApplyRequest,
     ApplyResult,
-    FileHeader,
-    InputSpec,
     MemOptSummary,
     OptimizeRequest,
     OptimizeResult,
 )
+from tests.zoo.records import a_header
 
 NAMED = ("model.pt", "w.pt", "train.py", "l.py", "p.plan.yaml", "p.yaml", "x.npz", "x.pt", "f.py", "x.py", "evil.py")
 """Files, which exist."""
 
 
 def a_result() -> OptimizeResult:
-    header = FileHeader(
-        schema_version=1,
-        memopt="0.1",
-        torch="2.13",
-        model="model.pt",
-        sha256=None,
-        spec=InputSpec(source="--input"),
-        seed=0,
-        device="cpu",
-    )
+    header = a_header()
     summary = MemOptSummary(None, None, None, "cpu", 3, 3, True, True)
     return OptimizeResult(header=header, summary=summary, files=("model.memopt.pt",))
 

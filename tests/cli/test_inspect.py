@@ -67,8 +67,7 @@ def save_exported_by_2_8(model: nn.Module) -> None:
 def inspected(memopt: Memopt, path: str = "model.pt") -> dict[str, Any]:
     done = memopt("inspect", path, "--json")
     assert (done.code, done.err, done.changed) == (0, "", set())
-    found: dict[str, Any] = json.loads(done.out)
-    return found
+    return json.loads(done.out)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from memopt_cli.records import (
     StepSettings,
     TensorSpec,
     Trust,
-    Verification,
 )
 from memopt_cli.search.plan.policy import resolve
+from tests.zoo.records import verified
 
 Optimize = Callable[..., OptimizeRequest]
 
@@ -120,7 +120,6 @@ def test_a_range_of_lengths(optimize: Optimize) -> None:
     )
     assert request.dim_range == DimRange(symbol="S", low=64, high=2048)
     assert request.lengths == "l.txt"
-    assert request.spec is not None
     assert request.spec.dims == {"B": 4, "S": 2048}
 
 
@@ -159,7 +158,6 @@ def test_config_file_of_the_folder(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text(CONFIG)
     request = optimize()
     assert request.source.trust == Trust()
-    assert request.spec is not None
     assert [tensor.shape for tensor in request.spec.tensors] == [("B", "S"), ("B", 1)]
     assert (request.spec.dims, request.spec.source) == ({"B": 8, "S": 128}, "memopt.yaml")
     search = request.search.options
@@ -173,7 +171,6 @@ def test_flags_win_over_the_file(optimize: Optimize) -> None:
     search = request.search.options
     assert (search.level, search.compress_x, search.targets) == (2, True, ("Conv2d",))
     assert request.source.trust == Trust(packages=("mine",))
-    assert request.spec is not None
     assert request.spec.dims == {"B": 8, "S": 64}
 
 
@@ -301,17 +298,7 @@ def test_a_folder_as_config_file(pipeline: Any) -> None:
 def test_a_failed_verification_is_reported_and_is_the_exit_code(
     pipeline: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pipeline.result.summary.verification = Verification(
-        passed=False,
-        exact=True,
-        precision="stored",
-        tolerance=0.0,
-        compared=3,
-        worst_name="fc.weight",
-        worst_difference=0.5,
-        batch=4,
-        full_size=True,
-    )
+    pipeline.result.summary.verification = verified(passed=False, worst_name="fc.weight", worst_difference=0.5)
     assert main(["optimize", "model.pt", "--dry-run"]) == 1
     assert "fc.weight" in capsys.readouterr().out
 

@@ -94,7 +94,6 @@ def test_the_question_on_a_terminal(typed: str, answer: str) -> None:
         while b"[y/N]" not in seen:
             seen += os.read(master, 1000)
         os.write(master, typed.encode())
-        assert child.stdout is not None
         assert child.stdout.read().decode().strip() == answer
     os.close(master)
     text = seen.decode()

@@ -33,18 +33,11 @@ from memopt_cli.records import (
     Plan,
     SegmentPlan,
     TensorSpec,
-    Verification,
 )
+from tests.zoo.records import a_header, verified
 
-HEADER = FileHeader(
-    schema_version=2,
-    memopt="0.1.0",
-    torch="2.13.0",
-    model="model.pt",
-    sha256="ab" * 32,
-    spec=InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 8}, source="--input"),
-    seed=0,
-    device="cpu",
+HEADER = a_header(
+    sha256="ab" * 32, spec=InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 8}, source="--input")
 )
 
 
@@ -495,17 +488,7 @@ def test_a_missing_plan(tmp_path: Path) -> None:
 
 
 def test_summary_is_json_whatever_it_holds() -> None:
-    failed = Verification(
-        passed=False,
-        exact=True,
-        precision="stored",
-        tolerance=0.0,
-        compared=3,
-        worst_name="fc.weight",
-        worst_difference=float("nan"),
-        batch=4,
-        full_size=True,
-    )
+    failed = verified(passed=False, worst_name="fc.weight", worst_difference=float("nan"))
     summary = replace(MemOptSummary(None, None, None, "cpu", 3, 3, True, True), verification=failed)
     data = json.load(io.BytesIO(summary_json(HEADER, summary)), parse_constant=pytest.fail)
     assert data["schema_version"] == 2

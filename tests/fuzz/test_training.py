@@ -17,6 +17,7 @@ from fuzz.training import Outcome, outcome
 from memopt_cli.records import SegmentPlan
 from memopt_cli.runtime.generators import Generators
 from tests.rows import quick
+from tests.zoo.models import GIVEN, Parts
 
 CASES = 150
 ROOT = (SegmentPlan(path=""),)
@@ -166,10 +167,6 @@ def test_what_rounding_alone_changes_is_noise(text: str, monkeypatch: pytest.Mon
     assert outcome(drawing).kind == "differs"
 
 
-class _Calling(torch.nn.Module):
-    def __init__(self, function: object) -> None:
-        super().__init__()
-        self.function = function
-
+class _Calling(Parts, function=GIVEN):
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)  # type: ignore[operator]

@@ -44,6 +44,7 @@ from memopt_cli.runtime.lifted.module import restore_lifted
 from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.segment_run import SegmentRun
+from tests.zoo.models import GIVEN, Parts
 
 REFUSED, NO_MODEL = 4, 3
 
@@ -658,12 +659,8 @@ def _edited(records: dict[str, bytes], old: bytes, new: bytes) -> bytes:
     return archive({**records, "data.pkl": records["data.pkl"].replace(old, new, 1)})
 
 
-class WritesWhenLoaded(nn.Module):
+class WritesWhenLoaded(Parts, path=GIVEN):
     """Its script writes a file in ``__setstate__``."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
 
     @torch.jit.export
     def __getstate__(self) -> tuple[str, bool]:
@@ -678,12 +675,8 @@ class WritesWhenLoaded(nn.Module):
         return x
 
 
-class WritesWhenCalled(nn.Module):
+class WritesWhenCalled(Parts, path=GIVEN):
     """Its script writes a file in ``forward``."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
 
     def forward(self, x: Tensor) -> Tensor:
         torch.save(x, self.path)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.loading.exported_archives import WEIGHTS_CONFIG, with_record_by_weight
+from tests.zoo.models import Parts
 
 CODE = "code/__torch__/tests/loading/hostile_scripts.py"
 CLASS = "__torch__.tests.loading.hostile_scripts"
@@ -43,12 +44,8 @@ class Plain(nn.Module):
         return self.linear(x) * first + self.steps.sum() * second + len(self.text) + len(self.names)
 
 
-class Restored(nn.Module):
+class Restored(Parts, text="abc"):
     """Its code takes its state when it is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text = "abc"
 
     @torch.jit.export
     def __getstate__(self) -> tuple[str, bool]:
@@ -223,7 +220,6 @@ def _filled(data: bytes) -> bytes:
     wide = data.index(b"(M\x00\x20t(K\x01t")
     start = data.rindex(b"((", 0, wide)
     end = re.compile(rb"R(q.)?tR").search(data, wide)
-    assert end is not None
     return data[:start] + b")\x81" + data[start : end.end() - 1] + b"b" + data[end.end() :]
 
 

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.zoo.models import Parts
 
-class DataDependentBranch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.small, self.large = nn.Linear(3, 4), nn.Linear(3, 4)
 
+class DataDependentBranch(Parts, small=lambda: nn.Linear(3, 4), large=lambda: nn.Linear(3, 4)):
     def forward(self, x: Tensor) -> Tensor:
         y = self.large(x)
         if bool(y.sum() > 0) and x.size(0) > 1:
@@ -24,11 +22,7 @@ class DataDependentBranch(nn.Module):
         return y * 2
 
 
-class WhileLoop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = nn.Linear(4, 4)
-
+class WhileLoop(Parts, step=lambda: nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
         rounds = 0
         while float(x.abs().max()) > 0.2 and rounds < 5:
@@ -37,11 +31,7 @@ class WhileLoop(nn.Module):
         return x, rounds
 
 
-class ForWithBreak(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
+class ForWithBreak(Parts, weight=lambda: nn.Parameter(torch.randn(4, 4))):
     def forward(self, x: Tensor, limit: int = 3) -> Tensor:
         previous, current = x, x + 1
         for i in range(6):
@@ -67,11 +57,7 @@ class Recurrent(nn.Module):
         return torch.cat([state, hidden[0], cell[-1]], dim=1)
 
 
-class NamedInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(4, 3)})
-
+class NamedInputs(Parts, project=lambda: nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(4, 3)})):
     def forward(self, batch: dict[str, Tensor], scale: tuple[float, int]) -> dict[str, Tensor]:
         results: dict[str, Tensor] = {}
         for name, layer in self.project.items():
@@ -86,11 +72,7 @@ class Pair(NamedTuple):
     rest: list[Tensor]
 
 
-class Tuples(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.split = nn.Linear(4, 6)
-
+class Tuples(Parts, split=lambda: nn.Linear(4, 6)):
     def halves(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         a, b, c = self.split(x).chunk(3, dim=-1)
         return a, (b, c)
@@ -121,11 +103,7 @@ class RunningMean(nn.Module):
         return self.norm(x - self.mean)
 
 
-class Helper(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
+class Helper(Parts, inner=lambda: nn.Linear(3, 3)):
     @torch.jit.export
     def encode(self, x: Tensor, twice: bool) -> Tensor:
         x = self.inner(x)
@@ -135,11 +113,7 @@ class Helper(nn.Module):
         return self.encode(x, False).relu()
 
 
-class NestedMethods(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.helper = Helper()
-
+class NestedMethods(Parts, helper=Helper):
     def deeper(self, x: Tensor, depth: int) -> Tensor:
         return self.helper.encode(x, twice=depth > 1)
 
@@ -156,11 +130,7 @@ class Dropouts(nn.Module):
         return F.dropout(self.layers(x), p=0.3, training=self.training)
 
 
-class EarlyReturn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
-
+class EarlyReturn(Parts, layers=lambda: nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])):
     def forward(self, x: Tensor, stop: int) -> Tensor:
         if stop < 0:
             return x * 2
@@ -171,11 +141,7 @@ class EarlyReturn(nn.Module):
         return x.tanh()
 
 
-class OptionalArgument(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(3))
-
+class OptionalArgument(Parts, bias=lambda: nn.Parameter(torch.randn(3))):
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
         if mask is not None:
             x = x.masked_fill(mask, 0.0)
@@ -184,11 +150,7 @@ class OptionalArgument(nn.Module):
         return x * scale + self.bias
 
 
-class ListAppend(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(3, 3)
-
+class ListAppend(Parts, cell=lambda: nn.Linear(3, 3)):
     def forward(self, x: Tensor) -> tuple[Tensor, list[int]]:
         states: list[Tensor] = []
         sizes = [0]
@@ -200,12 +162,7 @@ class ListAppend(nn.Module):
         return torch.stack(states[::2] + [states.pop()]), sizes  # noqa: RUF005
 
 
-class StringMode(nn.Module):
-    def __init__(self, mode: str = "mean") -> None:
-        super().__init__()
-        self.mode = mode
-        self.weight = nn.Parameter(torch.randn(3))
-
+class StringMode(Parts, mode="mean", weight=lambda: nn.Parameter(torch.randn(3))):
     def forward(self, x: Tensor, reduction: str = "sum") -> Tensor:
         y = x * self.weight
         if self.mode == "mean" and reduction != "none":
@@ -221,25 +178,14 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x * factor
 
 
-class FunctionCalls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class FunctionCalls(Parts, linear=lambda: nn.Linear(3, 3)):
     def forward(self, x: Tensor) -> Tensor:
         x = gelu_of(self.linear(x), True) + gelu_of(x, approximate=False)
         return F.layer_norm(x, [3]) + F.softmax(x, dim=-1)
 
 
-class Counter(nn.Module):
+class Counter(Parts, calls=0, history=lambda: [0], state=lambda: torch.zeros(2, 3), linear=lambda: nn.Linear(3, 3)):
     """Numbers, lists and tensors that forward assigns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.history = [0]
-        self.state = torch.zeros(2, 3)
-        self.linear = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         before = self.calls
@@ -249,12 +195,7 @@ class Counter(nn.Module):
         return self.linear(x) + self.state * before
 
 
-class ShapeArithmetic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = 2
-        self.qkv = nn.Linear(4, 12)
-
+class ShapeArithmetic(Parts, heads=2, qkv=lambda: nn.Linear(4, 12)):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         depth = width // self.heads
@@ -265,11 +206,7 @@ class ShapeArithmetic(nn.Module):
         return (scores @ qkv[2]).transpose(1, 2).reshape(batch, length, -1)[..., : width % 3 + 2]
 
 
-class Comprehensions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(2)])
-
+class Comprehensions(Parts, layers=lambda: nn.ModuleList([nn.Linear(2, 2) for _ in range(2)])):
     def forward(self, xs: list[Tensor]) -> tuple[Tensor, str, float]:
         outputs = [layer(xs[i]) for i, layer in enumerate(self.layers)]
         sizes = {str(i): o.size(0) for i, o in enumerate(outputs)}
@@ -280,12 +217,8 @@ class Comprehensions(nn.Module):
         return torch.cat(outputs), text, total / 4
 
 
-class Shadowing(nn.Module):
+class Shadowing(Parts, scale=lambda: nn.Parameter(torch.ones(3))):
     """Arguments with the names of what generated code itself needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor, device: bool, max: float = float("inf")) -> Tensor:
         x = x.clamp(max=max)

@@ -26,6 +26,7 @@ from memopt_cli.trace import StorageLog
 from tests.loading.hostile import WritesWhenLoaded
 from tests.loading.script_corpus import CORPUS, compiled
 from tests.rows import quick
+from tests.zoo.models import GIVEN, Parts
 
 MEASURED = ["resnet", "traced resnet", "char_rnn", "traced gpt", "shapes", "lists", "transformer", "break"]
 """Models whose memory is compared."""
@@ -194,23 +195,15 @@ def test_what_was_shared_stays_shared(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- what is not lifted
 
 
-class Listing(nn.Module):
+class Listing(Parts, norm=lambda: nn.BatchNorm1d(3)):
     """``tolist`` has no stored form."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
 
     def forward(self, x: Tensor) -> Tensor:
         values: list[list[float]] = x.tolist()
         return self.norm(x) * len(values)
 
 
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 3), Listing(), nn.Linear(3, 3))
-
+class Around(Parts, layers=lambda: nn.Sequential(nn.Linear(3, 3), Listing(), nn.Linear(3, 3))):
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).tanh()
 
@@ -232,12 +225,8 @@ def test_what_cannot_be_lifted_stays_a_script_and_is_named(tmp_path: Path) -> No
     assert differing(expected, run(again, given)) == []
 
 
-class Scaled(nn.Module):
+class Scaled(Parts, linear=lambda: nn.Linear(3, 3), scale=3.0, ends=GIVEN):
     __constants__ = ("ends",)
-
-    def __init__(self, ends: bool) -> None:
-        super().__init__()
-        self.linear, self.scale, self.ends = nn.Linear(3, 3), 3.0, ends
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ends:
@@ -273,11 +262,7 @@ def test_a_script_in_a_saved_module_is_read_without_numpy(tmp_path: Path, monkey
     assert isinstance(leaf, ScriptLeaf)
 
 
-class Padded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(3, 4, batch_first=True)
-
+class Padded(Parts, recurrent=lambda: nn.LSTM(3, 4, batch_first=True)):
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         output, _ = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)

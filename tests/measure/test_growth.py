@@ -17,18 +17,14 @@ from memopt_cli.measure.answers.timed import measure
 from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, Subject
 from memopt_cli.records import InputSpec, ModelSource, Plan, SegmentPlan, StepSettings, TensorSpec
 from memopt_cli.runtime import is_recomputing
+from tests.zoo.models import GIVEN, Parts
 
 HOARD = "hoard_of_a_test"
 WIDTH = 512
 
 
-class Hoarder(nn.Module):
+class Hoarder(Parts, linear=lambda: nn.Linear(8, WIDTH), always=GIVEN):
     """Keeps what it computes in a place that memopt does not find, in every run or in recomputations alone."""
-
-    def __init__(self, *, always: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, WIDTH)
-        self.always = always
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(x).sigmoid().tanh()

@@ -58,6 +58,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.verification.chunking import capture_call
+from tests.zoo.models import Parts
 
 ORIGINAL = Plan()
 MiB = 1 << 20
@@ -439,15 +440,11 @@ def test_a_segment_that_never_runs_is_named(user_code: str) -> None:
         worker.do(MeasureJob(plan=plan("layer", "spare"), steps=1))
 
 
-class ByBatch(nn.Module):
+class ByBatch(Parts, weight=lambda: nn.Parameter(torch.ones(40))):
     """Runs another operator on a few samples than on many."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.weight).tanh() if len(x) > 4 else (x * self.weight).sigmoid().tanh()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(40))
 
 
 class EverOther(ByBatch):

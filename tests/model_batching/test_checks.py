@@ -20,6 +20,7 @@ from memopt_cli.model_batching import (
     test_batched_model,
     test_model_batching,
 )
+from tests.zoo.models import Parts
 
 MODELS, IMAGES = 3, 4
 X = torch.randn(MODELS, IMAGES, 5)
@@ -111,11 +112,7 @@ def test_a_difference_names_the_model_and_the_output(monkeypatch: pytest.MonkeyP
         test_batched_model(models, net(), [(IMAGES, 5)])
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(5))
-
+class Scale(Parts, weight=lambda: nn.Parameter(torch.ones(5))):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from memopt_cli.model_batching import BatchModule
 from memopt_cli.runtime.tree import tensors_of
+from tests.zoo.models import Parts
 
 G = 3
 """Models."""
@@ -112,23 +113,14 @@ class Tied(nn.Module):
         return self.out(self.embedding(words))
 
 
-class Branching(nn.Module):
+class Branching(Parts, inner=lambda: Reshaping(), out=lambda: nn.Linear(5, 2)):
     """A part that asks for its input's shape, which tracing cannot answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Reshaping()
-        self.out = nn.Linear(5, 2)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.out(self.inner(images))
 
 
-class Reshaping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(5))
-
+class Reshaping(Parts, weight=lambda: nn.Parameter(torch.ones(5))):
     def forward(self, images: Tensor) -> Tensor:
         return images * self.weight if len(images.shape) == 2 else images.sum()
 

@@ -43,6 +43,7 @@ from memopt_cli.spikingjelly import memory_optimization
 from memopt_cli.trace import count
 from memopt_cli.training.apply import plan_of, remove_segments
 from memopt_cli.training.step import Step
+from tests.zoo.models import Parts
 
 ROUTES: tuple[RouteName, ...] = ("fused", "vmap", "loop")
 routes = pytest.mark.parametrize("route", ROUTES)
@@ -93,12 +94,8 @@ def test_an_input_without_the_models_is_refused_with_its_shape() -> None:
         BatchModule(small(), G)(images(), data_order="g")  # type: ignore[arg-type]
 
 
-class Several(nn.Module):
+class Several(Parts, linear=lambda: nn.Linear(5, 2)):
     """Two inputs, a keyword, an option, and outputs that are not all tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 2)
 
     def forward(self, a: Tensor, b: Tensor | None = None, *, scale: float = 1.0, mask: Tensor | None = None) -> Any:
         hidden = self.linear(a) if b is None else self.linear(a) + self.linear(b)
@@ -325,8 +322,7 @@ class Seen(nn.Module):
         self.shapes.append(tuple(x.shape))
         if x.shape[0] < self.least:
             raise ValueError("too few samples")
-        output: Tensor = self.linear(x)
-        return output
+        return self.linear(x)
 
 
 @pytest.mark.parametrize(("least", "sizes"), [(1, {3}), (10, {3, 50})])
@@ -460,11 +456,7 @@ def test_the_loop_alone_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_whose_steps_all_fail_raises_its_own_error() -> None:
-    class Float64Alone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 2)
-
+    class Float64Alone(Parts, linear=lambda: nn.Linear(5, 2)):
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x.double())
 
@@ -516,13 +508,8 @@ def test_trying_the_routes_leaves_no_trace() -> None:
     assert all(p.grad is None for p in batched.parameters())
 
 
-class Stateful(nn.Module):
+class Stateful(Parts, linear=lambda: nn.Linear(5, 2), membrane=None):
     """Keeps its membrane in an attribute, as spiking neurons do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 2)
-        self.membrane: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         current = self.linear(x)
@@ -577,12 +564,7 @@ def test_state_in_a_part_that_cannot_be_traced_is_not_fused() -> None:
 
 
 def test_a_buffer_that_is_assigned_anew_is_stacked() -> None:
-    class Averages(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(5))
-            self.register_buffer("mean", torch.zeros(5))
-
+    class Averages(Parts, weight=lambda: nn.Parameter(torch.ones(5)), mean=lambda: nn.Buffer(torch.zeros(5))):
         def forward(self, x: Tensor) -> Tensor:
             self.mean = 0.5 * self.mean + x.detach().mean(0)
             return x * self.weight + self.mean
@@ -605,11 +587,7 @@ def test_a_buffer_that_is_assigned_anew_is_stacked() -> None:
     ids=["of a size that is traced", "of a size that is known"],
 )
 def test_random_numbers_of_a_models_own_are_not_fused(draw: Callable[[Tensor], Tensor], refusals: str) -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 2)
-
+    class Noisy(Parts, linear=lambda: nn.Linear(5, 2)):
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x + draw(x))
 
@@ -771,11 +749,7 @@ def test_vmap_refuses_segments_with_the_reason() -> None:
 
 
 def test_a_segment_in_what_cannot_be_traced_is_refused_by_name() -> None:
-    class Untraceable(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
-
+    class Untraceable(Parts, inner=lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh())):
         def forward(self, x: Tensor) -> Tensor:
             return functools.reduce(lambda y, _: self.inner(y), range(len(x)), x)  # a proxy has no length
 
@@ -841,12 +815,7 @@ def prepare_small(folder: Path) -> Prepared:
 # ---------------------------------------------------------------------------------------------- modules of one's own
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(()))
-        self.register_buffer("offset", torch.full((5,), 2.0))
-
+class Scale(Parts, factor=lambda: nn.Parameter(torch.ones(())), offset=lambda: nn.Buffer(torch.full((5,), 2.0))):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor + self.offset if x.mean() > -1e9 else x  # cannot be traced, nor mapped
 
@@ -895,7 +864,6 @@ def test_a_registered_batch_module_runs_in_place_of_its_own(route: RouteName) ->
         torch.testing.assert_close(output[g], wanted)
         for name, parameter in alone.named_parameters():
             gradient = batched.models.get_parameter(name).grad
-            assert gradient is not None
             torch.testing.assert_close(gradient[g], parameter.grad)
 
 

@@ -17,14 +17,11 @@ from memopt_cli.records import StepSettings
 from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.training.optimizers import optimizer_maker
 from memopt_cli.training.step import Step
+from tests.zoo.models import Parts
 
 
-class WithLoss(nn.Module):
+class WithLoss(Parts, linear=lambda: nn.Linear(5, 2)):
     """Returns its loss beside its scores, as language models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 2)
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
         scores = self.linear(x) * scale
@@ -76,13 +73,8 @@ def test_the_optimizer_is_one_for_all_copies() -> None:
     assert all(len(moment) == 3 for moment in moments)
 
 
-class Membrane(nn.Module):
+class Membrane(Parts, linear=lambda: nn.Linear(5, 2), v=None):
     """Keeps a tensor with its graph, as spiking neurons do: a second backward through it would fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 2)
-        self.v: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.v = self.linear(x) if self.v is None else self.v + self.linear(x)

@@ -18,18 +18,9 @@ from memopt_cli.online import ElementWise, declare_state, init_all_states, state
 from memopt_cli.online.neurons import LIF, LeakyRateReadout
 from memopt_cli.online.operations import trace_kind
 from tests.online.networks import CLASSES, HIDDEN, INPUTS, Adaptive, gradients
+from tests.zoo.models import Parts
 
 Composition = Callable[[], "Network"]
-
-
-class Network(nn.Module):
-    """A network of one time step; ``w`` is its first weight, ``out`` its readout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.past: Callable[[Tensor], Tensor] = uncut
-        self.w = weight(INPUTS, HIDDEN)
-        self.out = nn.Linear(HIDDEN, CLASSES)
 
 
 def uncut(tensor: Tensor) -> Tensor:
@@ -42,6 +33,15 @@ def weight(inputs: int, outputs: int) -> nn.Linear:
     with torch.no_grad():
         layer.weight.mul_(3)
     return layer
+
+
+class Network(
+    Parts,
+    past=lambda: uncut,
+    w=lambda: weight(INPUTS, HIDDEN),
+    out=lambda: nn.Linear(HIDDEN, CLASSES),
+):
+    """A network of one time step; ``w`` is its first weight, ``out`` its readout."""
 
 
 class Synapse(nn.Module):
@@ -59,11 +59,7 @@ class Synapse(nn.Module):
         return self.g
 
 
-class SynapseAndNeuron(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.syn, self.neu = Synapse(), LIF(HIDDEN)
-
+class SynapseAndNeuron(Network, syn=Synapse, neu=lambda: LIF(HIDDEN)):
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.neu(self.syn(self.w(x))))
 
@@ -116,12 +112,8 @@ class Layers(Network):
         return self.out(self.above(self.second(self.between(spikes) + within)))
 
 
-class Feedback(Network):
+class Feedback(Network, neu=lambda: LIF(HIDDEN), adaptation=lambda: Synapse(0.9)):
     """A module of its own adapts the neurons: it reads their spikes, and they what it held before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.neu, self.adaptation = LIF(HIDDEN), Synapse(0.9)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neu(self.w(x) - 0.5 * self.adaptation.g)
@@ -129,12 +121,8 @@ class Feedback(Network):
         return self.out(spikes)
 
 
-class ReaderFirst(Network):
+class ReaderFirst(Network, slow=lambda: Synapse(0.9), neu=lambda: LIF(HIDDEN)):
     """What reads the last step's potential runs before the neurons do, and before their weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slow, self.neu = Synapse(0.9), LIF(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         slow = self.slow(torch.tanh(self.neu.v))
@@ -193,12 +181,8 @@ class Depression(nn.Module):
         return used
 
 
-class Divergent(Network):
+class Divergent(Network, fast=lambda: Synapse(0.3), slow=lambda: Synapse(0.9), neu=lambda: Scaled()):
     """One weight feeds two modules that a third one joins, with a parameter of its own that carries no trace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fast, self.slow, self.neu = Synapse(0.3), Synapse(0.9), Scaled()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.w(x)
@@ -214,12 +198,8 @@ class Scaled(LIF):
         return super().forward(self.scale * y)
 
 
-class Nested(Network):
+class Nested(Network, neu=lambda: Outer()):
     """A cell that declares a state and holds another cell, which reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.neu = Outer()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.neu(self.w(x)))
@@ -252,13 +232,9 @@ class Untagged(Network):
         return self.out(self.second(4 * self.between(spikes) + self.within(self.past(self.second.get_spike()))))
 
 
-class PotentialReadOut(Network):
+class PotentialReadOut(Network, neu=lambda: LIF(HIDDEN), late=lambda: nn.Linear(HIDDEN, CLASSES)):
     """The output reads the last step's potential past the cell, through a readout of its own as well, and the
     weight's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.neu, self.late = LIF(HIDDEN), nn.Linear(HIDDEN, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         before, y = self.neu.v, self.w(x)
@@ -266,11 +242,7 @@ class PotentialReadOut(Network):
         return self.out(self.neu(y)) + late + torch.tanh(y)[..., :CLASSES]
 
 
-class KeptInAnAttribute(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.neu = Recording(HIDDEN)
-
+class KeptInAnAttribute(Network, neu=lambda: Recording(HIDDEN)):
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.neu(self.w(x)) + self.neu.last)
 
@@ -375,24 +347,16 @@ class Iterating(Network):
         return self.h
 
 
-class Twice(Network):
+class Twice(Network, syn=Synapse, neu=lambda: LIF(HIDDEN)):
     """Its cells are called twice in a step, with a weight's output each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.syn, self.neu = Synapse(), LIF(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.neu(self.syn(self.w(x)))
         return self.out(first + self.neu(self.syn(self.w(x.flip(-1)))))
 
 
-class TwoPopulations(Network):
+class TwoPopulations(Network, excitatory=lambda: LIF(HIDDEN), inhibitory=lambda: LIF(HIDDEN)):
     """Either reads what the other held, and the output both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.excitatory, self.inhibitory = LIF(HIDDEN), LIF(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.excitatory(self.w(x) - 0.5 * torch.tanh(self.inhibitory.v))
@@ -400,11 +364,7 @@ class TwoPopulations(Network):
         return self.out(spikes) + self.out(torch.tanh(self.inhibitory.v))
 
 
-class Residual(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = LIF(HIDDEN), LIF(HIDDEN)
-
+class Residual(Network, first=lambda: LIF(HIDDEN), second=lambda: LIF(HIDDEN)):
     def forward(self, x: Tensor) -> Tensor:
         y = self.w(x)
         joined = y + self.first(y)
@@ -425,12 +385,8 @@ class Shared(Network):
         return self.out(self.above(self.between(self.one(g)) + self.tied(self.two(torch.tanh(2 * g)))))
 
 
-class Intertwined(Network):
+class Intertwined(Network, cell=lambda: Adapting()):
     """One new state is made of the other, and the output of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = Adapting()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.cell(self.w(x), self.past))
@@ -452,35 +408,23 @@ class Adapting(nn.Module):
         return self.h * self.a
 
 
-class MaskedFromOutside(Network):
+class MaskedFromOutside(Network, syn=Synapse):
     """The model forgets some samples' past before it calls the cell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.syn = Synapse()
 
     def forward(self, x: Tensor) -> Tensor:
         self.syn.g = self.syn.g * (x[..., :1] > 1)
         return self.out(torch.tanh(self.syn(self.w(x))))
 
 
-class GivenItsState(Network):
+class GivenItsState(Network, syn=Synapse, neu=lambda: LIF(HIDDEN)):
     """The cell's input is made of the state that it is about to replace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.syn, self.neu = Synapse(), LIF(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.neu(self.syn(self.w(x) - 0.3 * torch.tanh(self.syn.g)) - 0.2 * self.neu.v))
 
 
-class InPlace(Network):
+class InPlace(Network, first=lambda: Accumulating(), second=lambda: Accumulating()):
     """States are written in place: by the cell, by the model, and after the cell has returned them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Accumulating(), Accumulating()
 
     def forward(self, x: Tensor) -> Tensor:
         self.second.g.mul_((x[..., :1] > 1).to(x))
@@ -511,12 +455,8 @@ class ThroughUntagged(Network):
         return self.out(self.above(2 * self.below(self.w(x) + back) + self.w(x.flip(-1))))
 
 
-class OneWeightTwoCells(Network):
+class OneWeightTwoCells(Network, neu=lambda: LIF(HIDDEN), syn=lambda: Synapse(0.8), last=lambda: Synapse(0.9)):
     """Two calls of a weight, each for a cell of its own, beside which its output and a state go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.neu, self.syn, self.last = LIF(HIDDEN), Synapse(0.8), Synapse(0.9)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.w(x)
@@ -524,24 +464,16 @@ class OneWeightTwoCells(Network):
         return self.out(torch.tanh(self.last(self.neu(y) + g + y)) + g + torch.sigmoid(y))
 
 
-class ReadBeforeItIsUpdated(Network):
+class ReadBeforeItIsUpdated(Network, a=lambda: Synapse(0.6), b=lambda: Synapse(0.8)):
     """Each of two cells reads the other's state, one as the last step left it and one as this step has made it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = Synapse(0.6), Synapse(0.8)
 
     def forward(self, x: Tensor) -> Tensor:
         b = self.b(torch.tanh(self.a.g))
         return self.out(torch.tanh(self.a(self.w(x) + 0.2 * b)) * b)
 
 
-class Normalized(Network):
+class Normalized(Network, norm=lambda: nn.BatchNorm1d(HIDDEN).eval(), neu=lambda: LIF(HIDDEN)):
     """A batch norm with fixed statistics between weight and neuron."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.neu = nn.BatchNorm1d(HIDDEN).eval(), LIF(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.w(x)

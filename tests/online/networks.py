@@ -33,8 +33,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         spikes: Tensor = self.cell(self.syn(torch.cat([x, self.shown(self.cell)], dim=-1)))
-        readout: Tensor = self.out(spikes)
-        return readout
+        return self.out(spikes)
 
 
 def lif_net() -> Recurrent:
@@ -59,8 +58,7 @@ class Layered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.first(self.below(torch.cat([x, self.first.get_spike()], dim=-1)))
         spikes = self.second(torch.tanh(self.between(spikes)) * 2 + self.within(self.second.get_spike()))
-        scores: Tensor = self.out(spikes)
-        return scores
+        return self.out(spikes)
 
 
 class Adaptive(LIF):
@@ -110,8 +108,7 @@ class ConvNet(nn.Module):
             self.conv.weight.mul_(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.out(self.cell(self.conv(x)).flatten(-3))
-        return scores
+        return self.out(self.cell(self.conv(x)).flatten(-3))
 
 
 def sequence(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +47,7 @@ from tests.online.networks import (
     through_time,
     through_time_cut,
 )
+from tests.zoo.watching import silent
 
 EXACT = 1e-12
 
@@ -273,8 +273,7 @@ class Wide(nn.Module):
             self.syn.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        readout: Tensor = self.out(self.neu(self.syn(torch.cat([x, self.neu.get_spike()], dim=-1))))
-        return readout
+        return self.out(self.neu(self.syn(torch.cat([x, self.neu.get_spike()], dim=-1))))
 
 
 @pytest.mark.parametrize(("given", "decay", "rank"), [(0.9, 0.9, 19), (19, 0.9, 19), (1, 0.0, 1), (0.5, 0.5, 3)])
@@ -513,8 +512,7 @@ def test_a_model_of_which_no_weight_is_tagged_warns() -> None:
 
     with pytest.warns(UserWarning, match="no weight of Sequential is tagged: all get the gradient of each step alone"):
         compiled(nn.Sequential(nn.Linear(INPUTS, HIDDEN), LIF(HIDDEN)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         compiled(nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), LIF(HIDDEN)))
         compiled(nn.Sequential(untraced(nn.Linear(INPUTS, HIDDEN)), LIF(HIDDEN)))
 

@@ -76,14 +76,12 @@ class Projected(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.syn(torch.cat([x, self.neu.get_spike()], dim=-1))
-        scores: Tensor = self.out(self.neu())
-        return scores
+        return self.out(self.neu())
 
 
 class Direct(Projected):
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.out(self.neu(self.syn.comm(torch.cat([x, self.neu.get_spike()], dim=-1))))
-        return scores
+        return self.out(self.neu(self.syn.comm(torch.cat([x, self.neu.get_spike()], dim=-1))))
 
 
 @pytest.mark.parametrize("make", [D_RTRL, lambda net, **settings: ES_D_RTRL(net, 0.9, **settings)])

@@ -26,6 +26,7 @@ from memopt_cli.verification.chunking import find_rule
 from memopt_cli.verification.equality import difference, effects
 from sample_models import spiking_vgg
 from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, lif_net, sequence
+from tests.zoo.models import Parts
 
 
 def feedforward(neuron: nn.Module) -> nn.Sequential:
@@ -156,12 +157,8 @@ def test_an_untraced_model_is_learnt_one_step_at_a_time() -> None:
     assert trace_kind(net.syn) is None
 
 
-class Keeping(nn.Module):
+class Keeping(Parts, mem=None):
     """A neuron that keeps its potential in an attribute, and says how to forget it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mem: Tensor | None = None
 
     def reset_mem(self) -> None:
         self.mem = None

@@ -92,8 +92,7 @@ def test_a_weight_used_twice_has_a_trace_for_each_use() -> None:
             self.w, self.first, self.second = traced(nn.Linear(HIDDEN, HIDDEN)), LIF(HIDDEN), LIF(HIDDEN)
 
         def forward(self, x: Tensor) -> Tensor:
-            spikes: Tensor = self.second(self.w(self.first(self.w(x))))
-            return spikes
+            return self.second(self.w(self.first(self.w(x))))
 
     net = Shared()
     init_all_states(net, BATCH)

@@ -206,12 +206,8 @@ def test_a_state_that_enters_a_weight_and_another_cell_wants_to_be_detached_befo
     assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT
 
 
-class ScaledAndSeen(Network):
+class ScaledAndSeen(Network, neu=Scaled):
     """A cell with a parameter of its own reads a weight's output, and so does the network's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.neu = Scaled()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.w(x)
@@ -288,11 +284,7 @@ class Sharing(Network):
         return self.out(self.first(self.w(x)) + self.second(self.between(x)))
 
 
-class WrittenLater(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.syn = Synapse()
-
+class WrittenLater(Network, syn=Synapse):
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.out(torch.tanh(self.syn(self.w(x))))
         self.syn.g = self.syn.g * (x[..., :1] > 1)
@@ -379,8 +371,7 @@ def _beside_above(net: Sometimes, g: Tensor, more: float) -> Tensor:
 
 def _past_a_weight(net: Sometimes, read: Tensor, more: float, x: Tensor | None = None) -> Tensor:
     input = net.plain(net.past(read)) + (read if more else 0)
-    above: Tensor = net.above(input if x is None else input + net.other(x))
-    return above
+    return net.above(input if x is None else input + net.other(x))
 
 
 def _beside(read: Tensor, g: Tensor, more: float) -> Tensor:
@@ -462,8 +453,7 @@ class EntersAlways(Network):
     def forward(self, x: Tensor) -> Tensor:
         v = self.neu.v
         spikes: Tensor = self.neu(self.w(torch.cat([self.scale * x, v], dim=-1)))
-        scores: Tensor = self.out(spikes + v if self.reads_it else spikes)
-        return scores
+        return self.out(spikes + v if self.reads_it else spikes)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,36 +10,10 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.records import Breakdown, Counted, Failure, LevelRow, Measurement, Plan, ResolvedSearch, SearchOptions
+from memopt_cli.records import Failure, LevelRow, Measurement, Plan, ResolvedSearch, SearchOptions
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.plan.questions import Priced
-
-NOTHING = Breakdown(
-    parameters_bytes=0,
-    buffers_bytes=0,
-    gradients_bytes=0,
-    optimizer_bytes=0,
-    inputs_bytes=0,
-    activations_bytes=0,
-    temporaries_bytes=0,
-)
-
-
-def measured(peak: int, *step_times_s: float) -> Measurement:
-    """With this peak; of steps that took so long, or one of a second."""
-    return Measurement(
-        tensor_peak_bytes=peak,
-        allocated_peak_bytes=peak,
-        resident_bytes=0,
-        reserved_peak_bytes=peak,
-        process_peak_bytes=peak,
-        step_times_s=step_times_s or (1.0,),
-        breakdown=NOTHING,
-        holders=(),
-        backend="",
-        batch=1,
-        spent_s=0.0,
-    )
+from tests.zoo.records import counted
 
 
 def measurements_by(
@@ -53,17 +26,6 @@ def measurements_by(
         return found if isinstance(found, Measurement) else None
 
     return SimpleNamespace(measure=measure, confirm=confirm, known=known, prepared=SimpleNamespace(progress=Progress()))
-
-
-def counted(peak: int, gradients: int = 0) -> Counted:
-    """With this peak, at which so many bytes of gradients stand."""
-    return Counted(
-        tensor_peak_bytes=peak,
-        allocated_peak_bytes=peak,
-        resident_bytes=0,
-        breakdown=replace(NOTHING, gradients_bytes=gradients),
-        holders=(),
-    )
 
 
 def priced(peak: int, plan: Plan, slowdown: float) -> Priced:

@@ -14,20 +14,12 @@ from torch import nn
 from memopt_cli.errors import UsageError
 from memopt_cli.files.contents import plan_yaml, read_measured
 from memopt_cli.inputs.spec_text import check_spec
-from memopt_cli.records import FileHeader, InputSpec, Plan, TensorSpec, to_data
+from memopt_cli.records import InputSpec, Plan, TensorSpec, to_data
+from tests.zoo.records import a_header
 
 Memopt = Any
 
-HEADER = FileHeader(
-    schema_version=1,
-    memopt="0",
-    torch="2",
-    model="model.pt",
-    sha256=None,
-    spec=InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 2}, source="here"),
-    seed=0,
-    device="cpu",
-)
+HEADER = a_header(spec=InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 2}, source="here"))
 
 SPECS: dict[str, dict[str, Any]] = {
     "a script": {"script": "{folder}/evil.py:make"},
@@ -54,8 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec_of(name: str, folder: Path) -> dict[str, Any]:
     text = json.dumps({**SPECS[name], "source": "--input"}).replace("{folder}", str(folder))
-    found: dict[str, Any] = json.loads(text)
-    return found
+    return json.loads(text)
 
 
 def write_plan(spec: dict[str, Any]) -> None:
@@ -66,8 +57,7 @@ def write_plan(spec: dict[str, Any]) -> None:
 def record(memopt: Memopt) -> dict[str, Any]:
     """A baseline of the model, as it was written."""
     assert memopt("baseline", "model.pt", "-i", "2x3", "-q").code == 0
-    found: dict[str, Any] = json.loads(Path("memopt-baseline.json").read_text())
-    return found
+    return json.loads(Path("memopt-baseline.json").read_text())
 
 
 RUN = {

@@ -36,6 +36,7 @@ from memopt_cli.records import (
 from memopt_cli.runtime import chunked
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.state import StartingState
+from tests.zoo.models import GIVEN, Parts
 
 ORIGINAL = Plan()
 
@@ -52,8 +53,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
-        y: Tensor = self.head(self.norm(self.body(x).mean(1)))
-        return y
+        return self.head(self.norm(self.body(x).mean(1)))
 
 
 EXACT = Plan(segments=(SegmentPlan(path="body"), SegmentPlan(path="norm"), SegmentPlan(path="head")))
@@ -134,7 +134,6 @@ def test_an_exact_plan_leaves_the_same_bits_at_full_size(plan: Plan, verified_at
     found = proven(one, plan, steps_of(one, plan))
     assert isinstance(found, Verification)
     assert (found.passed, found.exact) == (True, True)
-    assert found.measured is not None
     # The output, gradients, buffers and generators.
     assert found.measured.compared == found.measured.equal == 1 + 8 + 4 + 1
     assert (found.measured.batch, found.measured.dims) == (64, {"T": 20})
@@ -160,7 +159,6 @@ def test_chunks_are_proven_in_float64_at_the_least_size_that_has_all(verified_at
     assert isinstance(found, Verification)
     assert (found.passed, found.exact, found.precision) == (True, False, "fp64")
     assert (found.batch, found.dims, found.full_size) == (5, {"T": 3}, False)
-    assert found.measured is not None
     assert (found.measured.batch, found.measured.dims) == (64, {"T": 20})
     assert found.measured.equal < found.measured.compared
     assert 0 < found.measured.worst_difference < found.measured.tolerance
@@ -195,18 +193,13 @@ def test_where_no_smaller_step_can_be_taken_all_is_compared_at_full_size(plan: P
     assert (found.passed, found.batch) == (True, 64)
 
 
-class WantsRows(nn.Module):
+class WantsRows(Parts, linear=lambda: nn.Linear(8, 4), least=GIVEN):
     """Takes no few rows: in chunks at the least sizes it fails, and runs whole."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__()
-        self.linear, self.least = nn.Linear(8, 4), least
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) < self.least:
             raise ValueError("too few")
-        y: Tensor = self.linear(x)
-        return y
+        return self.linear(x)
 
 
 class OfTwoRows(Net):
@@ -291,7 +284,6 @@ def test_chunks_may_differ_by_as_much_as_a_rounding_of_the_parameters_changes(ve
         found = proven(one, CHUNKED, steps)
     assert isinstance(found, Verification)
     assert found.passed
-    assert found.measured is not None
     assert found.measured.by_rounding
     assert 1e-3 < found.measured.worst_difference < found.measured.tolerance <= 0.1
     assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
@@ -344,8 +336,6 @@ def test_a_step_of_rounded_parameters_leaves_them_as_they_were(model: type[nn.Mo
         before, rounded, after = (
             session.ask(job) for job in (MeasureJob(plan=ORIGINAL), RoundedJob(), MeasureJob(plan=ORIGINAL))
         )
-    assert isinstance(before, Measured)
-    assert isinstance(after, Measured)
     assert isinstance(rounded, Fingerprint)
     assert before.left == after.left
     moved = compared(before.left, rounded, batch=64, dims={}, exact=False)[0]

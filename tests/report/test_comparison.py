@@ -20,8 +20,6 @@ from memopt_cli.records import (
     Change,
     Comparison,
     Difference,
-    FileHeader,
-    InputSpec,
     ModuleChange,
     PeakPlace,
     PlanChange,
@@ -36,6 +34,7 @@ from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextJudgement
 from memopt_cli.text.documents import printable
+from tests.zoo.records import a_header
 
 MIB = 2**20
 
@@ -44,16 +43,7 @@ def a_comparison(*limits: str, peak: float = 14.0, **fields: Any) -> Comparison:
     sizes = {"peak": (12, peak), "allocated": (20, 22), "step": (1 / MIB, 2 / MIB), "activations": (4, 6)}
     values = {metric: sizes.get(metric, (0, 0)) for metric in METRICS}
     changes = {m: Change(metric=m, before=before * MIB, after=after * MIB) for m, (before, after) in values.items()}
-    header = FileHeader(
-        schema_version=1,
-        memopt="0.1",
-        torch="2.13",
-        model="net_a.pt",
-        sha256="ab",
-        spec=InputSpec(source="here"),
-        seed=0,
-        device="cpu",
-    )
+    header = a_header(model="net_a.pt", sha256="ab")
     verdicts = []
     for text in limits:
         limit = parse_limit(text)

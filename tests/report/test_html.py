@@ -22,14 +22,11 @@ import pytest
 from memopt_cli.errors import UsageError
 from memopt_cli.records import (
     BatchProbe,
-    Breakdown,
     Differs,
     Dropped,
     FastestTraining,
-    FileHeader,
     FingerprintCheck,
     InputDimension,
-    InputSpec,
     Instant,
     LevelRow,
     Measurement,
@@ -49,7 +46,6 @@ from memopt_cli.records import (
     StepProfile,
     StepTrace,
     StorageTrace,
-    Verification,
 )
 from memopt_cli.report.fastest import headline, remarks, run_rows
 from memopt_cli.report.html import fastest_page, optimize_page, profile_page, require_plotly
@@ -57,6 +53,8 @@ from memopt_cli.report.html.figure import bytes_axis
 from memopt_cli.report.html.frontier import FrontierPoint, frontier, points_of
 from memopt_cli.report.html.modules import kept_by_module, treemap_figure
 from memopt_cli.report.html.timeline import WORKSPACE, thinned, timeline, timeline_figure
+from tests.zoo import records
+from tests.zoo.records import a_breakdown, a_header, a_row, verified
 
 MIB = 2**20
 EVIL = "<img src=x onerror='document.title=1'>\"</script><script>document.title=1</script>%{x}"
@@ -103,41 +101,12 @@ def a_trace(scale: int = 1) -> StepTrace:
     )
 
 
-HEADER = FileHeader(
-    schema_version=1,
-    memopt="0",
-    torch="2",
-    model=f"models/{EVIL}.pt",
-    sha256=None,
-    spec=InputSpec(source="here"),
-    seed=0,
-    device="cpu",
-)
-BREAKDOWN = Breakdown(
-    parameters_bytes=10 * MIB,
-    buffers_bytes=0,
-    gradients_bytes=0,
-    optimizer_bytes=0,
-    inputs_bytes=0,
-    activations_bytes=24 * MIB,
-    temporaries_bytes=30 * MIB,
-)
+HEADER = a_header(model=f"models/{EVIL}.pt")
+BREAKDOWN = a_breakdown(parameters_bytes=10 * MIB, activations_bytes=24 * MIB, temporaries_bytes=30 * MIB)
 
 
-def measured(peak: int, step_s: float) -> Measurement:
-    return Measurement(
-        tensor_peak_bytes=peak * MIB,
-        allocated_peak_bytes=peak * MIB,
-        resident_bytes=20 * MIB,
-        reserved_peak_bytes=peak * MIB,
-        process_peak_bytes=500 * MIB,
-        step_times_s=(step_s,),
-        breakdown=BREAKDOWN,
-        holders=(),
-        backend="cpu profiler",
-        batch=4,
-        spent_s=3.0,
-    )
+def measured(peak_mib: int, step_s: float) -> Measurement:
+    return records.measured(peak_mib * MIB, step_s, breakdown=BREAKDOWN)
 
 
 def a_profile() -> StepProfile:
@@ -171,15 +140,7 @@ def a_profile() -> StepProfile:
 
 
 def row(level: int, outcome: Measurement | OutOfMemory, plan: Plan | None = None) -> LevelRow:
-    return LevelRow(
-        level=level,
-        plan=plan or Plan(),
-        outcome=outcome,
-        predicted_tensor_peak_bytes=None,
-        predicted_allocated_peak_bytes=None,
-        dry_runs=1,
-        search_s=1.0,
-    )
+    return a_row(level, outcome, plan or Plan(), search_s=1.0)
 
 
 PLAN = Plan(
@@ -191,17 +152,7 @@ def a_result() -> OptimizeResult:
     summary = MemOptSummary(None, None, None, "cpu", 3, 2, True, True)
     summary.levels = [row(0, measured(117, 1.0)), row(1, measured(80, 1.5)), row(2, measured(69, 1.25), PLAN)]
     summary.plan = PLAN
-    summary.verification = Verification(
-        passed=True,
-        exact=True,
-        precision="stored",
-        tolerance=0.0,
-        compared=7,
-        worst_name="",
-        worst_difference=0.0,
-        batch=4,
-        full_size=True,
-    )
+    summary.verification = verified(compared=7)
     steps = RecordedSteps(original=a_trace(scale=3), optimized=a_trace())
     return OptimizeResult(header=HEADER, summary=summary, files=(), steps=steps)
 
@@ -381,7 +332,6 @@ def page(request: pytest.FixtureRequest) -> str:
 
 def figures_of(page: str) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
     return dict(json.loads(found.group(1)))
 
 

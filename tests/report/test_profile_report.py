@@ -9,11 +9,7 @@ from dataclasses import replace
 import pytest
 
 from memopt_cli.records import (
-    Breakdown,
-    FileHeader,
-    InputSpec,
     Instant,
-    Measurement,
     ModuleUse,
     OpTrace,
     OutOfMemory,
@@ -27,6 +23,7 @@ from memopt_cli.records import (
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.profiling import plot
 from memopt_cli.report.text import TextReport
+from tests.zoo.records import a_breakdown, a_header, measured
 
 MIB = 2**20
 
@@ -42,33 +39,17 @@ def a_profile() -> StepProfile:
     ops = tuple(
         OpTrace(name="aten::mm", module="head", phase=phase) for phase in ("forward", "forward", "backward", "backward")
     )
-    breakdown = Breakdown(
-        parameters_bytes=10 * MIB,
-        buffers_bytes=0,
-        gradients_bytes=0,
-        optimizer_bytes=0,
-        inputs_bytes=0,
-        activations_bytes=60 * MIB,
-        temporaries_bytes=10 * MIB,
-    )
-    spec = InputSpec(source="here")
+    breakdown = a_breakdown(parameters_bytes=10 * MIB, activations_bytes=60 * MIB, temporaries_bytes=10 * MIB)
     return StepProfile(
-        header=FileHeader(
-            schema_version=1, memopt="0", torch="2", model="m.pt", sha256=None, spec=spec, seed=0, device="cpu"
-        ),
+        header=a_header(),
         plan=Plan(),
-        measurement=Measurement(
+        measurement=measured(
+            101 * MIB,
+            1.5,
+            1.5,
+            1.5,
             tensor_peak_bytes=80 * MIB,
-            allocated_peak_bytes=101 * MIB,
-            resident_bytes=10 * MIB,
-            reserved_peak_bytes=101 * MIB,
-            process_peak_bytes=500 * MIB,
-            step_times_s=(1.5, 1.5, 1.5),
             breakdown=breakdown,
-            holders=(),
-            backend="cpu profiler",
-            batch=4,
-            spent_s=3.0,
             phases=(
                 PhasePeak(phase="forward", tensor_peak_bytes=70 * MIB, allocated_peak_bytes=72 * MIB),
                 PhasePeak(phase="backward", tensor_peak_bytes=80 * MIB, allocated_peak_bytes=101 * MIB),

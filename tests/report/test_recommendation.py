@@ -14,13 +14,12 @@ from memopt_cli.records import (
     BatchProbe,
     BatchRecommendation,
     BatchRow,
-    FileHeader,
-    InputSpec,
     LengthBatching,
     NoBatchFits,
     ReplicaAdvice,
 )
 from memopt_cli.report.text import TextReport
+from tests.zoo.records import a_header
 
 MIB = 1 << 20
 ADVICE = BatchAdvice(
@@ -38,16 +37,7 @@ ADVICE = BatchAdvice(
     limited_by="--memory 100MiB",
 )
 FOUND = BatchRecommendation(
-    header=FileHeader(
-        schema_version=1,
-        memopt="0.1",
-        torch="2.13",
-        model="model.pt",
-        sha256=None,
-        spec=InputSpec(source="--input"),
-        seed=0,
-        device="cpu",
-    ),
+    header=a_header(),
     objective="max",
     limit="100.0 MiB (--memory 100MiB)",
     rows=(BatchRow(planned=False, dims={}, outcome=ADVICE),),

@@ -12,10 +12,8 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchEstimate,
     BatchProbe,
-    Breakdown,
     Differs,
     Dropped,
-    FileHeader,
     FingerprintCheck,
     FurtherCheck,
     InputSpec,
@@ -42,60 +40,33 @@ from memopt_cli.records import (
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
+from tests.zoo import records
+from tests.zoo.records import a_header, a_row, verified
 
 MIB = 2**20
 
 
 def measured(peak_mib: float, step_s: float) -> Measurement:
-    return Measurement(
-        tensor_peak_bytes=int((peak_mib - 1) * MIB),
-        allocated_peak_bytes=int(peak_mib * MIB),
-        resident_bytes=100 * MIB,
-        reserved_peak_bytes=int(peak_mib * MIB),
-        process_peak_bytes=2048 * MIB,
-        step_times_s=(step_s, step_s, step_s),
-        breakdown=Breakdown(
-            parameters_bytes=0,
-            buffers_bytes=0,
-            gradients_bytes=0,
-            optimizer_bytes=0,
-            inputs_bytes=0,
-            activations_bytes=0,
-            temporaries_bytes=0,
-        ),
-        holders=(),
-        backend="cpu profiler",
-        batch=4,
-        spent_s=3.0,
-    )
+    """Measurement whose tensor peak is a mebibyte less than the allocated one; 100 MiB are there before a step."""
+    peak = int(peak_mib * MIB)
+    return records.measured(peak, *(step_s,) * 3, tensor_peak_bytes=int((peak_mib - 1) * MIB), resident_bytes=100 * MIB)
 
 
 def row(
     level: int, outcome: Measurement | OutOfMemory, plan: Plan | None = None, *, repeats: int | None = None
 ) -> LevelRow:
-    return LevelRow(
-        level=level,
-        plan=plan or Plan(),
-        outcome=outcome,
+    return a_row(
+        level,
+        outcome,
+        plan or Plan(),
         predicted_tensor_peak_bytes=300 * MIB if level else None,
         predicted_allocated_peak_bytes=310 * MIB if level else None,
-        dry_runs=1,
         search_s=1.0,
         repeats=repeats,
     )
 
 
-VERIFIED = Verification(
-    passed=True,
-    exact=True,
-    precision="stored",
-    tolerance=0.0,
-    compared=83,
-    worst_name="",
-    worst_difference=0.0,
-    batch=4,
-    full_size=True,
-)
+VERIFIED = verified(compared=83)
 FURTHER = (
     FurtherCheck(name="in the next step", batch=4, compared=83),
     FurtherCheck(name="with masks changed", batch=4, not_tried="no input is a mask"),
@@ -152,16 +123,7 @@ def summary() -> MemOptSummary:
 def result(
     summary: MemOptSummary, files: tuple[str, ...] = ("model.memopt.pt", "model.memopt.plan.yaml")
 ) -> OptimizeResult:
-    header = FileHeader(
-        schema_version=1,
-        memopt="0.1.0",
-        torch="2.13.0",
-        model="model.pt",
-        sha256=None,
-        spec=InputSpec(source="--input"),
-        seed=0,
-        device="cpu",
-    )
+    header = a_header()
     use = "model = memopt_cli.load('model.memopt.pt')"
     return OptimizeResult(header=header, summary=summary, files=files, use=use)
 

@@ -35,6 +35,8 @@ from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
 from sample_models.spiking_vgg import ConvBlock, MultiStep
 from tests.rows import quick
+from tests.zoo.models import GIVEN, Parts
+from tests.zoo.watching import silent
 
 EXACT = SegmentConfig(chunks=3, batch_statistics=True)
 
@@ -50,8 +52,7 @@ class Resetting(nn.Module):
         for module in self.modules():
             if isinstance(module, MultiStep):
                 module.reset()
-        y: Tensor = self.blocks(x)
-        return y
+        return self.blocks(x)
 
 
 def leaf(*shape: int) -> Tensor:
@@ -104,8 +105,7 @@ class Turned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         back = [self.order.index(d) for d in range(x.dim())]
-        y: Tensor = self.norm(x.permute(self.order).contiguous().permute(back))
-        return y
+        return self.norm(x.permute(self.order).contiguous().permute(back))
 
 
 ORDERS = [(0, 2, 1), (1, 0, 2), (0, 2, 3, 1), (0, 1, 3, 2), (0, 2, 1, 3), (0, 2, 3, 4, 1), (0, 1, 4, 3, 2)]
@@ -148,8 +148,7 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x).tanh() + self.b(self.inner(x))
-        z: Tensor = self.twice(self.inner(self.twice(y.sin())).sin())
-        return z
+        return self.twice(self.inner(self.twice(y.sin())).sin())
 
 
 @pytest.mark.slow
@@ -263,18 +262,13 @@ def test_what_is_before_a_norm_may_be_used_elsewhere(exactly: Any, kind: str) ->
     exactly(Resetting(Joined(kind)), {"blocks.0": EXACT}, leaf(8, 4))
 
 
-class Overwriting(nn.Module):
+class Overwriting(Parts, inner=lambda: nn.Linear(4, 4, bias=False), norm=lambda: nn.BatchNorm1d(4), write=GIVEN):
     """Writes what it gives its norm, past the version."""
-
-    def __init__(self, write: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.inner, self.norm, self.write = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), write
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.inner(x)
         self.write(h)
-        y: Tensor = self.norm(h) * h
-        return y
+        return self.norm(h) * h
 
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
@@ -287,34 +281,24 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_what_is_before_a_norm_may_be_written_past_its_version(exactly: Any, write: Callable[[Tensor], object]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         exactly(Resetting(Overwriting(write)), {"blocks.0": EXACT}, leaf(8, 4))
 
 
-class Forked(nn.Module):
+class Forked(Parts, layer=lambda: nn.Linear(4, 4, bias=False)):
     """Its layer is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.layer(x)
         return y, y.sin()
 
 
-class Around(nn.Module):
+class Around(Parts, inner=Forked, norm=lambda: nn.BatchNorm1d(4), call=GIVEN):
     """A part of it makes what its norm is given, and something else of that."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.norm, self.call = Forked(), nn.BatchNorm1d(4), call
 
     def forward(self, x: Tensor) -> Tensor:
         h, other = self.call(self.inner, x)
-        y: Tensor = self.norm(h) + other
-        return y
+        return self.norm(h) + other
 
 
 def _called(module: nn.Module, x: Tensor) -> Any:
@@ -343,8 +327,7 @@ class Remembering(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         kernel = self.remember()
-        y: Tensor = self.second(self.norm(self.first(x))) @ kernel
-        return y
+        return self.second(self.norm(self.first(x))) @ kernel
 
 
 def test_a_pass_that_runs_other_operators_than_the_one_before(exactly: Any) -> None:
@@ -387,12 +370,8 @@ def test_functional_norms(exactly: Any) -> None:
     assert exactly.recomputations == 2 * 3 * 4
 
 
-class Watching(nn.Module):
+class Watching(Parts, inner=lambda: nn.Linear(4, 4, bias=False), norm=lambda: nn.BatchNorm1d(4)):
     """Reads its norm's running statistics before it calls it, and its counter after."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         scale = (self.norm.running_var + self.norm.running_mean.square()).sqrt()
@@ -404,18 +383,13 @@ def test_every_chunk_finds_the_running_statistics_that_the_whole_does(exactly: A
     exactly(Resetting(nn.Sequential(Watching(), nn.Tanh(), Watching())), {"blocks.0": EXACT}, leaf(8, 4), steps=3)
 
 
-class Exchanging(nn.Module):
+class Exchanging(Parts, inner=lambda: nn.Linear(4, 4, bias=False), norm=lambda: nn.BatchNorm1d(4)):
     """Gives its norm another running mean between two calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.inner(x)).tanh()
         self.norm.running_mean = self.norm.running_mean * 1.5
-        z: Tensor = self.norm(y)
-        return z
+        return self.norm(y)
 
 
 def test_running_statistics_that_forward_exchanges(exactly: Any) -> None:
@@ -455,8 +429,7 @@ class Elsewhere(nn.Module):
         self.block = nn.Sequential(nn.Linear(4, 4, bias=False), self.norm, nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.block(self.norm(x))
-        return y
+        return self.block(self.norm(x))
 
 
 def test_a_norm_shared_with_what_is_outside(exactly: Any) -> None:
@@ -598,21 +571,13 @@ def test_it_survives_copies_and_files(exactly: Any) -> None:
 # ---------------------------------------------------------------------------------------------- refused
 
 
-class Handing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
+class Handing(Parts, norm=lambda: nn.BatchNorm1d(4)):
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         y = self.norm(x)
         return y, y.sum(0) if state is None else y.sum(0) + state
 
 
-class Careful(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
+class Careful(Parts, norm=lambda: nn.BatchNorm1d(4)):
     def forward(self, x: Tensor) -> Tensor:
         try:
             y: Tensor = self.norm(x)
@@ -621,17 +586,12 @@ class Careful(nn.Module):
         return y
 
 
-class Accumulating(nn.Module):
+class Accumulating(Parts, inner=lambda: nn.Linear(4, 4), norm=lambda: nn.BatchNorm1d(4), state=lambda: torch.zeros(4)):
     """Modifies a state that has a graph before its norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.norm, self.state = nn.Linear(4, 4), nn.BatchNorm1d(4), torch.zeros(4)
 
     def forward(self, x: Tensor) -> Tensor:
         self.state = self.state * self.inner.weight[0]
-        y: Tensor = self.norm(x + self.state.add_(1))
-        return y
+        return self.norm(x + self.state.add_(1))
 
 
 @pytest.mark.parametrize(
@@ -692,24 +652,16 @@ def test_script_modules_are_refused() -> None:
         install_segment(block, EXACT)
 
 
-class Choosing(nn.Module):
+class Choosing(Parts, inner=lambda: nn.Linear(4, 4), norm=lambda: nn.BatchNorm1d(4), otherwise=GIVEN):
     """Normalizes what begins with a positive value."""
-
-    def __init__(self, *, otherwise: bool) -> None:
-        super().__init__()
-        self.inner, self.norm, self.otherwise = nn.Linear(4, 4), nn.BatchNorm1d(4), otherwise
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
         return self.norm(y) if (x[0, 0] > 0) != self.otherwise else y
 
 
-class Hooking(nn.Module):
+class Hooking(Parts, inner=lambda: nn.Linear(4, 4), norm=lambda: nn.BatchNorm1d(4), weight=False):
     """Limits a gradient, as it passes its norm or as it reaches its weights."""
-
-    def __init__(self, *, weight: bool = False) -> None:
-        super().__init__()
-        self.inner, self.norm, self.weight = nn.Linear(4, 4), nn.BatchNorm1d(4), weight
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
@@ -717,16 +669,11 @@ class Hooking(nn.Module):
         return self.norm(y)
 
 
-class Sized(nn.Module):
+class Sized(Parts, norm=lambda: nn.BatchNorm1d(4)):
     """Takes a batch of seven."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x.reshape(7, 4))
-        return y
+        return self.norm(x.reshape(7, 4))
 
 
 class OwnNorm(nn.BatchNorm1d):
@@ -751,18 +698,13 @@ class OfParts(nn.Module):
         return torch.cat([F.batch_norm(half, None, None, training=True) for half in x.tensor_split(2)])
 
 
-class MakingNorm(nn.Module):
+class MakingNorm(Parts, inner=lambda: nn.Linear(4, 4)):
     """Makes its norm when it is first called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "norm"):
             self.norm = nn.BatchNorm1d(4)
-        y: Tensor = self.norm(self.inner(x))
-        return y
+        return self.norm(self.inner(x))
 
 
 def _block(*layers: nn.Module) -> nn.Sequential:
@@ -932,8 +874,7 @@ class Reading(Accumulating):
     """Reads such a state, and leaves it what it is."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x + self.state * self.inner.weight[0])
-        return y
+        return self.norm(x + self.state * self.inner.weight[0])
 
 
 def test_what_cannot_be_undone_is_refused() -> None:
@@ -951,16 +892,11 @@ def test_what_cannot_be_undone_is_refused() -> None:
         block(torch.randn(6, 4))
 
 
-class Centering(nn.Module):
+class Centering(Parts, norm=lambda: nn.BatchNorm1d(4)):
     """Writes over its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x.sub_(1).exp())
-        return y
+        return self.norm(x.sub_(1).exp())
 
 
 def test_an_input_that_is_overwritten_is_refused() -> None:
@@ -987,19 +923,13 @@ def test_one_value_per_channel() -> None:
     assert block[0].weight.grad is not None
 
 
-class Drifting(nn.Module):
+class Drifting(Parts, norm=lambda: nn.BatchNorm1d(4), state=lambda: torch.ones(2, 4), second=0.0):
     """Before its norm it reads a state, which it modifies in place in its second chunk alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-        self.state, self.second = torch.ones(2, 4), 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         if x[0, 0].item() == self.second:
             self.state.add_(1)
-        y: Tensor = self.norm((x * self.state[0].clone()).sin())
-        return y
+        return self.norm((x * self.state[0].clone()).sin())
 
 
 @pytest.mark.parametrize("chunks", [2, 3])

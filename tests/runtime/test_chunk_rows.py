@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +12,13 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, install_segment
+from tests.zoo.models import GIVEN, Parts
+from tests.zoo.watching import silent
 
 Make = Callable[[], nn.Module]
 
 
-class CumulativeSum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class CumulativeSum(Parts, linear=lambda: nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).cumsum(0)
 
@@ -50,14 +47,9 @@ class KeptBeside(TimeLoop):
         return potentials
 
 
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, dropout=0.1)
-
+class Attending(Parts, attention=lambda: nn.MultiheadAttention(4, 2, dropout=0.1)):
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return output
+        return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Positions(CumulativeSum):
@@ -110,8 +102,7 @@ def test_rows_that_mix_are_noticed_in_the_first_forward(name: str, chunks: int) 
         found = gradients(net, x)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         gradients(net, x)
 
 
@@ -158,14 +149,9 @@ INDEPENDENT: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-class _First(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
+class _First(Parts, layer=GIVEN):
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)[0]
-        return output
+        return self.layer(x)[0]
 
 
 @pytest.mark.slow
@@ -175,8 +161,7 @@ def test_rows_that_are_independent_run_in_chunks(name: str, chunks: int) -> None
     torch.manual_seed(1)
     make, settings = INDEPENDENT[name]
     net = in_chunks(make(), chunks, **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         for _ in range(3):
             net(inputs()).square().sum().backward()
             if isinstance(net, Leaky):
@@ -186,8 +171,7 @@ def test_rows_that_are_independent_run_in_chunks(name: str, chunks: int) -> None
 @pytest.mark.parametrize("chunks", [2, 5, 24])
 def test_states_that_are_handed_over_run_in_chunks(chunks: int) -> None:
     net = in_chunks(Handed(), chunks)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         outputs, _ = net(inputs(), torch.zeros(3, 4))
         outputs.sum().backward()
 
@@ -196,8 +180,7 @@ def test_what_shows_nothing_at_first_is_noticed_later() -> None:
     net = CumulativeSum()
     nn.init.zeros_(net.linear.bias)
     in_chunks(net, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         for _ in range(15):
             net(torch.zeros(24, 3, 4, requires_grad=True))  # whatever is summed is zero
     with pytest.warns(UserWarning, match="mixes what lies along axis 0"):
@@ -236,13 +219,8 @@ def test_the_trial_is_seen_by_nobody() -> None:
     assert torch.equal(drawn, torch.rand(1))
 
 
-class Reduced(nn.Module):
+class Reduced(Parts, linear=lambda: nn.Linear(4, 10), reduce=GIVEN):
     """Gives something else than a row for each of its input's."""
-
-    def __init__(self, reduce: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 10)
-        self.reduce = reduce
 
     def forward(self, x: Tensor) -> Any:
         return self.reduce(self.linear(x))

@@ -18,6 +18,7 @@ from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
 from sample_models.spiking_vgg import ConvBlock, MultiStep
+from tests.zoo.models import GIVEN, Parts
 
 LENGTH = 9
 
@@ -51,12 +52,8 @@ class Membrane(nn.Module):
         return torch.stack(outputs)
 
 
-class Starting(nn.Module):
+class Starting(Parts, block=GIVEN):
     """From rest every step."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
         for module in self.modules():
@@ -64,8 +61,7 @@ class Starting(nn.Module):
                 module.reset()
             if isinstance(module, Membrane):
                 module.v = None
-        y: Tensor = self.block(x)
-        return y
+        return self.block(x)
 
 
 class Asking(Membrane):

@@ -22,17 +22,14 @@ from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.chunk_state import _is_alike
 from memopt_cli.verification.chunking import find_rule
 from tests.runtime.conftest import train
+from tests.zoo.models import Parts
+from tests.zoo.watching import silent
 
 CHUNKS = SegmentConfig(chunks=3)
 
 
-class Averaging(nn.Module):
+class Averaging(Parts, linear=lambda: nn.Linear(4, 4), centre=lambda: nn.Buffer(torch.zeros(4))):
     """An average over calls of what goes through, as of a codebook or a teacher's centre."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("centre", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -49,36 +46,24 @@ class Assigning(Averaging):
         self.centre = value
 
 
-class Counting(nn.Module):
+class Counting(Parts, linear=lambda: nn.Linear(4, 4), calls=0):
     """A number of calls, in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(4, 4), 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return (self.linear(x) / self.calls).tanh()
 
 
-class Warming(Counting):
+class Warming(Counting, factor=0.5):
     """A factor that grows with every call, as a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = 0.5
 
     def forward(self, x: Tensor) -> Tensor:
         self.factor += 0.1 * (1 - self.factor)
         return (self.linear(x) * self.factor).tanh()
 
 
-class Listing(nn.Module):
+class Listing(Parts, linear=lambda: nn.Linear(4, 4), norms=lambda: [torch.ones(2)]):
     """The norms of the latest calls, in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norms = nn.Linear(4, 4), [torch.ones(2)]
 
     def forward(self, x: Tensor) -> Tensor:
         self.norms[0] = 0.5 * self.norms[0] + x.detach().norm()
@@ -170,8 +155,7 @@ def test_in_a_checkpoint_of_the_users_own(kind: Callable[[], nn.Module], reentra
             self.block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind(), nn.Tanh()), nn.Linear(4, 4))
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = checkpoint(self.block, x, use_reentrant=reentrant)
-            return y
+            return checkpoint(self.block, x, use_reentrant=reentrant)
 
     torch.manual_seed(0)
     model = Checkpointed()
@@ -208,8 +192,7 @@ def test_a_norm_that_is_added_after_steps_in_chunks() -> None:
     model = _model(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     optimized = memopt_cli.apply_plan(copy.deepcopy(model), Plan(segments=(SegmentPlan(path="1", chunks=3),)))
     for net in (model, optimized):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with silent():
             net(torch.ones(6, 4)).sum().backward()
         net.zero_grad()  # chunks add up in another order
         torch.manual_seed(1)
@@ -227,8 +210,7 @@ def test_an_observer_that_is_turned_on_later() -> None:
     model = _model(block)
     optimized = memopt_cli.apply_plan(copy.deepcopy(model), Plan(segments=(SegmentPlan(path="1", chunks=3),)))
     for net in (model, optimized):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with silent():
             net(torch.ones(6, 4)).sum().backward()
         net.zero_grad()
         net[1][1].enable_observer()
@@ -327,8 +309,7 @@ def test_a_batch_of_equal_samples_does_not_settle_it() -> None:
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(4, 4), FakeQuantize(MovingAverageMinMaxObserver))
     install_segment(block, CHUNKS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         block(torch.ones(6, 4))
     with pytest.warns(UserWarning, match="runs whole"):
         block(torch.randn(6, 4))
@@ -359,12 +340,8 @@ def test_alike(before: Any, whole: Any, halves: Any, verdict: bool) -> None:
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-class Masked(nn.Module):
+class Masked(Parts, linear=lambda: nn.Linear(4, 4)):
     """Its mask, if there is one, is of the whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
         y = self.linear(x).tanh()
@@ -402,7 +379,6 @@ class Caching(Masked):
 
     def forward(self, x: Tensor, cache: KeyCache | None = None, *, mask: Tensor | None = None) -> Tensor:
         y = self.linear(x)
-        assert cache is not None
         cache.keys.append(y)
         return nn.functional.dropout(y * sum(key.mean() for key in cache.keys))
 

@@ -11,14 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.training.apply import apply_plan
+from tests.zoo.models import GIVEN, Parts
 
 
-class Forces(nn.Module):
+class Forces(Parts, linear=lambda: nn.Linear(8, 8), norm=GIVEN):
     """Adds the gradient of an energy to what it is given."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), norm
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.linear(x)).tanh()
@@ -42,8 +39,7 @@ class Going(Forces):
         try:
             return super().forward(x)
         except RuntimeError:
-            y: Tensor = self.norm(self.linear(x)).tanh()
-            return y
+            return self.norm(self.linear(x)).tanh()
 
 
 class CheckpointedEnergy(Forces):
@@ -59,8 +55,7 @@ class CheckpointedForces(Forces):
     """Recomputes its forces, by a checkpoint of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return y
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Net(nn.Module):
@@ -72,8 +67,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         x = checkpoint(self.forces, x, use_reentrant=False) if self._runs_twice else self.forces(x)
-        output: Tensor = self.last(x)
-        return output
+        return self.last(x)
 
 
 THROUGH = "computes gradients in its forward, through batch statistics"

@@ -17,6 +17,7 @@ from memopt_cli.runtime import SegmentConfig, compiled, install_segment
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.private_torch import WRITES_TWICE
 from tests.rows import quick
+from tests.zoo.models import Parts
 
 BIT = SegmentConfig(compressor="bit")
 
@@ -28,12 +29,8 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Counting(nn.Module):
+class Counting(Parts, inner=lambda: nn.Linear(4, 4), membrane=lambda: torch.zeros(4), calls=0):
     """State in attributes, which the compiler cannot trace within a checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.membrane, self.calls = nn.Linear(4, 4), torch.zeros(4), 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.membrane = 0.5 * self.membrane.detach() + self.inner(x).mean(0)
@@ -118,12 +115,8 @@ def test_dropout_keeps_its_mask() -> None:
     assert torch.equal(output == 0, x.grad == 0)
 
 
-class Drawing(nn.Module):
+class Drawing(Parts, layers=lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 4))):
     """A layer that draws between layers that save."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).sigmoid()
@@ -186,14 +179,9 @@ def test_segments_in_segments(make: Callable[[], nn.Module], place: Place, backe
 def test_a_checkpoint_of_the_users_own_around() -> None:
     """Which draws again itself where the compiler does not differentiate ahead, unless a segment is in it."""
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Drawing()
-
+    class Checkpointed(Parts, block=Drawing):
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = checkpoint(self.block, x, use_reentrant=False)
-            return y
+            return checkpoint(self.block, x, use_reentrant=False)
 
     plain = nn.Sequential(nn.Linear(4, 4), Checkpointed())
     optimized = copy.deepcopy(plain)
@@ -228,13 +216,8 @@ def test_segments_are_not_compiled_where_a_checkpoint_would_write_twice(monkeypa
     torch.testing.assert_close(found, expected)
 
 
-class CountingCalls(nn.Module):
+class CountingCalls(Parts, inner=lambda: nn.Linear(4, 4), calls=lambda: nn.Buffer(torch.zeros(()))):
     """State that chunks would move once each, which compiled chunks have no way to notice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
@@ -328,11 +311,7 @@ def test_lifted_modules_are_compiled() -> None:
         torch.testing.assert_close(compiled(x), model(x))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4)
-
+class Recurrent(Parts, lstm=lambda: nn.LSTM(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.lstm(x)[0]
         return y.square()

@@ -24,25 +24,18 @@ from memopt_cli.runtime import (
     segment_of,
 )
 from memopt_cli.runtime.runs import Chain
+from tests.zoo.models import Parts
 
 
-class Two(nn.Module):
+class Two(Parts, mix=lambda: nn.Linear(3, 3)):
     """Two sequences in, two out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(3, 3)
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tanh(self.mix(a) + b), a * b
 
 
-class Leaky(nn.Module):
+class Leaky(Parts, v=None):
     """A neuron that keeps its potential in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v: Tensor | None = None
 
     def forward(self, xs: Tensor) -> Tensor:
         spikes = []

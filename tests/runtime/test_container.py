@@ -7,7 +7,6 @@ import copy
 import gc
 import io
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,25 +33,10 @@ from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.runtime.compressor import Packed, SpikeCompressor
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.trace import StorageLog
+from tests.zoo.models import Before, Parts, mlp
 
 PLAIN = SegmentConfig()
 Judge = Callable[..., nn.Module]
-
-
-class Net(nn.Module):
-    """Something before the segment ``block``, so that its input has a gradient, and something after."""
-
-    def __init__(self, block: nn.Module, width: int = 4) -> None:
-        super().__init__()
-        self.before = nn.Linear(width, width)
-        self.block = block
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.block(self.before(x), *args, **kwargs)
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
 
 def images() -> Tensor:
@@ -85,20 +69,16 @@ def test_codecs_of_spikes_and_of_anything_else(judge: Any, codec: str) -> None:
     assert judge.recomputations == 6
 
 
-class Keywords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
+class Keywords(Parts, inner=mlp):
     def forward(self, x: Tensor, y: Tensor | None = None, *, scale: float = 1.0, mask: Tensor) -> Tensor:
         return self.inner(x * mask if y is None else x * y * mask) * scale
 
 
 def test_positional_and_keyword_arguments(judge: Any) -> None:
     x, y, mask = torch.randn(5, 4), torch.randn(5, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
-    judge(Net(Keywords()), {"block": PLAIN}, x, scale=2.5, mask=mask)
-    judge(Net(Keywords()), {"block": PLAIN}, x, y, mask=mask > 0)
-    judge(Net(Keywords()), {"block": PLAIN}, x, y=y, mask=y)
+    judge(Before(Keywords()), {"block": PLAIN}, x, scale=2.5, mask=mask)
+    judge(Before(Keywords()), {"block": PLAIN}, x, y, mask=mask > 0)
+    judge(Before(Keywords()), {"block": PLAIN}, x, y=y, mask=y)
     assert judge.recomputations == 6
 
 
@@ -113,12 +93,8 @@ class Point(NamedTuple):
     y: Tensor
 
 
-class Nested(nn.Module):
+class Nested(Parts, inner=mlp):
     """Takes and returns tensors inside a dataclass, a dict, a tuple, a list, a named tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
 
     def forward(self, x: Tensor, pair: Pair, many: dict[str, list[Tensor]]) -> dict[str, Any]:
         y = self.inner(x * pair.left) * pair.right["scale"] + sum(many["bias"])
@@ -135,7 +111,7 @@ def test_nested_inputs_and_outputs(judge: Any) -> None:
         return torch.randn(4, requires_grad=True)
 
     pair, many = Pair(leaf(), {"scale": leaf()}), {"bias": [leaf(), leaf()]}
-    net = judge(Net(Nested()), {"block": PLAIN}, torch.randn(5, 4), pair, many)
+    net = judge(Before(Nested()), {"block": PLAIN}, torch.randn(5, 4), pair, many)
     output = net(torch.randn(5, 4), pair, many)
     assert isinstance(output["pair"], Pair)
     assert isinstance(output["tuple"][2], Point)
@@ -160,7 +136,7 @@ def test_integer_inputs(judge: Any) -> None:
 
 
 def test_frozen_parameters(judge: Any) -> None:
-    net = Net(mlp())
+    net = Before(mlp())
     net.block[0].requires_grad_(False)
     judge(net, {"block": PLAIN}, torch.randn(5, 4))
     net.requires_grad_(False)
@@ -198,17 +174,17 @@ def test_the_root_and_a_single_layer_as_segments(judge: Any) -> None:
 
 def test_without_gradients_it_runs_once(judge: Any) -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
-    judge(Net(block).eval(), {"block": PLAIN}, torch.randn(5, 4))
+    judge(Before(block).eval(), {"block": PLAIN}, torch.randn(5, 4))
     assert judge.recomputations == 2  # eval mode has gradients
     with torch.no_grad():
-        judge(Net(block), {"block": PLAIN}, torch.randn(5, 4))
+        judge(Before(block), {"block": PLAIN}, torch.randn(5, 4))
     with torch.inference_mode():
-        judge(Net(block), {"block": PLAIN}, torch.randn(5, 4))
+        judge(Before(block), {"block": PLAIN}, torch.randn(5, 4))
     assert judge.recomputations == 2
 
 
 def test_mode_changed_between_forward_and_backward(judge: Any) -> None:
-    class Switching(Net):
+    class Switching(Before):
         def forward(self, x: Tensor) -> Tensor:
             self.train()
             output = super().forward(x)
@@ -220,7 +196,7 @@ def test_mode_changed_between_forward_and_backward(judge: Any) -> None:
     assert judge.recomputations == 2
 
 
-class Autocast(Net):
+class Autocast(Before):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output: Tensor = super().forward(x)
@@ -230,13 +206,13 @@ class Autocast(Net):
 def test_autocast(judge: Any) -> None:
     judge(Autocast(mlp()), {"block": PLAIN}, torch.randn(5, 4))
     inside = nn.Sequential(Autocast(mlp()), nn.Linear(4, 4))
-    judge(Net(inside), {"block": PLAIN}, torch.randn(5, 4))
+    judge(Before(inside), {"block": PLAIN}, torch.randn(5, 4))
     assert judge.recomputations == 4
 
 
 def test_spectral_norm_inside(judge: Any) -> None:
     block = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
-    judge(Net(block), {"block": PLAIN}, torch.randn(5, 4), steps=3)
+    judge(Before(block), {"block": PLAIN}, torch.randn(5, 4), steps=3)
     assert judge.recomputations == 3
     with pytest.raises(ValueError, match="parametrized"):
         install_segment(block[0], PLAIN)
@@ -245,7 +221,7 @@ def test_spectral_norm_inside(judge: Any) -> None:
 def test_script_module_inside(judge: Any) -> None:
     def net() -> nn.Module:  # PyTorch's copy of a ScriptModule cannot be trained
         torch.manual_seed(3)
-        return Net(nn.Sequential(nn.Linear(4, 4), torch.jit.script(mlp()), nn.Tanh()))
+        return Before(nn.Sequential(nn.Linear(4, 4), torch.jit.script(mlp()), nn.Tanh()))
 
     plain, optimized = net(), net()
     install_segment(optimized.block, PLAIN)
@@ -254,7 +230,7 @@ def test_script_module_inside(judge: Any) -> None:
     optimized.zero_grad()
     with torch.jit.optimized_execution(False):
         judge.compare(plain, optimized, x)
-    judge(Net(ScriptLeaf(torch.jit.script(mlp()))), {"block": PLAIN}, torch.randn(5, 4))
+    judge(Before(ScriptLeaf(torch.jit.script(mlp()))), {"block": PLAIN}, torch.randn(5, 4))
     assert judge.recomputations == 5
 
 
@@ -297,12 +273,7 @@ def test_ways_of_differentiating(how: Callable[[nn.Module, Tensor], list[Tensor]
 
 
 def test_an_error_in_forward_leaves_nothing_behind() -> None:
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-            self.fail = True
-
+    class Failing(Parts, inner=mlp, fail=True):
         def forward(self, x: Tensor) -> Tensor:
             if self.fail:
                 raise KeyError("no")
@@ -330,16 +301,17 @@ def test_its_own_hooks_run_once_and_its_children_s_again() -> None:
         module.register_forward_pre_hook(lambda *_, n=name: calls.append(f"{n} pre {is_recomputing()}"))
         module.register_forward_hook(lambda *_, n=name: calls.append(f"{n} post {is_recomputing()}"))
         module.register_full_backward_hook(lambda *_, n=name: calls.append(f"{n} backward"))
+    block[0].weight.register_hook(lambda _: calls.append("weight"))
     install_segment(block, PLAIN)
     block(torch.randn(5, 4, requires_grad=True)).sum().backward()
     assert calls[:4] == ["own pre False", "child pre False", "child post False", "own post False"]
     assert calls[4:6] == ["child pre True", "child post True"]
-    assert sorted(calls[6:]) == ["child backward", "own backward"]
+    assert sorted(calls[6:]) == ["child backward", "own backward", "weight"]
     assert not is_recomputing()
 
 
 def test_hooks_that_change_inputs_and_outputs(judge: Any) -> None:
-    net = Net(mlp())
+    net = Before(mlp())
     net.block.register_forward_pre_hook(_doubled_input)
     net.block.register_forward_hook(_tripled_output)
     net.block[0].register_forward_hook(_tripled_output)
@@ -359,50 +331,36 @@ def _tripled_output(module: nn.Module, args: tuple[Tensor, ...], output: Tensor)
 
 def test_segments_within_segments(judge: Any) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
-    net = Net(nn.Sequential(mlp(), inner, mlp()))
+    net = Before(nn.Sequential(mlp(), inner, mlp()))
     spikes = SegmentConfig(compressor="bit")
     judge(net, {"block": spikes, "block.1": spikes, "block.1.1": PLAIN, "block.2": spikes}, torch.randn(5, 4))
     assert judge.recomputations == 2 * 4
 
 
-class Branches(nn.Module):
+class Branches(Parts, first=lambda: Fork(), second=lambda: Join()):
     """Holds the halves of its work as stages, for a spatial split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Fork(), Join()
 
     def __spatial_split__(self) -> tuple[nn.Module, ...]:
         return self.first, self.second
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.second(*self.first(x))
-        return output
+        return self.second(*self.first(x))
 
 
-class Fork(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(mlp(), nn.Dropout(0.5))
-
+class Fork(Parts, inner=lambda: nn.Sequential(mlp(), nn.Dropout(0.5))):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.inner(x), x.exp()
 
 
-class Join(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(mlp(), nn.BatchNorm1d(4))
-
+class Join(Parts, inner=lambda: nn.Sequential(mlp(), nn.BatchNorm1d(4))):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        output: Tensor = self.inner(x * y)
-        return output
+        return self.inner(x * y)
 
 
 @pytest.mark.parametrize("codec", ["null", "sparse"])
 def test_spatial_split(judge: Any, codec: str) -> None:
     config = SegmentConfig(spatial_split=True, compressor=codec)
-    judge(Net(Branches()), {"block": config}, torch.randn(5, 4))
+    judge(Before(Branches()), {"block": config}, torch.randn(5, 4))
     assert judge.recomputations == 2 * 2
 
 
@@ -448,12 +406,8 @@ def test_the_state_between_chunks_is_not_packed(monkeypatch: pytest.MonkeyPatch)
     assert stored == [("sparse", (3, 4, 4)), ("sparse", (3, 4, 4)), ("null", (1, 4, 5)), ("null", (1, 4, 5))]
 
 
-class Two(nn.Module):
+class Two(Parts, inner=mlp):
     """Two sequences in, two out, and a tensor that is used whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
 
     def forward(self, x: Tensor, y: Tensor, scale: Tensor, *, shift: Tensor) -> Point:
         z = self.inner(x * y) * scale
@@ -484,13 +438,8 @@ def assert_close(plain: nn.Module, optimized: nn.Module, *args: Any, **kwargs: A
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-13)
 
 
-class Leaky(nn.Module):
+class Leaky(Parts, inner=lambda: nn.Linear(4, 4), mem=None):
     """A leaky integrator over the first axis that keeps its membrane in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.mem: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = []
@@ -562,7 +511,7 @@ def test_without_gradients_a_sequence_is_not_cut() -> None:
 
 
 def test_it_is_what_it_was() -> None:
-    net = Net(mlp())
+    net = Before(mlp())
     names, keys = [n for n, _ in net.named_modules()], list(net.state_dict())
     original = type(net.block)
     install_segment(net.block, PLAIN)
@@ -570,6 +519,7 @@ def test_it_is_what_it_was() -> None:
     assert [n for n, _ in net.named_modules()] == names
     assert list(net.state_dict()) == keys
     assert type(net.block).__name__ == "Sequential"
+    assert type(net.block).__module__ == nn.Sequential.__module__
     assert isinstance(net.block, original)
     assert isinstance(net.block, GCContainer)
     assert not isinstance(net.block, TCGCContainer)
@@ -577,11 +527,11 @@ def test_it_is_what_it_was() -> None:
     assert isinstance(net.before, nn.Linear)
     assert net.before.in_features == 4
     assert segment_of(net.block) == PLAIN
-    net.load_state_dict(Net(mlp()).state_dict())
+    net.load_state_dict(Before(mlp()).state_dict())
 
 
 def test_people_see_the_segments() -> None:
-    net = Net(mlp())
+    net = Before(mlp())
     text = repr(net)
     install_segment(net.block, SegmentConfig(compressor="bit", path="block"))
     install_segment(net.before, SegmentConfig(chunks=2, axis=1))
@@ -629,7 +579,7 @@ def _pickled(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, _pickled, _saved], ids=["deepcopy", "pickle", "torch.save"])
 def test_copies(judge: Any, copied: Callable[[nn.Module], nn.Module]) -> None:
-    net = Net(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()))
+    net = Before(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()))
     net.before.weight.requires_grad_(False)
     install_segment(net.block, SegmentConfig(compressor="bit"))
     install_segment(net.before, SegmentConfig(chunks=2, axis=-2))
@@ -689,6 +639,8 @@ def _a_segment() -> nn.Module:
         (_a_segment, "a segment already"),
         (_with_own_forward, "a forward of its own on the instance"),
         (lambda: nn.ModuleList([mlp()]), "ModuleList has no forward"),
+        (nn.ModuleDict, "ModuleDict has no forward"),
+        (nn.ParameterList, "ParameterList has no forward"),
         (Silent, "Silent has no forward"),
         (lambda: torch.jit.script(mlp()), "it is a ScriptModule"),
         (lambda: nn.LazyLinear(3), "not initialized yet; run the model once"),
@@ -733,13 +685,13 @@ def test_whatever_can_be_a_segment_is_not_refused() -> None:
 
 
 def _nets() -> Iterator[tuple[str, nn.Module, Tensor]]:
-    stateful = Net(Leaky())
+    stateful = Before(Leaky())
     chunks = SegmentConfig(chunks=2)
     for name, net, config in (
-        ("plain", Net(mlp()), SegmentConfig(compressor="bit")),
+        ("plain", Before(mlp()), SegmentConfig(compressor="bit")),
         ("stateful", stateful, SegmentConfig(compressor="bit")),
-        ("chunks", Net(mlp()), chunks),
-        ("stateful chunks", Net(Leaky()), replace(chunks, recompute_states=True)),
+        ("chunks", Before(mlp()), chunks),
+        ("stateful chunks", Before(Leaky()), replace(chunks, recompute_states=True)),
     ):
         install_segment(net.block, config)
         yield name, net, torch.randn(6, 3, 4)
@@ -817,9 +769,3 @@ def test_inner_segments_keep_nothing_until_the_outer_one_is_recomputed() -> None
     assert [ref() is not None for ref in alive] == [True, False, False]  # x itself
     output.sum().backward()
     assert all(p.grad is not None for p in block.parameters())
-
-
-def test_no_warnings(judge: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        judge(Net(mlp()), {"block": PLAIN}, torch.randn(5, 4))

@@ -15,29 +15,22 @@ from torch.nn import functional as F
 import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.verification.equality import bit_equal
+from tests.zoo.models import GIVEN, Parts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 WIDTH = 64
 
 
-class Recurrent(nn.Module):
+class Recurrent(Parts, layer=GIVEN):
     """A recurrent layer's output."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)[0]
 
 
-class Leaky(nn.Module):
+class Leaky(Parts, linear=lambda: nn.Linear(WIDTH, WIDTH), v=lambda: torch.zeros(())):
     """A neuron whose membrane stays from step to step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.v = nn.Linear(WIDTH, WIDTH), torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         self.v = self.v.to(x) * 0.5 + self.linear(x)
@@ -46,24 +39,16 @@ class Leaky(nn.Module):
         return out
 
 
-class Attention(nn.Module):
+class Attention(Parts, project=lambda: nn.Linear(WIDTH, 3 * WIDTH)):
     """Scaled dot products with dropout, in half precision by one of PyTorch's fused kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True).transpose(1, 2).flatten(2)
 
 
-class OnSide(nn.Module):
+class OnSide(Parts, block=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.GELU()), stream=None):
     """A layer whose forward runs on a stream of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.stream = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.GELU()), None
 
     def forward(self, x: Tensor) -> Tensor:
         stream = torch.cuda.Stream()

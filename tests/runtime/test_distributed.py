@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment, remove_segment, segment_of
 from memopt_cli.runtime.segment_run import SegmentRun
 from tests.training.sharded.cases import in_group
+from tests.zoo.models import Parts
 
 WORLD = 2
 BIT = SegmentConfig(compressor="bit")
@@ -39,13 +40,8 @@ class Shared(nn.Module):
         return x
 
 
-class SyncNorm(nn.Module):
+class SyncNorm(Parts, mean=lambda: nn.Buffer(torch.zeros(4)), reductions=0):
     """Batch norm over the samples of every process, as ``SyncBatchNorm`` is, which needs GPUs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-        self.reductions = 0
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(0)
@@ -55,12 +51,8 @@ class SyncNorm(nn.Module):
         return (x - mean / WORLD).sigmoid() * x.tanh()
 
 
-class Counting(nn.Module):
+class Counting(Parts, inner=lambda: nn.Linear(4, 4), membrane=lambda: torch.zeros(4)):
     """Hidden state in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.membrane = nn.Linear(4, 4), torch.zeros(4)
 
     def forward(self, x: Tensor) -> Tensor:
         self.membrane = 0.5 * self.membrane.detach() + self.inner(x).mean(0)

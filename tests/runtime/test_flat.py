@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime import SegmentConfig, install_segment
+from tests.zoo.models import GIVEN, Parts
 
 WHOLE, CHUNKS = SegmentConfig(), SegmentConfig(chunks=2)
 
@@ -24,12 +25,8 @@ class Notes(dict[str, Any]):
     """A dictionary of a class of its own."""
 
 
-class Writing(nn.Module):
+class Writing(Parts, linear=lambda: nn.Linear(8, 8)):
     """Leaves what it computes, with its graph, in an object that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, into: Any) -> Tensor:
         y = self.linear(x)
@@ -40,31 +37,19 @@ class Writing(nn.Module):
                 into.append(y)
             case _:
                 into[str(len(into))] = y
-        result: Tensor = x + y.tanh()
-        return result
+        return x + y.tanh()
 
 
-class Given(nn.Module):
+class Given(Parts, make=GIVEN, block=Writing):
     """Gives one object to two calls of a block."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__()
-        self.make, self.block = make, Writing()
 
     def forward(self, x: Tensor) -> Tensor:
         into = self.make()
-        result: Tensor = self.block(self.block(x, into), into)
-        return result
+        return self.block(self.block(x, into), into)
 
 
-class Keeping(nn.Module):
+class Keeping(Parts, first=lambda: nn.Linear(8, 8), second=lambda: nn.Linear(8, 8), kept=list, aside=None):
     """Keeps what it computes in a new list of its own in each forward, and a part that the loss does not take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.kept: list[Tensor] = []
-        self.aside: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept = [self.first(x)]
@@ -72,12 +57,8 @@ class Keeping(nn.Module):
         return self.kept[0].tanh()
 
 
-class Membrane(nn.Module):
+class Membrane(Parts, linear=lambda: nn.Linear(8, 8), v=lambda: torch.zeros(())):
     """Carries a state with a graph over two time steps, and cuts it off afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.v = nn.Linear(8, 8), torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = []

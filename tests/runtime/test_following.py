@@ -6,7 +6,6 @@ import array
 import collections
 import contextlib
 import copy
-import dataclasses
 import functools
 import itertools
 import random
@@ -27,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.runtime import SegmentConfig, install_segment
 from tests.runtime.conftest import Judge
+from tests.zoo.models import GIVEN, Parts
 
 PLAIN, PACKED = SegmentConfig(), SegmentConfig(recompute=False)
 WIDE = 4096
@@ -101,11 +101,7 @@ def test_noise_that_is_drawn_after_it_is_saved(kind: type[Noisy], config: Segmen
 # ---------------------------------------------------------------------------------------------- a checkpoint within
 
 
-class OwnCheckpoint(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3, padding=1)
-
+class OwnCheckpoint(Parts, conv=lambda: nn.Conv2d(1, 4, 3, padding=1)):
     def _pooled(self, x: Tensor) -> Tensor:
         return F.avg_pool2d((x * self.conv(x)).sigmoid(), 2)
 
@@ -130,8 +126,7 @@ class Between(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(lambda y: self.outer(self.inner(y).tanh()).sin(), x, use_reentrant=self.reentrant)
-        return result
+        return checkpoint(lambda y: self.outer(self.inner(y).tanh()).sin(), x, use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -145,12 +140,8 @@ def test_a_checkpoint_of_the_users_own_between_two_segments(
     judge(model, {**dict.fromkeys(around, PLAIN), "0.inner": inner}, x)
 
 
-class Forces(nn.Module):
+class Forces(Parts, hidden=lambda: nn.Linear(8, 8), energy=lambda: nn.Linear(8, 1)):
     """The gradient of an energy, which training differentiates again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.energy = nn.Linear(8, 8), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         energy = self.energy(self.hidden(x).tanh()).sum()
@@ -166,8 +157,7 @@ class InCheckpoint(nn.Module):
         self.inner = nn.Sequential(*inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return result
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("paths", [["inner.1"], ["inner"], ["inner", "inner.1"], ["inner.1", "inner.1.hidden"]])
@@ -195,24 +185,16 @@ def test_a_norm_at_the_end_of_a_checkpoint_of_the_users_own(norm: nn.Module, pat
 # ---------------------------------------------------------------------------------------------- hooks on inputs
 
 
-class HookingItsInput(nn.Module):
+class HookingItsInput(Parts, linear=lambda: nn.Linear(8, 8)):
     """Halves the gradient that leaves it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x.register_hook(lambda gradient: gradient * 0.5)
         return self.linear(x).sin()
 
 
-class Force(nn.Module):
+class Force(Parts, linear=lambda: nn.Linear(8, 8)):
     """A gradient of its own by the input: hooks on that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.autograd.grad(self.linear(x).sin().sum(), x, create_graph=True)[0].sin()
@@ -258,11 +240,7 @@ def test_parameters_frozen_or_thawed_between_forward_and_backward(before: bool, 
 # ---------------------------------------------------------------------------------------------- changed in between
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Inner(Parts, first=lambda: nn.Linear(4, 4), second=lambda: nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         between = self.first(x) + 1
         result = self.second(between)
@@ -277,12 +255,8 @@ def test_the_input_of_a_segment_changed_afterwards_is_told(paths: list[str]) -> 
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
 
 
-class Overwriting(nn.Module):
+class Overwriting(Parts, linear=lambda: nn.Linear(4, 4)):
     """Begins with writing over its input, and what it computes of it depends on what was there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.add_(1)).tanh()
@@ -293,13 +267,8 @@ def test_a_nested_segment_that_writes_over_its_input(judge: Judge) -> None:
     judge(model, {"0": PLAIN, "0.1": PLAIN}, torch.ones(2, 4), steps=3)
 
 
-class Codebook(nn.Module):
+class Codebook(Parts, linear=lambda: nn.Linear(4, 4), table=lambda: nn.Buffer(torch.randn(8, 4))):
     """A table of vectors that forward moves, behind autograd's back, as VQ-VAE's does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("table", torch.randn(8, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -317,12 +286,8 @@ def test_buffers_that_are_written_through_data(paths: list[str], judge: Judge) -
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-class Expert(nn.Module):
+class Expert(Parts, linear=lambda: nn.Linear(4, 4)):
     """Leaves its auxiliary loss in a list that the caller gave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, losses: list[Tensor], seen: dict[str, int]) -> Tensor:
         y = self.linear(x)
@@ -331,11 +296,7 @@ class Expert(nn.Module):
         return y.tanh()
 
 
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([Expert(), Expert()])
-
+class Mixture(Parts, experts=lambda: nn.ModuleList([Expert(), Expert()])):
     def forward(self, x: Tensor) -> Tensor:
         losses: list[Tensor] = []
         seen: dict[str, int] = {}
@@ -352,61 +313,13 @@ def test_lists_and_dicts_that_forward_appends_to(paths: list[str], judge: Judge)
 # ---------------------------------------------------------------------------------------------- state of many kinds
 
 
-@dataclasses.dataclass
-class Counted:
-    calls: int = 0
-
-
-class Drawing(nn.Module):
-    """Keeps in an attribute what forward moves on: ``kind`` of it."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.linear, self.kind = nn.Linear(4, 4), kind
-        self.kept: Any = {
-            "NumPy's generator": lambda: np.random.default_rng(1),
-            "Python's generator": lambda: random.Random(1),
-            "a dataclass": Counted,
-            "an array": lambda: np.zeros(2),
-            "an object": lambda: collections.UserDict(calls=0),
-        }[kind]()
-
-    def _next(self) -> float:
-        match self.kind:
-            case "NumPy's generator":
-                return float(self.kept.random())
-            case "Python's generator":
-                return float(self.kept.random())
-            case "a dataclass":
-                self.kept.calls += 1
-                return float(self.kept.calls)
-            case "an array":
-                self.kept += 1
-                return float(self.kept[0])
-            case _:
-                self.kept["calls"] += 1
-                return float(self.kept["calls"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) * self._next()).tanh()
-
-
-@pytest.mark.parametrize("kind", ["NumPy's generator", "Python's generator", "a dataclass", "an array", "an object"])
-def test_state_that_forward_moves_on(kind: str, judge: Judge) -> None:
-    judge(Drawing(kind), {"": PLAIN}, torch.randn(3, 4), steps=3)
-
-
 # ---------------------------------------------------------------------------------------------- other threads
 
 
 def test_a_recomputation_leaves_the_random_numbers_of_other_threads_alone() -> None:
     """A loader draws in a thread of its own while backward recomputes a module without randomness."""
 
-    class Waiting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Waiting(Parts, linear=lambda: nn.Linear(4, 4)):
         def forward(self, x: Tensor) -> Tensor:
             y = self.linear(x).tanh()
             return y * 2
@@ -426,13 +339,8 @@ def test_a_recomputation_leaves_the_random_numbers_of_other_threads_alone() -> N
 # ---------------------------------------------------------------------------------------------- gradients within
 
 
-class Force(nn.Module):
+class Force(Parts, first=lambda: nn.Linear(3, 8), second=lambda: nn.Linear(8, 1), calls=0):
     """A gradient of an energy by its input, which training differentiates again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 1)
-        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -486,8 +394,7 @@ class Mapping(nn.Module):
 
     def _mapped(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        result: Tensor = self.inner(y * (y.detach() > 0).float()).square()
-        return result
+        return self.inner(y * (y.detach() > 0).float()).square()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
@@ -565,12 +472,8 @@ def test_what_is_packed_around_a_mapped_checkpoint_of_the_users_own() -> None:
     assert equal(gradients(model), gradients(optimized))
 
 
-class Adding(nn.Module):
+class Adding(Parts, layer=lambda: nn.Linear(4, 4)):
     """Makes a parameter in each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         self.factor = nn.Parameter(torch.rand(4))
@@ -588,11 +491,7 @@ def test_a_parameter_that_a_mapped_forward_left_behind(config: SegmentConfig) ->
 
 
 def test_a_parameter_that_a_mapped_part_leaves_in_a_segment() -> None:
-    class Mapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Adding()
-
+    class Mapped(Parts, inner=Adding):
         def forward(self, x: Tensor) -> Tensor:
             return torch.vmap(self.inner, randomness="different")(x)
 
@@ -619,21 +518,12 @@ def test_gradients_of_functions_in_what_is_packed_are_told() -> None:
 # ---------------------------------------------------------------------------------------------- forms of tensors
 
 
-class Sequences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(3, 4)
-
+class Sequences(Parts, recurrent=lambda: nn.LSTM(3, 4)):
     def forward(self, x: PackedSequence) -> Tensor:
-        output: Tensor = self.recurrent(x)[0].data
-        return output
+        return self.recurrent(x)[0].data
 
 
-class OfSequences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Sequences()
-
+class OfSequences(Parts, inner=Sequences):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return self.inner(pack_sequence([a, b]))
 
@@ -643,12 +533,8 @@ def test_packed_sequences_as_arguments(config: SegmentConfig, judge: Judge) -> N
     judge(OfSequences(), {"inner": config}, torch.randn(4, 3), torch.randn(2, 3))
 
 
-class Transposing(nn.Module):
+class Transposing(Parts, linear=lambda: nn.Linear(3, 4)):
     """Its output lies in memory in another order than its dimensions do, which dropout goes by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).permute(0, 2, 1)
@@ -662,12 +548,8 @@ def test_chunks_keep_the_order_in_memory(axis: int, exactly: Judge) -> None:
     exactly(model, {"0": SegmentConfig(chunks=2, axis=axis)}, torch.randn(4, 6, 3))
 
 
-class Along(nn.Module):
+class Along(Parts, factor=lambda: nn.Parameter(torch.ones(()))):
     """Works on every item, and turns the order around twice: dimensions stay, memory does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x.transpose(1, 2).contiguous() * self.factor).transpose(1, 2)
@@ -682,12 +564,8 @@ def test_chunks_of_instance_norms_that_keep_statistics_are_refused() -> None:
 # ---------------------------------------------------------------------------------------------- modules that change
 
 
-class Making(nn.Module):
+class Making(Parts, first=lambda: nn.Linear(4, 4)):
     """Makes a layer anew each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         self.made = nn.Linear(4, 4)
@@ -705,12 +583,8 @@ def test_a_layer_made_in_forward_stays_the_one_that_ran() -> None:
         assert made.weight.grad is not None
 
 
-class Reweighted(nn.Module):
+class Reweighted(Parts, layer=lambda: nn.Linear(4, 4)):
     """Its layer has another weight while it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.layer.weight
@@ -756,11 +630,7 @@ class Alike(nn.Module):
         return self.first(x) + self.second(x.flip(0)).sin()
 
 
-class CallingAlike(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.alike = Alike()
-
+class CallingAlike(Parts, alike=Alike):
     def forward(self, x: Tensor) -> Tensor:
         return functional_call(self.alike, {name: 0.9 * p for name, p in self.alike.named_parameters()}, (x,))
 
@@ -818,12 +688,8 @@ class Box:
         self.held, self.number = held, 0
 
 
-class Holding(nn.Module):
+class Holding(Parts, linear=lambda: nn.Linear(4, 4), held=GIVEN, advance=GIVEN):
     """``advance`` gives a factor from what it holds, and moves that on."""
-
-    def __init__(self, held: Any, advance: Callable[[Any], float]) -> None:
-        super().__init__()
-        self.linear, self.held, self.advance = nn.Linear(4, 4), held, advance
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * self.advance(self.held)).sin()
@@ -844,14 +710,15 @@ def _drawn(generator: torch.Generator) -> float:
 
 
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
-    "an iterator": (lambda: iter([1.0, 2.0, 3.0, 4.0]), next),
     "an iterator in an object": (lambda: Box(itertools.count(1.0)), lambda box: next(box.held)),
-    "a cycle": (lambda: itertools.cycle([1.0, 2.0, 3.0]), next),
     "a generator in a tuple": (lambda: (torch.Generator().manual_seed(1),), lambda held: _drawn(held[0])),
     "a generator in an object": (lambda: Box(torch.Generator().manual_seed(1)), lambda box: _drawn(box.held)),
     "a bytearray": (lambda: bytearray(1), _item),
     "an array of Python's": (lambda: array.array("f", [0]), _item),
+    "an array": (lambda: np.zeros(2), _item),
     "an array of objects": (lambda: np.array([0, None]), _item),
+    "a dictionary of another class": (lambda: collections.UserDict({0: 0}), _item),
+    "an object": (Box, _counted),
     "what a method belongs to": (lambda: functools.partial(_counted, Box()), lambda held: held()),
     "random numbers of the system's": (random.SystemRandom, lambda held: 2.0),
 }
@@ -910,33 +777,18 @@ def test_an_object_that_others_change_before_backward_is_read_as_it_was() -> Non
     assert equal(*found)
 
 
-def test_state_made_in_inference_mode() -> None:
-    class Caching(Holding):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.held is None:
-                self.held = torch.arange(4.0)
-            return self.linear(x).sin() + self.held
+class Caching(Parts, linear=lambda: nn.Linear(4, 4), shape=GIVEN, held=None):
+    """Makes a tensor in its first forward, and reads it ever after."""
 
-    model, optimized = pair(Caching(None, float), PLAIN)
-    for net in (model, optimized):
-        with torch.inference_mode():
-            net(torch.ones(2, 4))
-        net(torch.ones(2, 4)).sum().backward()
-    assert equal(gradients(model), gradients(optimized))
+    def forward(self, x: Tensor) -> Tensor:
+        if self.held is None:
+            self.held = torch.ones(self.shape)
+        return self.linear(x).sin() + self.held.sum()
 
 
-def test_matrices_made_in_inference_mode_in_a_nested_segment() -> None:
-    class Caching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.held = nn.Linear(4, 4), None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.held is None:
-                self.held = torch.ones(4, 4)
-            return self.linear(x).sin() + self.held.sum()
-
-    model, optimized = pair(nn.Sequential(nn.Linear(4, 4), Caching()), PLAIN, "", "1")
+@pytest.mark.parametrize(("shape", "paths"), [((4,), ["1"]), ((4, 4), ["", "1"])])
+def test_state_made_in_inference_mode(shape: tuple[int, ...], paths: list[str]) -> None:
+    model, optimized = pair(nn.Sequential(nn.Linear(4, 4), Caching(shape)), PLAIN, *paths)
     for net in (model, optimized):
         with torch.inference_mode():
             net(torch.ones(2, 4))
@@ -968,19 +820,11 @@ def test_a_segment_around_others_that_keeps_outputs_tells_no_false_change() -> N
 
 
 def test_noise_that_is_handed_on_in_a_list() -> None:
-    class Handing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, WIDE)
-
+    class Handing(Parts, linear=lambda: nn.Linear(4, WIDE)):
         def forward(self, x: Tensor, into: list[Tensor]) -> None:
             into.append(F.rrelu(self.linear(x), training=True))
 
-    class Receiving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Handing()
-
+    class Receiving(Parts, inner=Handing):
         def forward(self, x: Tensor) -> Tensor:
             into: list[Tensor] = []
             self.inner(x, into)
@@ -1003,11 +847,7 @@ def test_chunks_of_an_embedding_that_scales_by_frequency_are_refused() -> None:
 
 
 def test_a_kept_operator_that_is_told_where_to_write(judge: Judge) -> None:
-    class Writing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Writing(Parts, linear=lambda: nn.Linear(4, 4)):
         def forward(self, x: Tensor) -> Tensor:
             y, into = self.linear(x), torch.zeros(4, 4)
             with torch.no_grad():
@@ -1020,13 +860,8 @@ def test_a_kept_operator_that_is_told_where_to_write(judge: Judge) -> None:
 # ---------------------------------------------------------------------------------------------- tensors in memory
 
 
-class Viewing(nn.Module):
+class Viewing(Parts, linear=lambda: nn.Linear(6, 6), kept=GIVEN, view=GIVEN):
     """Writes to a tensor that it keeps, and reads it through another one."""
-
-    def __init__(self, kept: Tensor, view: Tensor) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.kept, self.view = kept, view
 
     def __deepcopy__(self, memo: Any) -> Viewing:
         both = copy.deepcopy((self.kept, self.view), memo)  # which keeps shared memory shared
@@ -1051,12 +886,8 @@ def test_state_that_shares_memory(kind: str, paths: list[str], judge: Judge) -> 
     judge(nn.Sequential(Viewing(*_viewed(kind))), dict.fromkeys(paths, PLAIN), torch.ones(2, 6), steps=3)
 
 
-class Striding(nn.Module):
+class Striding(Parts, linear=lambda: nn.Linear(4, 4), kept=GIVEN):
     """Writes to what it keeps, however that lies in memory."""
-
-    def __init__(self, kept: Tensor) -> None:
-        super().__init__()
-        self.linear, self.kept = nn.Linear(4, 4), kept
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept += 1
@@ -1080,22 +911,14 @@ def test_state_lies_in_memory_as_it_did(kept: Tensor) -> None:
 # ---------------------------------------------------------------------------------------------- how PyTorch computes
 
 
-class Filling(nn.Module):
+class Filling(Parts, linear=lambda: nn.Linear(4, 4, dtype=torch.float64)):
     """Makes a tensor of the default type, whose rounding tells which that was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * torch.full((4,), 0.1)).sin()
 
 
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 48)
-
+class Attending(Parts, linear=lambda: nn.Linear(16, 48)):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.linear(x).view(2, -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v).sin()

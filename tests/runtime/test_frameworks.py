@@ -32,6 +32,7 @@ from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.verification.chunking import find_rule
 from tests.rows import quick
 from tests.user_code.spiking import FEATURES, Keeping
+from tests.zoo.models import GIVEN, Parts
 
 BIT = SegmentConfig(compressor="bit")
 TOLERANCE = 1e-9
@@ -101,12 +102,8 @@ def _dropping() -> nn.Module:
 # ---------------------------------------------------------------------------------------------- snnTorch
 
 
-class Looped(nn.Module):
+class Looped(Parts, block=GIVEN):
     """Calls a block once a time step."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([self.block(step) for step in x])
@@ -306,8 +303,7 @@ def _saved_and_loaded(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
+    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("name", IN_CHUNKS)

@@ -21,8 +21,7 @@ class Trainer:
         self.net = net
 
     def step(self, x: Tensor, scale: float = 1.0, *, shift: float = 0.0) -> Tensor:
-        output: Tensor = self.net(x) * scale + shift
-        return output
+        return self.net(x) * scale + shift
 
 
 class Calling(nn.Module):

@@ -11,15 +11,11 @@ from memopt_cli.records import StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.trace import count
 from memopt_cli.training.step import Step
+from tests.zoo.models import Parts
 
 
-class Dropping(nn.Module):
+class Dropping(Parts, linear=lambda: nn.Linear(64, 64), kept=list):
     """Most of its graphs are of no use: only their values are, and nobody keeps them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.kept: list[bool] = []
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(4):

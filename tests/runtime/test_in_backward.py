@@ -26,6 +26,7 @@ from memopt_cli.runtime.in_backward import (
 )
 from memopt_cli.text.optimizer_text import _CLASSES, NamedOptimizer, parse_optimizer
 from memopt_cli.training.optimizers import optimizer_maker
+from tests.zoo.models import GIVEN, Parts
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -442,13 +443,8 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------- read without gradient
 
 
-class Reading(nn.Module):
+class Reading(Parts, linear=lambda: nn.Linear(4, 4), shared=lambda: nn.Parameter(torch.ones(4)), detached=GIVEN):
     """Reads a parameter whose gradient is whole before this module's backward begins."""
-
-    def __init__(self, *, detached: bool) -> None:
-        super().__init__()
-        self.linear, self.shared = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-        self.detached = detached
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

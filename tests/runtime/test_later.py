@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memopt_cli.runtime import SegmentConfig, install_segment
+from tests.zoo.models import GIVEN, Parts
 
 PLAIN = SegmentConfig()
 LATER = 2
@@ -39,8 +40,7 @@ class Later(nn.Module):
         self.calls += 1
         y = self.before(x).tanh()
         factor = self.change(self, y) if self.calls > LATER else 1
-        output: Tensor = self.after(y * factor).tanh()
-        return output
+        return self.after(y * factor).tanh()
 
 
 def one() -> float:
@@ -173,12 +173,8 @@ def test_global_generators_of_others(draw: Callable[[], float], by_itself: bool)
     assert all(map(torch.equal, *gradients))
 
 
-class Given(nn.Module):
+class Given(Parts, linear=lambda: nn.Linear(4, 4)):
     """Scales by what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, given: Any = None) -> Tensor:
         y = self.linear(x).tanh()
@@ -186,8 +182,7 @@ class Given(nn.Module):
             y = y * next(given)
         elif callable(given):
             y = y * given()
-        output: Tensor = self.linear(y).tanh()
-        return output
+        return self.linear(y).tanh()
 
 
 @pytest.mark.parametrize("make", [counter, lambda: (n for n in range(1, 9)), lambda: itertools.count(1)])
@@ -235,12 +230,8 @@ def test_a_value_that_is_asked_for_by_its_identity() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-class Writing(nn.Module):
+class Writing(Parts, linear=lambda: nn.Linear(4, 4)):
     """Writes over its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(F.relu_(x)).tanh()  # type: ignore[no-any-return]
@@ -251,12 +242,8 @@ def test_what_writes_over_its_input_is_recomputed_from_its_second_call_on(judge:
     assert judge.recomputations == 3
 
 
-class Catching(nn.Module):
+class Catching(Parts, linear=lambda: nn.Linear(4, 4)):
     """Goes on where its last operator fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).sigmoid()
@@ -288,11 +275,7 @@ def test_what_changes_first_in_the_very_call_that_cannot_run_again_is_an_error()
 
 def test_models_of_a_class_that_refers_to_them_are_freed() -> None:
     def made() -> weakref.ref[nn.Module]:
-        class Local(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(4, 4)
-
+        class Local(Parts, linear=lambda: nn.Linear(4, 4)):
             def forward(self, x: Tensor) -> Tensor:
                 assert model is not None
                 return self.linear(x).tanh()  # type: ignore[no-any-return]
@@ -307,12 +290,8 @@ def test_models_of_a_class_that_refers_to_them_are_freed() -> None:
     assert [one() for one in alive] == [None] * 3
 
 
-class Trying(nn.Module):
+class Trying(Parts, inner=GIVEN):
     """Runs what fails at first, and then again."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
         with pytest.raises(RuntimeError):
@@ -320,13 +299,8 @@ class Trying(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-class Moved(nn.Module):
+class Moved(Parts, linear=lambda: nn.Linear(4, 4), running=lambda: nn.Buffer(torch.ones(4, 4))):
     """Writes its buffer without raising the version of that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("running", torch.ones(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).tanh()
@@ -350,12 +324,8 @@ def test_nothing_is_learned_of_a_call_that_failed() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-class DrawsThenDifferentiates(nn.Module):
+class DrawsThenDifferentiates(Parts, linear=lambda: nn.Linear(4, 4), draw=GIVEN, source=GIVEN):
     """Draws from ``source``, or from what it is given, and then computes a gradient, at which its segment gives up."""
-
-    def __init__(self, draw: Callable[[Any], float], source: Any) -> None:
-        super().__init__()
-        self.linear, self.draw, self.source = nn.Linear(4, 4), draw, source
 
     def forward(self, x: Tensor, source: Any = None) -> Tensor:
         x = x * self.draw(self.source if source is None else source)

@@ -15,6 +15,7 @@ from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.trace import count
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
+from tests.zoo.models import Parts
 
 
 def recomputed(path: str, keep: tuple[str, ...] = ()) -> Plan:
@@ -49,11 +50,7 @@ def assert_same(model: nn.Module, plan: Plan, *inputs: Tensor) -> None:
         assert torch.equal(a, b)
 
 
-class Bilinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.bilinear = nn.Linear(8, 8), nn.Bilinear(8, 8, 8)
-
+class Bilinear(Parts, linear=lambda: nn.Linear(8, 8), bilinear=lambda: nn.Bilinear(8, 8, 8)):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).tanh()
         z: Tensor = self.bilinear(y, y)
@@ -66,12 +63,8 @@ def test_a_bilinear_layer_of_half_precision_that_keeps(keep: str) -> None:
     assert_same(model, recomputed("0", (keep,)), torch.randn(5, 8, dtype=torch.bfloat16))
 
 
-class LookedUpTwice(nn.Module):
+class LookedUpTwice(Parts, table=lambda: nn.Embedding(10, 8, max_norm=0.5), linear=lambda: nn.Linear(8, 8)):
     """Each look-up writes to the table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.linear = nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 8)
 
     def forward(self, indices: Tensor) -> Tensor:
         y: Tensor = self.linear(self.table(indices) + self.table(indices.flip(0)))
@@ -83,23 +76,14 @@ def test_an_embedding_with_a_largest_norm_used_twice() -> None:
     assert_same(nn.Sequential(LookedUpTwice()), recomputed("0"), torch.arange(6))
 
 
-class OnGraph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class OnGraph(Parts, linear=lambda: nn.Linear(6, 6)):
     def forward(self, edges: Tensor, x: Tensor) -> Tensor:
         return torch.sparse.mm(edges, self.linear(x)).tanh()
 
 
-class Graphs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = OnGraph(), OnGraph()
-
+class Graphs(Parts, first=OnGraph, second=OnGraph):
     def forward(self, edges: Tensor, x: Tensor) -> Tensor:
-        y: Tensor = self.second(edges, self.first(edges, x))
-        return y
+        return self.second(edges, self.first(edges, x))
 
 
 @pytest.mark.parametrize("sparse", [Tensor.to_sparse, Tensor.to_sparse_csr])
@@ -119,8 +103,7 @@ class Checkpointed(nn.Module):
         self.block = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.block, x, use_reentrant=False)
-        return y
+        return checkpoint(self.block, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("path", ["1", "1.block.1"])
@@ -166,12 +149,8 @@ def test_a_replica_does_the_same() -> None:
         assert torch.equal(a.grad, b.grad)
 
 
-class Looking(nn.Module):
+class Looking(Parts, linear=lambda: nn.Linear(8, 8), names=lambda: ["a", "b"], scales=lambda: {"a": 1.5}):
     """Reads containers, which are never to be seen empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.names, self.scales = nn.Linear(8, 8), ["a", "b"], {"a": 1.5}
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x) * self.scales["a"]

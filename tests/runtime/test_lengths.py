@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +21,6 @@ from memopt_cli.files.contents import plan_yaml, read_plan
 from memopt_cli.loading import read_file
 from memopt_cli.loading.description import describe
 from memopt_cli.records import (
-    SCHEMA_VERSION,
-    FileHeader,
     InputDimension,
     InputSpec,
     Plan,
@@ -33,6 +30,9 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime import is_recomputing
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
+from tests.zoo.models import Parts
+from tests.zoo.records import a_header
+from tests.zoo.watching import saved_bytes, silent
 
 BY = InputDimension(dim="S", argument="ids", axis=1)
 SHORT, MIDDLE, LONG = 4, 8, 16
@@ -105,13 +105,6 @@ def recomputations(model: nn.Module) -> Iterator[list[str]]:
         hook.remove()
 
 
-@contextmanager
-def silent() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
@@ -128,27 +121,13 @@ def test_each_range_has_its_plan(length: int) -> None:
     assert sorted(set(found)) == RECOMPUTED[bound]
 
 
-def saved_bytes(model: nn.Module, length: int) -> int:
-    """Bytes that autograd holds between forward and backward."""
-    held: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(ids(length))
-    del loss
-    return sum(held.values())
-
-
 @pytest.mark.parametrize("part", PLAN.ranges, ids=lambda part: f"up to {part.up_to}")
 def test_as_much_is_saved_as_by_the_plan_of_the_range(part: PlanRange) -> None:
     if part.packed:
         part = PlanRange(up_to=part.up_to, segments=part.segments)
     ranges = tuple(part if r.up_to == part.up_to else r for r in PLAN.ranges)
     model, alone = apply_plan(Net(), Plan(by=BY, ranges=ranges)), apply_plan(Net(), part.plan)
-    assert saved_bytes(model, part.up_to) == saved_bytes(alone, part.up_to)
+    assert saved_bytes(lambda: model(ids(part.up_to))) == saved_bytes(lambda: alone(ids(part.up_to)))
 
 
 def test_backward_goes_by_its_own_forward() -> None:
@@ -282,11 +261,7 @@ def test_an_input_without_the_dimension_is_taken_for_long(by: InputDimension, re
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_a_nested_tensor_is_taken_for_long(layout: torch.layout) -> None:
-    class Ragged(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-
+    class Ragged(Parts, layer=lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())):
         def forward(self, ids: Tensor) -> Tensor:
             return torch.cat([part.flatten() for part in self.layer(ids).unbind()]).sum()
 
@@ -431,9 +406,7 @@ def test_a_file_with_other_settings_is_refused(tmp_path: Path, changed: dict[str
 
 def test_a_plan_file_keeps_it(tmp_path: Path) -> None:
     spec = InputSpec(tensors=(TensorSpec(name="ids", shape=("B", "S"), dtype="int64", values="0..50"),), source="-i")
-    header = FileHeader(
-        schema_version=SCHEMA_VERSION, memopt="0", torch="2", model="m", sha256=None, spec=spec, seed=0, device="cpu"
-    )
+    header = a_header(spec=spec)
     path = tmp_path / "net.plan.yaml"
     path.write_bytes(plan_yaml(header, PLAN, 3))
     assert read_plan(path)[1] == PLAN

@@ -17,6 +17,7 @@ from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.script import ScriptLeaf
 from tests.runtime.test_lifted import RELU, operator, program, state_of
+from tests.zoo.models import Parts
 
 X = ((0, "x", ()),)
 
@@ -47,13 +48,8 @@ def call(path: tuple[str, ...], name: str, output: int = 2) -> tuple[Any, ...]:
     return "call", (path, name), (0,), (output,), ()
 
 
-class Library(nn.Module):
+class Library(Parts, linear=lambda: nn.Linear(2, 2), width=2):
     """Stands for a library's module, with methods that write files."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.width = 2
 
     def forward(self, x: Tensor) -> Tensor:
         return x

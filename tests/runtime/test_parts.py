@@ -18,6 +18,7 @@ from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.trace import FakeStep, count
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step, take
+from tests.zoo.models import Parts
 
 PARTS = COMPRESSORS["parts"]
 
@@ -36,8 +37,7 @@ class Joining(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        y: Tensor = self.join(torch.cat([x, self.up(self.down(self.pool(x)))], dim=1))
-        return y
+        return self.join(torch.cat([x, self.up(self.down(self.pool(x)))], dim=1))
 
 
 class Dense(nn.Module):
@@ -248,18 +248,12 @@ class Named(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        grad: Tensor = gradient * x.cos()
-        return grad
+        return gradient * x.cos()
 
 
-class Applying(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
-
+class Applying(Parts, inner=lambda: nn.Linear(64, 64)):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Named.apply(Named.apply(self.inner(x)))  # type: ignore[no-untyped-call]
-        return y
+        return Named.apply(Named.apply(self.inner(x)))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("plan", [PACKED, Plan(segments=(SegmentPlan(path="0", compressor="parts"),))], ids=str)
@@ -284,8 +278,7 @@ class Widening(nn.Module):
         self.use = use
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.use(torch.cat([self.some(x).tanh(), self.more(x)], dim=1), self.weight)
-        return y
+        return self.use(torch.cat([self.some(x).tanh(), self.more(x)], dim=1), self.weight)
 
 
 def _halves(x: Tensor, weight: Tensor) -> Tensor:
@@ -345,8 +338,7 @@ class Reading(nn.Module):
         x = torch.cat([part, self.more(x)], dim=1)
         for reader in self.readers:
             y = y + reader(x).sum()
-        total: Tensor = y
-        return total
+        return y
 
 
 def test_a_concatenation_that_several_are_given_is_stored_once() -> None:

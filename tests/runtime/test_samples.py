@@ -8,7 +8,6 @@ import random
 import secrets
 import time
 import uuid
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,8 @@ from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, samples
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.segment_run import SegmentRun
+from tests.zoo.models import GIVEN, Parts
+from tests.zoo.watching import silent
 
 SYSTEM = random.SystemRandom()
 TOLD = r"draws or reads something that memopt does not see \(a tensor of shape \(.*\) was another when it ran again"
@@ -40,11 +41,7 @@ UNSEEN: dict[str, Callable[[], Any]] = {
 GENERATOR = torch.Generator()
 
 
-class Reading(nn.Module):
-    def __init__(self, read: Callable[[], Any]) -> None:
-        super().__init__()
-        self.linear, self.read = nn.Linear(4, 4), read
-
+class Reading(Parts, linear=lambda: nn.Linear(4, 4), read=GIVEN):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).sin() * torch.as_tensor(self.read(), dtype=torch.float32)
 
@@ -68,8 +65,7 @@ def test_what_nothing_sees_is_told_of(name: str, path: str) -> None:
         _step(model)
     ran: list[str] = []
     model[1].linear.register_forward_hook(lambda *_: ran.append("forward"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         _step(model)
     assert ran == ["forward"]
 
@@ -102,8 +98,7 @@ def test_where_looking_would_wait_for_a_device_that_is_told_at_the_sixteenth_ste
 ) -> None:
     monkeypatch.setattr(SegmentRun, "_last_activation", lambda run: None)
     model = _planned(Reading(late))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         _step(model)
         monkeypatch.setenv(LATE, "1")
         for _ in range(samples._RARER - 2):

@@ -25,6 +25,7 @@ from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.training.step import Step
+from tests.zoo.models import Parts
 
 CONV, MM, ADDMM, NORM = "aten::convolution", "aten::mm", "aten::addmm", "aten::native_batch_norm"
 COSTLY = SegmentConfig(keep=(CONV, MM, ADDMM))
@@ -54,12 +55,8 @@ def convolutions(inplace: bool = False) -> nn.Sequential:
     )
 
 
-class Attention(nn.Module):
+class Attention(Parts, qkv=lambda: nn.Linear(4, 12, bias=False), out=lambda: nn.Linear(4, 4)):
     """With dropout inside the fused operator's decomposition, and drawn noise before another dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(4, 12, bias=False), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.unsqueeze(1) for y in self.qkv(x).chunk(3, -1))
@@ -171,12 +168,8 @@ def test_pooling_by_another_kernel_where_outputs_are_kept(paths: list[str], trai
     assert all(map(torch.equal, *found))
 
 
-class Trying(nn.Module):
+class Trying(Parts, norm=lambda: nn.LayerNorm(4), linear=lambda: nn.Linear(4, 4)):
     """Tries another shape first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         with contextlib.suppress(RuntimeError):

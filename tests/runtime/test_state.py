@@ -20,6 +20,7 @@ from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, r
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.recurrent import has_recurrent_dropout
 from memopt_cli.runtime.state import StartingState
+from tests.zoo.models import GIVEN, Loop, Parts
 
 PLAIN = SegmentConfig()
 
@@ -174,20 +175,6 @@ KEPT: list[tuple[Any, Callable[[Keeper, Tensor], Any]]] = [
 IDS = [f"{kind.__name__}-{type(kept).__name__}-{i}" for i, (kept, kind) in enumerate(KEPT)]
 
 
-class Loop(nn.Module):
-    """Calls its block several times a step, as a spiking network over time does."""
-
-    def __init__(self, block: nn.Module, times: int) -> None:
-        super().__init__()
-        self.first, self.block, self.times = nn.Linear(4, 4), block, times
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(self.times):
-            x = self.block(x)
-        return x
-
-
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize(("kept", "advance"), KEPT, ids=IDS)
 def test_state_in_an_attribute(judge: Any, kept: Any, advance: Callable[[Keeper, Tensor], Any], times: int) -> None:
@@ -220,11 +207,7 @@ class Scheduled(nn.Module):
         return (self.inner(x) * self.scales[self.t] + self.current).tanh()
 
 
-class Scheduling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block = nn.Linear(4, 4), Scheduled()
-
+class Scheduling(Parts, first=lambda: nn.Linear(4, 4), block=Scheduled):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for t in range(3):
@@ -270,19 +253,13 @@ def count(kept: dict[str, int]) -> int:
     return kept["calls"]
 
 
-class Late(nn.Module):
+class Late(Parts, before=lambda: nn.Linear(4, 4), after=lambda: nn.Linear(4, 4), kept=GIVEN, change=GIVEN, calls=0):
     """Changes what it keeps from the third call on, and computes with it."""
-
-    def __init__(self, kept: Any, change: Callable[[Any], int]) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.kept, self.change, self.calls = kept, change, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         y = self.before(x).tanh()
-        output: Tensor = self.after(y * self.change(self.kept) if self.calls > 2 else y)
-        return output
+        return self.after(y * self.change(self.kept) if self.calls > 2 else y)
 
 
 @pytest.mark.parametrize(
@@ -335,16 +312,11 @@ def test_lists_that_others_hold_too_stay_the_same_object() -> None:
 
 
 def test_parameters_and_children_are_no_state() -> None:
-    class Growing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
+    class Growing(Parts, inner=lambda: nn.Linear(4, 4)):
         def forward(self, x: Tensor) -> Tensor:
             if is_recomputing():
                 self.inner.weight.grad_was_here = True  # type: ignore[attr-defined]
-            output: Tensor = self.inner(x).tanh()
-            return output
+            return self.inner(x).tanh()
 
     block = Growing()
     weight = block.inner.weight
@@ -376,18 +348,13 @@ def test_where_the_generators_stand_is_held_once(layer: nn.Module, kept: int) ->
     assert len({id(position) for position in positions}) == kept
 
 
-class Forking(nn.Module):
+class Forking(Parts, inner=lambda: nn.Linear(4, 4)):
     """Draws, and leaves the generator where it stood."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):
             mask = torch.rand_like(x)
-        output: Tensor = (self.inner(x) * mask).tanh()
-        return output
+        return (self.inner(x) * mask).tanh()
 
 
 def test_a_forward_that_draws_without_moving_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,16 +371,11 @@ def test_a_forward_that_draws_without_moving_the_generator(monkeypatch: pytest.M
     assert torch.equal(plain.inner.weight.grad, optimized.inner.weight.grad)
 
 
-class Scaled(nn.Module):
+class Scaled(Parts, inner=lambda: nn.Linear(4, 4), scale=lambda: torch.full((4,), 2.0, requires_grad=True)):
     """Reads a vector that requires a gradient and is no parameter."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.scale = nn.Linear(4, 4), torch.full((4,), 2.0, requires_grad=True)
-
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.inner(x * self.scale).tanh()
-        return output
+        return self.inner(x * self.scale).tanh()
 
 
 def test_a_vector_of_the_state_that_requires_a_gradient() -> None:
@@ -441,12 +403,7 @@ def test_restore_undoes_everything() -> None:
 
 
 def test_hidden_state_with_a_graph_is_detached() -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.mem: Any = None
-
+    class Views(Parts, inner=lambda: nn.Linear(4, 4), mem=None):
         def forward(self, x: Tensor) -> Tensor:
             y = self.inner(x)
             self.mem = {"view": y[0], "pair": Membranes(y * 2, y * 3), "list": [y.exp()], "split": y.unbind(0)}
@@ -454,6 +411,8 @@ def test_hidden_state_with_a_graph_is_detached() -> None:
 
     net = nn.Sequential(Views())
     net(torch.randn(5, 4))
+    with pytest.raises(RuntimeError):
+        copy.deepcopy(net)
     value = net[0].mem["view"].clone()
     reset_hidden_state(net)
     assert all(t.grad_fn is None for t in ModuleState(net).tensors())
@@ -464,19 +423,11 @@ def test_hidden_state_with_a_graph_is_detached() -> None:
 
 
 def test_neurons_are_reset_their_own_way() -> None:
-    class Memory(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self._memories = {"v": 3.0}
-
+    class Memory(Parts, _memories=lambda: {"v": 3.0}):
         def reset(self) -> None:
             self._memories["v"] = 0.0
 
-    class Other(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mem = torch.ones(3)
-
+    class Other(Parts, mem=lambda: torch.ones(3)):
         def reset(self) -> None:
             raise AssertionError("not a neuron's reset")
 
@@ -497,13 +448,8 @@ def test_snntorch_neurons(judge: Any) -> None:
         judge(Loop(nn.Sequential(nn.Linear(4, 4), neuron), 3), {"block": PLAIN}, torch.randn(5, 4) * 3)
 
 
-class Scripted(nn.Module):
+class Scripted(Parts, norm=lambda: nn.BatchNorm1d(4), calls=0, membrane=lambda: torch.zeros(4), history=lambda: [0]):
     """Keeps a number, tensors, a list and batch statistics, all within a program."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.calls, self.membrane = nn.BatchNorm1d(4), 0, torch.zeros(4)
-        self.history = [0]
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

@@ -20,6 +20,7 @@ from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import generators, is_recomputing
 from memopt_cli.training.apply import apply_plan
 from tests.rows import quick
+from tests.zoo.models import Parts
 
 THREADS, STEPS = 4, 12
 KEPT = ("aten::addmm",)
@@ -53,11 +54,7 @@ def in_threads(work: Callable[[int], object]) -> None:
         raise raised[0]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.norm, self.after = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
-
+class Block(Parts, before=lambda: nn.Linear(8, 8), norm=lambda: nn.BatchNorm1d(8), after=lambda: nn.Linear(8, 8)):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.after(self.norm(self.before(x)).tanh())
         return y + x
@@ -138,12 +135,8 @@ class Loader:
             self._ready.put(batch)
 
 
-class Asking(nn.Module):
+class Asking(Parts, linear=lambda: nn.Linear(8, 8)):
     """Has the loader draw in the middle of its forward, the first time that runs alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x).tanh()

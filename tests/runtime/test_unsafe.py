@@ -18,6 +18,7 @@ import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, install_segment
 from tests.runtime.conftest import train
+from tests.zoo.models import GIVEN, Parts
 
 PLAIN = SegmentConfig()
 
@@ -29,11 +30,7 @@ class Bank:
         self.rows, self.next = torch.zeros(64, 512), 0
 
 
-class _Reading(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class _Reading(Parts, linear=lambda: nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * self.factor()).sin()
 
@@ -61,12 +58,8 @@ class Generating(_Reading):
         return other
 
 
-class Banking(_Reading):
+class Banking(_Reading, bank=Bank):
     """Fills a memory in an object, a row a call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bank = Bank()
 
     def factor(self) -> Tensor:
         self.bank.next += 1
@@ -84,12 +77,8 @@ class BankingAside(Banking):
         return self.bank.rows.data
 
 
-class Teacher(_Reading):
+class Teacher(_Reading, teacher=lambda: nn.Linear(4, 4).requires_grad_(False)):
     """Moves the parameters of one layer towards another's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(4, 4).requires_grad_(False)
 
     def factor(self) -> Tensor:
         with torch.no_grad():
@@ -138,8 +127,7 @@ KINDS = {
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
 def kind(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
     torch.manual_seed(0)
-    found: Callable[[], nn.Module] = request.param
-    return found
+    return request.param
 
 
 def _model(kind: Callable[[], nn.Module]) -> nn.Module:
@@ -150,47 +138,48 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return train(model, (torch.ones(2, 4),), {}, 3, lambda _: None)
 
 
-@pytest.mark.parametrize("paths", [["1"], [""], ["", "1"], ["", "1", "2"]], ids=" and ".join)
-def test_trains_on_as_without_a_plan(kind: Callable[[], nn.Module], paths: list[str]) -> None:
-    model = _model(kind)
-    optimized = copy.deepcopy(model)
-    for path in paths:
-        install_segment(optimized.get_submodule(path), PLAIN)
-    expected = _trained(model)
-    with pytest.warns(UserWarning, match=f"{KINDS[kind]}, .* it runs without recomputation from now on"):  # type: ignore[index]
-        found = _trained(optimized)
+def _assert_equal(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
     assert expected.keys() == found.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
 
 
-class Checkpointed(nn.Module):
+def _with_segments(model: nn.Module, paths: list[str]) -> nn.Module:
+    optimized = copy.deepcopy(model)
+    for path in paths:
+        install_segment(optimized.get_submodule(path), PLAIN)
+    return optimized
+
+
+@pytest.mark.parametrize("paths", [["1"], [""], ["", "1"], ["", "1", "2"]], ids=" and ".join)
+def test_trains_on_as_without_a_plan(kind: Callable[[], nn.Module], paths: list[str]) -> None:
+    model = _model(kind)
+    optimized = _with_segments(model, paths)
+    expected = _trained(model)
+    with pytest.warns(UserWarning, match=f"{KINDS[kind]}, .* it runs without recomputation from now on"):  # type: ignore[index]
+        found = _trained(optimized)
+    _assert_equal(expected, found)
+
+
+class Checkpointed(Parts, inner=GIVEN):
     """A checkpoint of the user's own: it repeats what it can, and the writes that it does not put back."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self._twice, x, use_reentrant=False)
-        return y
+        return checkpoint(self._twice, x, use_reentrant=False)
 
     def _twice(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(self.inner(x).sin()).square()
-        return y
+        return self.inner(self.inner(x).sin()).square()
 
 
 @pytest.mark.parametrize("paths", [["1"], ["1.inner"], ["1.inner", "1.inner.1"], ["", "1.inner"]], ids=" and ".join)
 def test_in_a_checkpoint_of_the_users_own(kind: Callable[[], nn.Module], paths: list[str]) -> None:
     inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), kind())
     model = nn.Sequential(nn.Linear(4, 4), Checkpointed(inner))
-    optimized = copy.deepcopy(model)
-    for path in paths:
-        install_segment(optimized.get_submodule(path), PLAIN)
+    optimized = _with_segments(model, paths)
     expected = _trained(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = _trained(optimized)
-    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+    _assert_equal(expected, found)
 
 
 def test_in_chunks(kind: Callable[[], nn.Module]) -> None:
@@ -217,34 +206,22 @@ def test_only_what_was_seen_runs_plainly(recwarn: pytest.WarningsRecorder) -> No
     assert ran == ["the first", "the second", "the second"] * 2
 
 
-class Taking(nn.Module):
+class Taking(Parts, linear=lambda: nn.Linear(4, 4)):
     """Takes a number from a generator that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, numbers: Iterator[float]) -> Tensor:
         return (self.linear(x) * next(numbers)).sin()
 
 
-class Giving(nn.Module):
+class Giving(Parts, inner=Taking):
     """Makes a generator in its own forward: it can run again, and what lies in it cannot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Taking()
 
     def forward(self, x: Tensor) -> Tensor:
         numbers = (float(n) for n in range(1, 9))
         return self.inner(self.inner(x, numbers), numbers)
 
 
-class Outermost(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.giving = Giving()
-
+class Outermost(Parts, giving=Giving):
     def forward(self, x: Tensor) -> Tensor:
         return self.giving(x) + self.giving(2 * x).tanh()
 
@@ -253,11 +230,8 @@ class Outermost(nn.Module):
 def test_a_segment_within_that_alone_cannot_run_again(paths: list[str], recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(0)
     model = Outermost()
-    optimized = copy.deepcopy(model)
-    for path in paths:
-        install_segment(optimized.get_submodule(path), PLAIN)
-    expected, found = _trained(model), _trained(optimized)
-    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+    optimized = _with_segments(model, paths)
+    _assert_equal(_trained(model), _trained(optimized))
     assert [str(w.message).split()[0] for w in recwarn] == ["Taking"]
 
 
@@ -268,8 +242,7 @@ def test_a_memory_in_an_object_is_put_back(kind: type[Banking]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), kind())
     optimized = copy.deepcopy(model)
     install_segment(optimized[1], PLAIN)
-    expected, found = _trained(model), _trained(optimized)
-    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+    _assert_equal(_trained(model), _trained(optimized))
 
 
 @pytest.mark.parametrize("kind", ["quantized", "conjugate", "large"])
@@ -313,23 +286,15 @@ def test_a_way_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         model(torch.ones(2, 4))
 
 
-class Overwriting(nn.Module):
+class Overwriting(Parts, linear=lambda: nn.Linear(4, 4)):
     """Writes over its input, and its caller reads that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x *= 2
         return self.linear(x).tanh()
 
 
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), Overwriting()
-
+class Around(Parts, first=lambda: nn.Linear(4, 4), second=Overwriting):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).sigmoid() + 0
         return self.second(x) + x
@@ -340,8 +305,7 @@ def test_an_input_that_forward_writes_over_is_copied_from_then_on(recwarn: pytes
     model = Around()
     optimized = copy.deepcopy(model)
     install_segment(optimized.second, PLAIN)
-    expected, found = _trained(model), _trained(optimized)
-    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+    _assert_equal(_trained(model), _trained(optimized))
     assert not recwarn.list
 
 
@@ -356,12 +320,8 @@ def test_what_is_kept_after_all_must_not_be_written() -> None:
         output.sum().backward()
 
 
-class Projecting(nn.Module):
+class Projecting(Parts, linear=lambda: nn.Linear(4, 4)):
     """A module that runs one operator or another, by how its input lies in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).sin()

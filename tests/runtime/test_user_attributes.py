@@ -23,6 +23,7 @@ from memopt_cli.trace import count, record
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.chunking import capture_call, find_rule
+from tests.zoo.models import GIVEN, Parts
 
 WIDTH = 32
 
@@ -37,8 +38,7 @@ class Halves:
         return {"half": x.to(torch.float16), "dtype": x.dtype}
 
     def decompress(self, packed: dict[str, Any]) -> Tensor:
-        restored: Tensor = packed["half"].to(packed["dtype"])
-        return restored
+        return packed["half"].to(packed["dtype"])
 
 
 class Block(nn.Module):
@@ -52,8 +52,7 @@ class Block(nn.Module):
             setattr(self, name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.second(self.first(x))
-        return output
+        return self.second(self.first(x))
 
 
 class Splitting(Block):
@@ -222,12 +221,7 @@ class Membranes(nn.Module):
         return torch.stack(outputs), membrane
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.split = Splitting(x_compressor=Halves())
-        self.cell = Membranes()
-
+class Net(Parts, split=lambda: Splitting(x_compressor=Halves()), cell=Membranes):
     def forward(self, x: Tensor) -> Tensor:
         sequence, membrane = self.cell(self.split(x), x.new_zeros(x.shape[1:]))
         return sequence * membrane
@@ -271,8 +265,7 @@ class Firing(nn.Module):
     """A layer whose output survives every codec, and is kept by nothing but its readers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        fired: Tensor = Spikes.apply(x)
-        return fired
+        return Spikes.apply(x)
 
 
 def before_others(*layers: nn.Module) -> nn.Sequential:
@@ -303,11 +296,7 @@ def test_a_codec_that_holds_nothing_is_not_tried_at_every_step() -> None:
     assert climbed(step_of(net, 512, WIDTH), 1, "Block").segments == (SegmentPlan(path="1"),)
 
 
-class Stage(nn.Module):
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
+class Stage(Parts, layers=GIVEN):
     def forward(self, x: Tensor) -> Tensor:
         first, _, second, _ = self.layers
         x = torch.tanh(nn.functional.linear(x, first.weight, first.bias))

@@ -25,6 +25,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.variables import variables_of
 from tests.runtime import globals_of_another
 from tests.runtime.conftest import same_bits
+from tests.zoo.models import GIVEN, Parts
 
 GENERATOR = torch.Generator()
 BY_NAME, LISTED = {"one": torch.Generator()}, [torch.Generator()]
@@ -192,12 +193,8 @@ def _begin() -> None:
     QUEUE.clear(), QUEUE.extend((1.0, 2.0, 3.0))
 
 
-class Reading(nn.Module):
+class Reading(Parts, linear=lambda: nn.Linear(4, 4), read=GIVEN):
     """Scales by what it reads."""
-
-    def __init__(self, read: Callable[[], Any]) -> None:
-        super().__init__()
-        self.linear, self.read = nn.Linear(4, 4), read
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * torch.as_tensor(self.read(), dtype=torch.float32)).sin()

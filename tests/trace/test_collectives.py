@@ -18,17 +18,14 @@ from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.trace import FakeStep, count, record, resident_bytes
 from memopt_cli.trace.collectives import resizes_seen
 from memopt_cli.training.step import Step
+from tests.zoo.models import Parts
 
 FLOAT = 4
 LARGE = 5000
 
 
-class Reviving(nn.Module):
+class Reviving(Parts, linear=lambda: nn.Linear(8, 8)):
     """Frees a storage by resizing it, and has room for it again, as FSDP does with parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         large = torch.empty(LARGE)
@@ -101,8 +98,7 @@ class Split(nn.Module):
         given = distribute_tensor(x, self.mesh)
         y = torch.nn.functional.linear(given, self.weight)
         assert isinstance(y, DTensor)
-        whole: Tensor = y.full_tensor().sin()
-        return whole
+        return y.full_tensor().sin()
 
 
 def test_a_part_of_a_tensor_has_the_bytes_of_the_part(mesh: DeviceMesh) -> None:

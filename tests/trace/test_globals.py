@@ -12,16 +12,13 @@ import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.trace import FakeStep, count, record
 from memopt_cli.training.step import Step
+from tests.zoo.models import Parts
 
 TABLE = torch.linspace(0, 1, 12)
 
 
-class Reading(nn.Module):
+class Reading(Parts, inner=lambda: nn.Linear(12, 12)):
     """Reads a tensor of its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(12, 12)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * TABLE
@@ -39,17 +36,12 @@ def test_a_dry_run_leaves_a_global_tensor_as_it_is() -> None:
     assert torch.equal(TABLE, values)
 
 
-class Counting(nn.Module):
+class Counting(Parts, inner=lambda: nn.Linear(12, 12)):
     """Reads a small tensor that an object of its module holds, and writes to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(12, 12)
 
     def forward(self, x: Tensor) -> Tensor:
         HELD["count"].add_(1)
-        output: Tensor = self.inner(x).sin() * HELD["count"]
-        return output
+        return self.inner(x).sin() * HELD["count"]
 
 
 HELD = {"count": torch.zeros(())}
@@ -62,16 +54,11 @@ def test_a_segment_that_reads_a_small_tensor_has_a_dry_run() -> None:
     assert FakeStep(step).count() == count(step)
 
 
-class Copying(nn.Module):
+class Copying(Parts, inner=lambda: nn.Linear(12, 12)):
     """Runs a copy of its layer that it makes in forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(12, 12)
-
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = copy.deepcopy(self.inner)(x).detach() + self.inner(x * torch.as_tensor(2.0))
-        return output
+        return copy.deepcopy(self.inner)(x).detach() + self.inner(x * torch.as_tensor(2.0))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.user_step import StepModels
 from tests.trace.test_trace import step_of as step_of_model
+from tests.zoo.models import GIVEN, Parts
 
 
 @pytest.fixture
@@ -92,8 +93,7 @@ class Depth(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 def step_of(build: Callable[[], nn.Module]) -> Step:
@@ -130,12 +130,8 @@ def test_a_step_that_reads_its_parameters_as_it_is_made_has_none() -> None:
         FakeStep(own(told))
 
 
-class Padded(nn.Module):
+class Padded(Parts, cell=lambda: nn.Linear(8, 8), writes=GIVEN):
     """Takes as many steps as the longest of some sequences, and may write to what says their lengths."""
-
-    def __init__(self, writes: bool) -> None:
-        super().__init__()
-        self.cell, self.writes = nn.Linear(8, 8), writes
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         for _ in range(int(lengths.max())):
@@ -181,12 +177,8 @@ def test_numbers_of_floating_inputs_are_not_read() -> None:
     ids="mask column places selected where unique repeated cut".split(),
 )
 def test_how_many_a_mask_takes_is_known(take: Callable[[Tensor, Tensor], Tensor]) -> None:
-    class Taking(nn.Module):
+    class Taking(Parts, first=lambda: nn.Linear(8, 8), last=lambda: nn.Linear(1, 16)):
         """Works on what a mask takes."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(1, 16)
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return self.last(take(self.first(x), mask).flatten()[:, None]).exp()
@@ -215,12 +207,8 @@ def _of_a_written_global(x: Tensor) -> Tensor:
     ids=["a written global", "negated", "conjugated", "selected by a larger mask"],
 )
 def test_a_number_is_that_of_data_or_not_known(read: Callable[[Tensor], Any]) -> None:
-    class Rows(nn.Module):
+    class Rows(Parts, linear=lambda: nn.Linear(8, 8)):
         """Makes as many rows as a number says."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(torch.ones(8 * int(read(x)) + 1, 8))
@@ -235,12 +223,8 @@ def test_a_number_is_that_of_data_or_not_known(read: Callable[[Tensor], Any]) ->
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_inputs_that_share_memory_are_not_read(shared: bool) -> None:
-    class Written(nn.Module):
+    class Written(Parts, linear=lambda: nn.Linear(8, 8)):
         """Writes to one input, and reads the other."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             x.add_(4)

@@ -22,6 +22,7 @@ from memopt_cli.training.optimizers import optimizer_maker
 from memopt_cli.training.step import Step
 from sample_models import gpt
 from tests.rows import quick
+from tests.zoo.models import Parts
 
 ALL = 10**6
 
@@ -38,21 +39,13 @@ def normalized() -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Tanh())
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.drop = mlp(), nn.Dropout(0.5)
-
+class Residual(Parts, inner=mlp, drop=lambda: nn.Dropout(0.5)):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.inner(x))
 
 
-class Shortened(nn.Module):
+class Shortened(Parts, linear=lambda: nn.Linear(16, 16)):
     """Its output is half as long as its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x))[::2].contiguous()
@@ -65,11 +58,7 @@ class Passing(nn.Module):
         return x[:, :8], torch.sin(x)
 
 
-class Passed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.passing, self.linear = Passing(), nn.Linear(24, 16)
-
+class Passed(Parts, passing=Passing, linear=lambda: nn.Linear(24, 16)):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(torch.cat(self.passing(x), dim=1)))
 
@@ -81,13 +70,8 @@ class Summing(nn.Module):
         return x.sum(1, keepdim=True)
 
 
-class Moving(nn.Module):
+class Moving(Parts, calls=0, linear=lambda: nn.Linear(16, 16)):
     """Each call leaves it otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.linear = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -103,16 +87,11 @@ class Hooked(nn.Module):
         self.inner.register_full_backward_hook(lambda _, inputs, outputs: self.seen.append(outputs[0].clone()))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
-        return y
+        return self.inner(x)
 
 
-class Handing(nn.Module):
+class Handing(Parts, lstm=lambda: nn.LSTM(8, 8)):
     """A recurrent layer, whose states go from chunk to chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.lstm(x)[0]
@@ -126,32 +105,20 @@ class Both(nn.Module):
         return (x * y).sin() * scale
 
 
-class Crossed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.both, self.scale = nn.Linear(16, 16), Both(), nn.Parameter(torch.ones(16))
-
+class Crossed(Parts, first=lambda: nn.Linear(16, 16), both=Both, scale=lambda: nn.Parameter(torch.ones(16))):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
         return self.both(y, y.exp(), self.scale).tanh()
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
+class Attention(Parts, qkv=lambda: nn.Linear(16, 48), out=lambda: nn.Linear(16, 16)):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-class Transposed(nn.Module):
+class Transposed(Parts, linear=lambda: nn.Linear(16, 16)):
     """Its output lies in memory with the first dimension last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x).t().contiguous()).t()

@@ -164,8 +164,7 @@ def test_a_function_of_the_user_writes_to_nothing_that_it_does_not_write_to() ->
 
     def call(x: Tensor) -> Tensor:
         held.clear()
-        y: Tensor = Scattering.apply(x, held)  # type: ignore[no-untyped-call]
-        return y
+        return Scattering.apply(x, held)  # type: ignore[no-untyped-call]
 
     step = step_of(call, 1)
     tensors_allocated(step)

@@ -51,6 +51,7 @@ from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.optimizers import optimizer_maker
 from memopt_cli.training.step import Step
 from tests.rows import quick
+from tests.zoo.models import Parts
 
 FLOAT = 4
 SMALL = {
@@ -214,12 +215,8 @@ def test_the_kernels_workspace_is_in_the_allocated_peak() -> None:
 # ---------------------------------------------------------------------------------------------- by hand
 
 
-class Chain(nn.Module):
+class Chain(Parts, weight=lambda: nn.Parameter(torch.ones(1000))):
     """``sin(exp(w x))``: exp keeps its output, sin its input, which are one storage; the product keeps ``x``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1000))
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.weight * x).exp().sin().cos()
@@ -259,14 +256,9 @@ def test_backward_belongs_to_the_modules_it_differentiates() -> None:
 
 
 def test_a_module_called_twice_has_two_ranges() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Twice(Parts, layer=lambda: nn.Linear(4, 4)):
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layer(self.layer(x).tanh())
-            return y
+            return self.layer(self.layer(x).tanh())
 
     trace = record(step_of(Twice(), torch.randn(2, 4)), 2, contents=False)
     first, second = (call for call in trace.calls if call.path == "layer")
@@ -282,16 +274,11 @@ def test_a_module_whose_exception_is_caught_has_left() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise LookupError(x.tanh().shape)
 
-    class Tries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.early, self.layer = Early(), nn.Linear(4, 4)
-
+    class Tries(Parts, early=Early, layer=lambda: nn.Linear(4, 4)):
         def forward(self, x: Tensor) -> Tensor:
             with suppress(LookupError):
                 self.early(x)
-            y: Tensor = self.layer(x)
-            return y
+            return self.layer(x)
 
     trace = record(step_of(nn.Sequential(Tries(), nn.Linear(4, 4)), torch.randn(2, 4)), 2, contents=False)
     whole, tries, early, layer, last = trace.calls
@@ -340,11 +327,7 @@ def test_parameters_and_buffers_belong_to_their_owners() -> None:
     assert sum(s.kind == "gradients" for s in trace.storages) == 4
 
 
-class Writing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
+class Writing(Parts, norm=lambda: nn.BatchNorm1d(4)):
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu_(self.norm(x)).mul_(2)
 
@@ -366,11 +349,7 @@ def test_what_operators_write_running_statistics_included() -> None:
 
 
 def test_which_operators_draw() -> None:
-    class Drawing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project = nn.Linear(4, 12)
-
+    class Drawing(Parts, project=lambda: nn.Linear(4, 12)):
         def forward(self, x: Tensor) -> Tensor:
             query, key, value = self.project(x).unflatten(-1, (3, 1, 4)).permute(2, 0, 3, 1, 4)
             return F.dropout(F.scaled_dot_product_attention(query, key, value), 0.5)
@@ -397,11 +376,7 @@ def test_flops_of_products_convolutions_attention_and_recurrence() -> None:
 # ---------------------------------------------------------------------------------------------- contents and times
 
 
-class Spikes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 40)
-
+class Spikes(Parts, first=lambda: nn.Linear(40, 40), second=lambda: nn.Linear(40, 40)):
     def forward(self, x: Tensor) -> Tensor:
         spikes = (self.first(x) > 0).float()
         y: Tensor = self.second(spikes + 0 * self.first(x))
@@ -509,12 +484,8 @@ def test_records_survive_the_wire() -> None:
     assert (type(trace.ops[0]), type(trace.storages[0]), type(trace.calls[0])) == (OpTrace, StorageTrace, ModuleCall)
 
 
-class Sliced(nn.Module):
+class Sliced(Parts, cell=lambda: nn.Linear(32, 32)):
     """Gives a cell one time step after another of a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([self.cell(step) for step in x])
@@ -527,12 +498,8 @@ def test_a_slice_packs_as_a_slice(x: Tensor, codec: str) -> None:
     assert cell.compressor == codec
 
 
-class MostlyZero(nn.Module):
+class MostlyZero(Parts, blocks=lambda: nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))):
     """Segments are given tensors of which few elements are not zero, and which nobody saves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         total = torch.zeros(())
@@ -655,12 +622,8 @@ def test_bytes_of_outputs_that_share_a_storage_count_once() -> None:
     assert block.output_bytes == 16 * (64 + 32 + 8) * 64 * FLOAT
 
 
-class FiresOnce(nn.Module):
+class FiresOnce(Parts, v=None):
     """A spike where the potential that earlier calls have left is high enough."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         v = x if self.v is None else 0.9 * self.v + x
@@ -669,13 +632,8 @@ class FiresOnce(nn.Module):
         return spikes
 
 
-class FiringEachStep(nn.Module):
+class FiringEachStep(Parts, fires=FiresOnce, scale=lambda: nn.Parameter(torch.ones(32, 64))):
     """Calls it once a time step, and saves what fires outside of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fires = FiresOnce()
-        self.scale = nn.Parameter(torch.ones(32, 64))
 
     def forward(self, x: Tensor) -> Tensor:
         self.fires.v = None

@@ -19,6 +19,7 @@ from memopt_cli.trace import FakeStep, count, fake_mode, log, record, resident_b
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.optimizers import optimizer_maker
 from memopt_cli.training.step import Step
+from tests.zoo.models import GIVEN, Parts
 
 FLOAT = 4
 
@@ -39,8 +40,7 @@ class Recurrent(nn.Module):
         self.embed, self.recurrent, self.head = nn.Embedding(11, 6), nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.recurrent(self.embed(x))[0])
-        return output
+        return self.head(self.recurrent(self.embed(x))[0])
 
 
 def recurrent() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -144,11 +144,7 @@ def test_the_holders_hold_the_activations() -> None:
     assert {share.path for share in found.holders} <= {path for path, _ in model.named_modules()}
 
 
-class Exponential(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1000))
-
+class Exponential(Parts, weight=lambda: nn.Parameter(torch.zeros(1000))):
     def forward(self) -> Tensor:
         return self.weight.exp()
 
@@ -178,12 +174,8 @@ class Twice(torch.autograd.Function):
         return product, None
 
 
-class Tied(nn.Module):
+class Tied(Parts, weight=lambda: nn.Parameter(torch.randn(64, 64)), held=GIVEN):
     """Its weight has two gradients, of which the first to be formed may be held."""
-
-    def __init__(self, held: list[Tensor] | None) -> None:
-        super().__init__()
-        self.weight, self.held = nn.Parameter(torch.randn(64, 64)), held
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ self.weight) @ Twice.apply(self.weight, self.held)  # type: ignore[no-untyped-call,no-any-return]
@@ -313,8 +305,7 @@ def test_resident_bytes_count_each_storage_once() -> None:
             self.register_buffer("part", self.whole[:2])
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            output: Tensor = self.second(self.first(x + y))
-            return output
+            return self.second(self.first(x + y))
 
     x = torch.randn(3, 10)
     found = count(step_of(Sharing(), (x, x)))
@@ -358,11 +349,7 @@ def test_the_caller_keeps_what_it_had() -> None:
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
 
 
-class Leaky(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.mem = nn.Linear(4, 4), torch.zeros(3, 4)
-
+class Leaky(Parts, inner=lambda: nn.Linear(4, 4), mem=lambda: torch.zeros(3, 4)):
     def forward(self, x: Tensor) -> Tensor:
         self.mem = (self.mem * 0.5 + self.inner(x)).detach() + self.inner(x)
         return self.mem.tanh()
@@ -382,11 +369,7 @@ def test_a_dry_run_leaves_the_model_alone() -> None:
 
 
 def test_a_model_that_wants_data_cannot_run_on_fake_tensors() -> None:
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
+    class Reading(Parts, inner=lambda: nn.Linear(4, 4)):
         def forward(self, x: Tensor) -> Tensor:
             output: Tensor = self.inner(x)
             return output * 2 if output.sum().item() > 0 else output

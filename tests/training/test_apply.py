@@ -13,9 +13,11 @@ from torch import nn
 import memopt_cli
 from memopt_cli.errors import PlanError, VerificationError
 from memopt_cli.files.contents import plan_yaml
-from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, Plan, SegmentPlan, TensorSpec
+from memopt_cli.records import InputSpec, Plan, SegmentPlan, TensorSpec
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan, taken_off
+from tests.zoo.models import Parts
+from tests.zoo.records import a_header
 
 
 class Splitting(nn.Sequential):
@@ -153,12 +155,8 @@ def test_it_is_public() -> None:
 # ---------------------------------------------------------------------------------------------- compared first
 
 
-class Ending(nn.Module):
+class Ending(Parts, linear=lambda: nn.Linear(4, 4)):
     """Ends in an error where it is recomputed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if memopt_cli.runtime.is_recomputing():
@@ -173,12 +171,8 @@ def test_an_error_in_the_comparison_leaves_the_model_as_it_was() -> None:
     assert segment_of(model[0]) is None
 
 
-class Masked(nn.Module):
+class Masked(Parts, linear=lambda: nn.Linear(4, 4)):
     """Computes something else in a recomputation where an item of its input is zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         factor = 2 if memopt_cli.runtime.is_recomputing() and bool((x == 0).any()) else 1
@@ -208,16 +202,7 @@ def test_inputs_that_the_model_rejects_leave_it_as_it_was() -> None:
 
 
 def test_a_plan_may_be_given_by_its_file(tmp_path: Path) -> None:
-    header = FileHeader(
-        schema_version=SCHEMA_VERSION,
-        memopt="0",
-        torch="2",
-        model="net.pt",
-        sha256=None,
-        spec=InputSpec(tensors=(TensorSpec(shape=(2, 4)),), source="-i"),
-        seed=0,
-        device="cpu",
-    )
+    header = a_header(spec=InputSpec(tensors=(TensorSpec(shape=(2, 4)),), source="-i"))
     (tmp_path / "net.plan.yaml").write_bytes(plan_yaml(header, plan("0"), 3))
     model = memopt_cli.apply_plan(net(), tmp_path / "net.plan.yaml")
     assert memopt_cli.plan_of(model).segments == plan("0").segments

@@ -27,16 +27,13 @@ from memopt_cli.verification.equality import bit_equal, effects
 from memopt_cli.verification.further_steps import first_samples
 from memopt_cli.verification.recorded_step import verify
 from memopt_cli.verification.updates import compare_updates
+from tests.zoo.models import Parts
 
 PLAN = Plan(segments=(SegmentPlan(path="cell"),))
 AGAIN = "a second time"
 
 
-class Cell(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.v = nn.Linear(3, 3), torch.zeros(())
-
+class Cell(Parts, linear=lambda: nn.Linear(3, 3), v=lambda: torch.zeros(())):
     def forward(self, x: Tensor) -> Tensor:
         self.v = self.v / 2 + torch.tanh(self.linear(x))
         return torch.relu(self.v)
@@ -137,7 +134,6 @@ def test_a_scaler_that_finds_its_scale() -> None:
     model, settings = Steep(), StepSettings(precision="fp16")
     step = Step(model=model, args=(inputs(),), kwargs={}, settings=settings, scaler=make_scaler(settings))
     step.settle(StartingState(model))
-    assert step.scaler is not None
     assert step.scaler.get_scale() < 2**16
     assert step.is_settled()
 

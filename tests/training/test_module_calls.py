@@ -6,14 +6,11 @@ import pytest
 from torch import Tensor, nn, ones
 
 from memopt_cli.training.module_calls import watched_modules
+from tests.zoo.models import Parts
 
 
-class Tries(nn.Module):
+class Tries(Parts, layer=lambda: nn.Linear(3, 3)):
     """Catches what its layer raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         try:
@@ -22,11 +19,7 @@ class Tries(nn.Module):
             return x
 
 
-class Raises(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.within = Tries()
-
+class Raises(Parts, within=Tries):
     def forward(self, x: Tensor) -> Tensor:
         raise LookupError(self.within(x).shape)
 

@@ -16,7 +16,7 @@ import memopt_cli
 from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.factory import build
 from memopt_cli.measure.allocated import measure_allocated
-from memopt_cli.records import Measurement, Plan, SegmentPlan, StepSettings
+from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.search.plan.block_tree import block_tree
 from memopt_cli.search.plan.cost_model import CostModel
@@ -36,8 +36,6 @@ GOOD = ("two_rounds", "penalized", "mean_teacher", "scaled")
 def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module of steps."""
     spec = importlib.util.spec_from_file_location("own_steps", STEPS)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "own_steps", module)
     spec.loader.exec_module(module)
@@ -320,12 +318,9 @@ def test_a_step_is_optimized_and_trains_as_before(memopt: Callable[..., Done], t
 @pytest.mark.process
 def test_from_python(steps: Any) -> None:
     step, summary = memopt_cli.optimize_step(steps.two_rounds, (torch.randn(2048, 8),), level=1, budget="80%")
-    assert summary.verification is not None
     assert summary.verification.passed
     assert memopt_cli.plan_of(models_of(step)) == summary.plan
     original, found = (row.outcome for row in summary.levels)
-    assert isinstance(original, Measurement)
-    assert isinstance(found, Measurement)
     assert found.allocated_peak_bytes <= 0.8 * original.allocated_peak_bytes
 
 

@@ -36,8 +36,7 @@ def network() -> nn.Module:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    found: nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
-    return found
+    return torch.compile(model, backend="eager")  # type: ignore[assignment]
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

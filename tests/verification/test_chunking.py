@@ -14,6 +14,7 @@ from memopt_cli.records import ChunkRule, Refused, StepSettings
 from memopt_cli.training.step import Step
 from memopt_cli.verification.chunking import capture_call, find_rule
 from memopt_cli.verification.equality import state_of
+from tests.zoo.models import GIVEN, Parts
 
 
 def rule(axis: int, inputs: int = 1, outputs: int = 1) -> ChunkRule:
@@ -31,13 +32,8 @@ def x(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5))
 
 
-class Leaky(nn.Module):
+class Leaky(Parts, inner=lambda: nn.Linear(6, 6), keeps=GIVEN, mem=None):
     """A leaky integrate-and-fire layer over the first axis; ``keeps`` its membrane from call to call."""
-
-    def __init__(self, keeps: bool) -> None:
-        super().__init__()
-        self.inner, self.keeps = nn.Linear(6, 6), keeps
-        self.mem: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         mem, outputs = self.mem, []
@@ -60,12 +56,8 @@ class Handed(nn.Module):
         return torch.stack(outputs), mem
 
 
-class Attention(nn.Module):
+class Attention(Parts, q=lambda: nn.Linear(6, 6), k=lambda: nn.Linear(6, 6), v=lambda: nn.Linear(6, 6), swapped=False):
     """Across the second axis; the gradient of the key's bias is zero but for rounding."""
-
-    def __init__(self, swapped: bool = False) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.swapped = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), swapped
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(0, 1) if self.swapped else x
@@ -78,24 +70,15 @@ class Two(nn.Module):
         return x * y * scale, x - y
 
 
-class Normalized(nn.Module):
+class Normalized(Parts, norm=lambda: nn.BatchNorm1d(6), layer=lambda: Leaky(keeps=True)):
     """Time and batch are one to the norm; the layer behind it carries its membrane along time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(6), Leaky(keeps=True)
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(self.norm(x.flatten(0, 1)).view_as(x))
-        return y
+        return self.layer(self.norm(x.flatten(0, 1)).view_as(x))
 
 
-class Whitened(nn.Module):
+class Whitened(Parts, norm=lambda: nn.BatchNorm1d(5)):
     """A norm in a way that is not known to be one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(5)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.mean((0, 1))) * self.norm.weight.sum()
@@ -153,48 +136,31 @@ def test_what_a_module_declares() -> None:
     assert "axis 0" in reason_against(wrong, *args)
 
 
-class Mapped(nn.Module):
+class Mapped(Parts, inner=lambda: nn.Linear(6, 6), function=GIVEN):
     """A plain map of its input with a parameter, for one-line counterexamples."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.inner, self.function = nn.Linear(6, 6), function
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self.inner(x))
 
 
-class Remembering(nn.Module):
+class Remembering(Parts, inner=lambda: nn.Linear(6, 6), largest=lambda: torch.zeros(())):
     """Right outputs and gradients, but what it keeps afterwards depends on the chunks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.largest = nn.Linear(6, 6), torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         self.largest = x.detach().mean()
-        output: Tensor = self.inner(x)
-        return output
+        return self.inner(x)
 
 
-class Rarely(nn.Module):
+class Rarely(Parts, inner=lambda: nn.Linear(6, 6), threshold=GIVEN):
     """Mixes samples only where their mean is large, which a lucky probe does not see."""
-
-    def __init__(self, threshold: float) -> None:
-        super().__init__()
-        self.inner, self.threshold = nn.Linear(6, 6), threshold
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
         return y - y.mean() if x.mean() > self.threshold else y
 
 
-class GradientOnly(nn.Module):
+class GradientOnly(Parts, inner=lambda: nn.Linear(6, 6)):
     """The output is the same in chunks, its gradient is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
@@ -236,13 +202,8 @@ def test_what_reaches_further_than_a_short_sequence_is_refused() -> None:
     assert "axis 0: in 2 chunks output[0] differs" in reason
 
 
-class Truncated(nn.Module):
+class Truncated(Parts, inner=lambda: nn.Linear(6, 6), hands_over=GIVEN, mem=None):
     """Its gradient reaches eight steps back; the steps are counted from the start of a call.  Axis 0 is time."""
-
-    def __init__(self, hands_over: bool) -> None:
-        super().__init__()
-        self.inner, self.hands_over = nn.Linear(6, 6), hands_over
-        self.mem: Tensor | None = None
 
     def forward(self, x: Tensor, mem: Tensor | None = None) -> Any:
         mem, outputs = mem if self.hands_over else self.mem, []
@@ -334,15 +295,10 @@ def test_the_caller_keeps_what_it_had() -> None:
 # ---------------------------------------------------------------------------------------------- catching a call
 
 
-class Calling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.idle = nn.BatchNorm1d(6), Two(), nn.Linear(6, 6)
-
+class Calling(Parts, a=lambda: nn.BatchNorm1d(6), b=Two, idle=lambda: nn.Linear(6, 6)):
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
-        first: Tensor = self.b(y, y + 1, scale=y.sum())[0]
-        return first
+        return self.b(y, y + 1, scale=y.sum())[0]
 
 
 def step_of(model: nn.Module) -> Step:

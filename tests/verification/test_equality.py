@@ -25,16 +25,11 @@ from memopt_cli.verification.equality import (
     generator_state,
     generators_kept,
 )
+from tests.zoo.models import Parts
 
 
-class Net(nn.Module):
+class Net(Parts, inner=lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), mem=None, slip=""):
     """Has whatever a step can leave behind: parameters, statistics, state in attributes, random draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
-        self.mem: Tensor | None = None
-        self.slip: str = ""
 
     def forward(self, x: Tensor, *, table: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         y = self.inner(x * table["scale"])

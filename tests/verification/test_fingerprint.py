@@ -16,6 +16,7 @@ from memopt_cli.pipeline.fingerprints.steps import compared
 from memopt_cli.records import Fingerprint, FingerprintCheck, Plan, SegmentPlan, from_data, to_data
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.verification.fingerprint import fingerprint, left_by, left_on, repeated
+from tests.zoo.models import Parts
 
 LONG = 100_000
 """Elements: several pieces."""
@@ -189,16 +190,10 @@ def test_it_goes_over_the_wire() -> None:
     assert str(from_data(Fingerprint, json.loads(json.dumps(to_data(found))))) == str(found)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.memory: Tensor | None = None
-
+class Net(Parts, body=lambda: nn.Linear(4, 4), norm=lambda: nn.BatchNorm1d(4), memory=None):
     def forward(self, x: Tensor) -> Tensor:
         self.memory = torch.rand(2)
-        y: Tensor = self.norm(self.body(x))
-        return y
+        return self.norm(self.body(x))
 
 
 def test_all_that_a_step_leaves_is_looked_at() -> None:

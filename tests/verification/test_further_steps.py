@@ -58,8 +58,7 @@ class Net(nn.Module):
         if mask is not None:
             y = y * mask[:, -1:]
         self.memory = y.detach() if self.memory is None else self.memory / 2 + y.detach()
-        scores: Tensor = self.head(y + self.memory)
-        return scores
+        return self.head(y + self.memory)
 
 
 def check(model: nn.Module, plan: Plan = EXACT, install: Install | None = None, **kwargs: Tensor) -> Verification:

@@ -18,6 +18,7 @@ from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.equality import TOLERANCE
 from memopt_cli.verification.recorded_step import _noise, verify
+from tests.zoo.models import Parts
 
 Install = Callable[[nn.Module], object]
 
@@ -36,8 +37,7 @@ class Net(nn.Module):
         y = self.body(x).mean(-1)
         self.memory = y.detach() if self.memory is None else self.memory / 2 + y.detach()
         self.steps += 1
-        scores: Tensor = self.head(y + self.memory)
-        return scores
+        return self.head(y + self.memory)
 
 
 EXACT = Plan(segments=(SegmentPlan(path="body"), SegmentPlan(path="head")))
@@ -194,12 +194,8 @@ def test_a_step_that_fails_in_float64_leaves_the_model_as_it_was() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-class Noisy(nn.Module):
+class Noisy(Parts, layer=lambda: nn.Linear(8, 8)):
     """Never twice the same, whatever is seeded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
@@ -221,12 +217,8 @@ def test_on_a_gpu_the_originals_own_noise_is_allowed_twice() -> None:
         _noise(once, again, "cpu")
 
 
-class Rounding(nn.Module):
+class Rounding(Parts, weight=lambda: nn.Parameter(torch.ones(8))):
     """Computes in float32 whatever it is given, as the norms and losses of Hugging Face's models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
         precise = x.to(torch.float32)

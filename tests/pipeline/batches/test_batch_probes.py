@@ -11,9 +11,10 @@ import pytest
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, looped_over
-from memopt_cli.records import BatchProbe, Counted, Plan, SegmentPlan, break_down
+from memopt_cli.records import BatchProbe, Counted, Plan, SegmentPlan
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.batch_size.runs import Limits
+from tests.zoo.records import counted
 
 
 class Session:
@@ -29,14 +30,8 @@ class Session:
             self.ran.append(job.batch)
             return BatchProbe(batch=job.batch, allocated_peak_bytes=1000 + 100 * job.batch, step_s=0.01 * job.batch)
         self.asked.append(job.batch)
-        return Counted(
-            tensor_peak_bytes=100 * job.batch,
-            allocated_peak_bytes=1000 + 100 * job.batch,
-            resident_bytes=0,
-            breakdown=break_down(()),
-            holders=(),
-            operators=50 + self.operators_per_sample * job.batch,
-        )
+        peak, operators = 100 * job.batch, 50 + self.operators_per_sample * job.batch
+        return counted(peak, allocated_peak_bytes=1000 + peak, operators=operators)
 
 
 def probes_of(session: Any, plan: Plan = ORIGINAL) -> BatchProbes:

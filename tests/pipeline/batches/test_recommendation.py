@@ -47,6 +47,8 @@ from memopt_cli.search.batch_size.accumulation import accumulate
 from memopt_cli.search.batch_size.samplers import TokenBudgetSampler
 from memopt_cli.training.apply import apply_plan
 from tests.rows import quick
+from tests.zoo.models import Parts
+from tests.zoo.records import a_header
 
 MIB = 1 << 20
 
@@ -60,12 +62,8 @@ def deep_net() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
 
 
-class OneGraph(nn.Module):
+class OneGraph(Parts, edges=lambda: nn.Buffer(torch.arange(128).view(2, 64))):
     """Adds to each node what lies along the edges to it; they are of 128 nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("edges", torch.arange(128).view(2, 64))
 
     def forward(self, x: Tensor) -> Tensor:
         target, source = self.get_buffer("edges")
@@ -194,8 +192,6 @@ class TestInProcess:
         found = recommended(location, "16x64", memory=2 * MIB, plan_path=str(tmp_path / "p.plan.yaml"))
         before, after = (row.outcome for row in found.rows)
         assert [row.planned for row in found.rows] == [False, True]
-        assert isinstance(before, BatchAdvice)
-        assert isinstance(after, BatchAdvice)
         assert found.batch == after.recommended_batch > 1.2 * before.recommended_batch
         assert peak_of(location, "16x64", found.batch, plan) <= 2 * MIB < peak_of(location, "16x64", found.batch)
 
@@ -206,7 +202,6 @@ class TestInProcess:
         assert [row.dims["T"] for row in found.rows] == [4, 8, 16, 32]
         batches = []
         for row in found.rows:
-            assert isinstance(row.outcome, BatchAdvice)
             batches.append(row.outcome.recommended_batch)
             assert peak_of(lstm, f"4x{row.dims['T']}x16", batches[-1]) <= MIB
         assert batches == sorted(batches, reverse=True)
@@ -234,7 +229,6 @@ class TestInProcess:
     def test_accumulation_is_of_a_batch_that_was_run(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", conv_net())
         found = recommended(location, "4x1x16x16", memory=5 * MIB, global_batch=512)
-        assert found.accumulation is not None
         assert found.accumulation.batch * found.accumulation.steps == 512
         assert found.accumulation.batch <= found.batch
         assert found.accumulation.batch in {probe.batch for probe in only(found).probes}
@@ -256,7 +250,6 @@ class TestInProcess:
         location, settings = saved(tmp_path / "net.pt", deep_net()), StepSettings(optimizer=optimizer)
         alone = recommended(location, "16x64", memory=MIB, settings=settings)
         found = recommended(location, "16x64", memory=MIB, settings=settings, global_batch=5000)
-        assert found.accumulation is not None
         assert 0 < found.accumulation.batch <= found.batch < alone.batch
         assert peak_of(location, "16x64", found.batch, optimizer=optimizer, micro_batches=2) <= MIB
         assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, micro_batches=2) > MIB
@@ -423,12 +416,8 @@ def test_a_run_that_dies_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert issubclass(Dying, Session)
 
 
-class Reading(nn.Module):
+class Reading(Parts, inner=lambda: nn.Linear(64, 64)):
     """Looks at what its input holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.inner(x)
@@ -442,9 +431,7 @@ def test_passes_that_are_asked_for_and_passes_that_are_looked_for_contradict_eac
 
 def header() -> FileHeader:
     spec = InputSpec(tensors=(parse_tensor("1x3"),), source="here")
-    return FileHeader(
-        schema_version=1, memopt="0", torch="2", model="net.pt", sha256=None, spec=spec, seed=0, device="cpu"
-    )
+    return a_header(spec=spec)
 
 
 @pytest.mark.parametrize(

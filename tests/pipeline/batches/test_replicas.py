@@ -99,7 +99,6 @@ class TestInProcess:
         location = saved(tmp_path / "net.pt", net())
         found = recommended(request(location, 4, memory=2 * MIB, output=str(tmp_path / "b.yaml")))
         (row,) = found.rows
-        assert row.replicas is not None
         assert isinstance(row.outcome, BatchAdvice)
         copies = row.replicas.fastest
         assert [run.replicas for run in row.replicas.probes] == [1, 2, 4]
@@ -124,7 +123,6 @@ class TestInProcess:
         assert {run.batch for run in row.replicas.probes} == {8}
         assert all(run.batch % 8 == 0 for run in row.outcome.probes)
         (row,) = recommended(request(location, 1, spec("3x32"), memory=2 * MIB, multiple_of=8)).rows
-        assert row.replicas is not None
         assert row.replicas.probes[0].batch == 8
 
     @pytest.mark.slow
@@ -143,7 +141,6 @@ class TestInProcess:
         found = recommended(request(location, 8, memory=2 * MIB))
         (row,) = found.rows
         assert row.replicas is not None
-        assert isinstance(row.outcome, BatchAdvice)
         assert (found.interrupted, found.batch, found.probes) == (True, 16, 2)
         assert [run.replicas for run in row.replicas.probes] == [1, 2]
         assert (row.replicas.limited_by, row.outcome.limited_by) == ("the interruption", "the interruption")
@@ -169,8 +166,6 @@ class TestInProcess:
         path = str(tmp_path / "p.plan.yaml")
         found = recommended(request(location, 4, spec("512x32"), memory=16 * MIB, plan_path=path))
         before, after = (row.replicas for row in found.rows)
-        assert before is not None
-        assert after is not None
         peaks = zip(after.probes, before.probes, strict=False)
         assert all(with_plan.allocated_peak_bytes < without.allocated_peak_bytes for with_plan, without in peaks)
         assert {run.route for run in after.probes} <= {"", "fused", "loop"}  # vmap cannot run segments
@@ -199,8 +194,6 @@ class TestInProcess:
         without, planned = found.rows
         assert without.replicas is not None
         assert planned.replicas is not None
-        assert isinstance(without.outcome, BatchAdvice)
-        assert isinstance(planned.outcome, BatchAdvice)
         assert without.outcome.recommended_batch < 512 <= planned.outcome.recommended_batch
         assert without.replicas.best.batch == without.outcome.recommended_batch
         assert "at batch 512 1 copy would take more" in without.replicas.limited_by

@@ -21,7 +21,6 @@ from memopt_cli.records import (
     Change,
     Comparison,
     Conditions,
-    FileHeader,
     InputDimension,
     InputSpec,
     ModuleBytes,
@@ -37,6 +36,7 @@ from memopt_cli.records import (
     StepSettings,
     TensorSpec,
 )
+from tests.zoo.records import a_header
 
 NOTHING = dict.fromkeys((f"{kind}_bytes" for kind in METRICS[3:]), 0)
 SETTINGS = StepSettings()
@@ -55,9 +55,7 @@ def a_saved(nbytes: int, module: str = "head", op: str = "aten::mm") -> SavedTen
 
 def a_baseline(*modules: ModuleBytes, peak: int = 1000, settings: StepSettings = SETTINGS, **memory: Any) -> Baseline:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 8}, source="here")
-    header = FileHeader(
-        schema_version=1, memopt="0.1", torch="2.13", model="m.pt", sha256="ab", spec=spec, seed=0, device="cpu"
-    )
+    header = a_header(sha256="ab", spec=spec)
     made: dict[str, Any] = {
         "plan": Plan(),
         "tensor_peak_bytes": peak,

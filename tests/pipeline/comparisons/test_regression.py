@@ -159,7 +159,6 @@ def test_a_baseline_adds_up_and_reads_back(history: History) -> None:
     assert memory.breakdown.parameters_bytes == sum(m.held_bytes.get("parameters", 0) for m in memory.modules)
     assert memory.breakdown.activations_bytes == sum(m.held_bytes.get("activations", 0) for m in memory.modules)
     assert memory.saved[0].nbytes == BATCH * 256 * 4
-    assert memory.peak is not None
     assert memory.peak.phase == "backward"
     assert made.header.sha256
 

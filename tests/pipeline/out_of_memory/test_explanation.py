@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, RecordJob, Subject
+from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, RecordJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import explain
 from memopt_cli.pipeline.memory.step_peaks import live_bytes
@@ -37,6 +37,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
+from tests.zoo.models import Parts
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -46,25 +47,15 @@ _found: dict[object, Explanation] = {}
 SPEC = InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": BATCH}, source="here")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(64, 256)
-        self.narrow = nn.Linear(256, 64)
-
+class Block(Parts, wide=lambda: nn.Linear(64, 256), narrow=lambda: nn.Linear(256, 64)):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.wide(x))
         return x + self.narrow(hidden)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
-
+class Net(Parts, blocks=lambda: nn.Sequential(*(Block() for _ in range(4)))):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.blocks(x)
-        return out
+        return self.blocks(x)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +100,6 @@ def test_the_instant_is_that_of_the_step_that_is_run(
     found = explained(limit)
     live = live_bytes(recorded)
     first = next(i for i, op in enumerate(recorded.ops) if live[i + 1] + op.workspace_bytes > limit)
-    assert found.instant is not None
     assert (found.instant.module, found.instant.phase) == (recorded.ops[first].module, recorded.ops[first].phase)
     assert found.instant.allocated_bytes > limit
     assert found.breakdown is not None
@@ -140,14 +130,12 @@ def test_what_is_suggested_fits_when_it_is_run_again(
         if said.change == "plan":
             with LocalSession(Subject(source=source, spec=SPEC), 60.0) as session:
                 again = session.ask(MeasureJob(plan=said.plan))
-            assert isinstance(again, Measured)
             assert again.measurement.allocated_peak_bytes <= limit
 
 
 @pytest.mark.slow
 def test_what_cannot_fit_is_told_at_once(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
     found = explained(recorded.resident_bytes // 2)
-    assert found.instant is not None
     assert found.instant.op == -1
     text = io.StringIO()
     TextReport().explained(found, text)

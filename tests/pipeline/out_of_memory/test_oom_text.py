@@ -62,7 +62,6 @@ def test_messages(text: str, expected: OutOfMemoryText) -> None:
 
 def test_what_a_step_surely_has() -> None:
     found = read_oom(NOW)
-    assert found is not None
     assert found.available_bytes == 22 * GIB + int(10.5 * MIB)
     assert OutOfMemoryText(asked_bytes=1).available_bytes == 0
 
@@ -71,7 +70,6 @@ def test_the_message_of_this_pytorch_is_known() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
     found = read_oom(str(raised.value))
-    assert found is not None
     assert found.asked_bytes == 1 << 60
 
 
@@ -89,5 +87,4 @@ def test_any_text_is_read(before: str, number: str) -> None:
 
 def test_more_bytes_than_any_device_has_are_none() -> None:
     found = read_oom(f"Tried to allocate {'9' * 300} GiB. of which 8 B is free")
-    assert found is not None
     assert (found.asked_bytes, found.free_bytes) == (0, 8)

@@ -18,12 +18,12 @@ from memopt_cli.files.contents import read_plan
 from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.plans import by_length
-from memopt_cli.records import DimRange, LevelRow, Measurement, MemOptSummary, Plan, SegmentPlan, from_data
+from memopt_cli.records import DimRange, LevelRow, MemOptSummary, Plan, SegmentPlan, from_data
 from memopt_cli.runtime.lengths import ConfigsByLength
 from memopt_cli.search.plan.bounds import Work, inner_bounds
 from memopt_cli.trace import count
 from memopt_cli.training.apply import plan_of
-from tests.pipeline.measurements import measured
+from tests.zoo.records import a_row, measured
 
 Memopt = Callable[..., Any]
 LOW, HIGH = 16, 512
@@ -81,7 +81,6 @@ def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, me
         assert row.outcome.allocated_peak_bytes <= budget
         assert row.plan.is_empty or (row.verification is not None and row.verification.passed)
     original = rows[-1].original
-    assert isinstance(original, Measurement)
     assert original.allocated_peak_bytes > budget
     longest = next(row for row in summary.levels if row.level == summary.applied_level)
     assert longest.plan == rows[-1].plan
@@ -91,7 +90,6 @@ def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, me
 
     # What is written is the plan, and acts as the rows say.
     assert read_plan("net.memopt.plan.yaml")[1] == plan
-    assert plan.by is not None
     assert (plan.by.dim, plan.by.argument, plan.by.axis) == ("S", 0, 1)
     assert yaml.safe_load(Path("net.memopt.plan.yaml").read_text())["spec"]["dims"]["S"] == HIGH
     model = memopt_cli.load("net.memopt.pt")
@@ -246,15 +244,7 @@ def test_the_root_of_a_plan_by_length_knows_where_the_length_stands() -> None:
 
 def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def row(level: int, plan: Plan, step_s: float) -> LevelRow:
-        return LevelRow(
-            level=level,
-            plan=plan,
-            outcome=measured(100, step_s),
-            predicted_tensor_peak_bytes=None,
-            predicted_allocated_peak_bytes=None,
-            dry_runs=0,
-            search_s=0.0,
-        )
+        return a_row(level, measured(100, step_s), plan, dry_runs=0)
 
     def found(self: Any, length: int) -> Any:
         segments = 2 if length == max(counts) else 1

@@ -25,8 +25,9 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.plan.questions import Priced
 from tests.pipeline import measurements
-from tests.pipeline.measurements import measured, measurements_by, started
+from tests.pipeline.measurements import measurements_by, started
 from tests.search.plan.subjects import drawn, without_norms
+from tests.zoo.records import measured
 
 ORIGINAL = 1000
 MEASURED = measured(ORIGINAL)

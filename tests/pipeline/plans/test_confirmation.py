@@ -20,15 +20,11 @@ from memopt_cli.files.contents import plan_yaml, read_plan, read_prediction
 from memopt_cli.measure.jobs import Measured, Subject
 from memopt_cli.pipeline.plans.confirmation import as_predicted, confirmed, off, unlike
 from memopt_cli.records import (
-    SCHEMA_VERSION,
     ApplyResult,
-    Breakdown,
     Confirmation,
     DeviceEstimate,
-    FileHeader,
     Fingerprint,
     InputSpec,
-    Measurement,
     ModelSource,
     Plan,
     PredictedStep,
@@ -38,6 +34,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.text import TextReport
+from tests.zoo.records import a_header, measured
 
 MIB = 2**20
 ESTIMATE = DeviceEstimate(
@@ -49,16 +46,8 @@ ESTIMATE = DeviceEstimate(
     step_s=0.002,
 )
 STEP = PredictedStep(estimate=ESTIMATE, settings=StepSettings(optimizer="adamw", micro_batches=2, clip_norm=1.0))
-HEADER = FileHeader(
-    schema_version=SCHEMA_VERSION,
-    memopt="0",
-    torch="2",
-    model="net.pt",
-    sha256=None,
-    spec=InputSpec(tensors=(TensorSpec(shape=("B", 32)),), dims={"B": 8}, source="-i"),
-    seed=0,
-    device="cpu",
-)
+HEADER = a_header(spec=InputSpec(tensors=(TensorSpec(shape=("B", 32)),), dims={"B": 8}, source="-i"))
+MEASURED = measured(100 * MIB, 0.004, tensor_peak_bytes=80 * MIB, backend="torch.cuda", batch=8)
 PLAN = Plan(segments=(SegmentPlan(path="0"),))
 
 
@@ -128,26 +117,16 @@ def test_how_far_off() -> None:
     assert off(0.3, 0.2) == pytest.approx(0.5)
 
 
-def measured() -> Measurement:
-    nothing = Breakdown(**dict.fromkeys(Breakdown.__dataclass_fields__, 0))
-    return Measurement(
-        tensor_peak_bytes=80 * MIB,
-        allocated_peak_bytes=100 * MIB,
-        resident_bytes=0,
-        reserved_peak_bytes=100 * MIB,
-        process_peak_bytes=0,
-        step_times_s=(0.004,),
-        breakdown=nothing,
-        holders=(),
-        backend="torch.cuda",
-        batch=8,
-        spent_s=0.1,
-    )
-
-
 def shown(**fields: Any) -> list[str]:
     stream = io.StringIO()
-    found = Confirmation(**{"device": "cuda:0", "measurement": measured(), "predicted": ESTIMATE, **fields})
+    found = Confirmation(
+        **{
+            "device": "cuda:0",
+            "measurement": MEASURED,
+            "predicted": ESTIMATE,
+            **fields,
+        }
+    )
     TextReport().applied(ApplyResult(files=("net.memopt.pt",), confirmation=found), stream)
     return stream.getvalue().splitlines()
 
@@ -226,7 +205,10 @@ class Asked:
         self.subject, self.facts, self.progress = subject, SimpleNamespace(trainable_bytes=0), Progress()
 
     def ask(self, job: object) -> Measured:
-        return Measured(measurement=measured(), left=Fingerprint(tensors=(), put_off=(), repeats=True))
+        return Measured(
+            measurement=MEASURED,
+            left=Fingerprint(tensors=(), put_off=(), repeats=True),
+        )
 
 
 @pytest.mark.usefixtures("in_process")

@@ -63,7 +63,6 @@ def test_a_plan_by_estimates(memopt: Memopt) -> None:
     assert summary["verification"]["batch"] == 2
     assert found["changed"] == {f"net.memopt.{end}" for end in ("pt", "plan.yaml", "summary.json")}
     predicted = read_prediction("net.memopt.plan.yaml")
-    assert predicted is not None
     assert predicted.estimate.allocated_peak_bytes == after["allocated_peak_bytes"]
     assert predicted.estimate.reserved_peak_bytes == after["reserved_peak_bytes"]
     confirmed = memopt("apply", "net.pt", "net.memopt.plan.yaml", "--confirm", "-o", "there.pt")
@@ -99,7 +98,6 @@ def test_a_plan_by_length_is_estimated_at_every_range(memopt: Memopt, net: nn.Mo
     bound = rows[0]["up_to"]
     for length, fits in ((bound, True), (bound + 16 * 2, False)):
         profile = memopt_cli.profile(net, "BxSx32", dims={"B": 2, "S": length}, for_device="slow.yaml").result
-        assert profile.estimate is not None
         assert (profile.estimate.allocated_peak_bytes <= budget) is fits
 
     live = memopt_cli.optimize(
@@ -203,7 +201,6 @@ def test_in_python(net: nn.Module) -> None:
     )
     found = memopt_cli.optimize(net, "4096x32", level=1, max_slowdown=float("inf"), for_device=card)
     estimates = found.summary.estimates
-    assert estimates is not None
     assert estimates.planned.allocated_peak_bytes < estimates.original.allocated_peak_bytes
     assert memopt_cli.plan_of(net).segments == found.plan.segments != ()
     with pytest.raises(OptionError, match="device and for_device exclude each other"):

@@ -22,15 +22,16 @@ from memopt_cli.records import (
     TooSlow,
 )
 from memopt_cli.search.plan.questions import Priced
-from tests.pipeline.measurements import NOTHING, measured, measurements_by
+from tests.pipeline.measurements import measurements_by
+from tests.zoo import records
+from tests.zoo.records import a_row, measured
 
 PLAN = Plan(segments=(SegmentPlan(path="0"),))
 
 
 def counted(plan: Plan) -> Counted:
     peak = 80 if plan.in_backward else 100
-    held = replace(NOTHING, gradients_bytes=20)
-    return Counted(tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=held, holders=())
+    return records.counted(peak, gradients=20)
 
 
 def tried(
@@ -53,15 +54,7 @@ def tried(
         times.update({ORIGINAL: original_s[1], row.plan: confirmed_s})
         return replace(row, outcome=measure(row.plan))
 
-    row = LevelRow(
-        level=1,
-        plan=PLAN,
-        outcome=measure(PLAN),
-        predicted_tensor_peak_bytes=100,
-        predicted_allocated_peak_bytes=100,
-        dry_runs=1,
-        search_s=0.0,
-    )
+    row = a_row(1, measure(PLAN), PLAN, predicted_tensor_peak_bytes=100, predicted_allocated_peak_bytes=100)
     told: list[Dropped] = []
     plans = InBackwardPlans(
         count=counted,

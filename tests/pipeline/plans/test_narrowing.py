@@ -6,19 +6,16 @@ import pytest
 
 from memopt_cli.pipeline.plans.narrowing import agreeing
 from memopt_cli.records import LeftOut, Plan, SegmentPlan, Verification
+from tests.zoo.records import verified
 
 
 def verification(*, passed: bool) -> Verification:
-    return Verification(
+    return verified(
         passed=passed,
-        exact=True,
-        precision="stored",
-        tolerance=0.0,
         compared=1,
         worst_name="" if passed else "gradient of a",
         worst_difference=0.0 if passed else 0.5,
         batch=2,
-        full_size=True,
     )
 
 

@@ -41,7 +41,6 @@ from memopt_cli.pipeline.plans.goal import GoalSearch
 from memopt_cli.pipeline.plans.proof import applied_row
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
-    BatchAdvice,
     BatchEstimate,
     Crashed,
     FurtherCheck,
@@ -58,7 +57,6 @@ from memopt_cli.records import (
     StepSettings,
     TensorSpec,
     Trust,
-    Verification,
     from_data,
     to_data,
 )
@@ -67,6 +65,8 @@ from memopt_cli.runtime import GCContainer, named_parts, segment_of
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.verification.equality import TOLERANCE
+from tests.zoo.models import Parts
+from tests.zoo.records import verified
 
 Memopt = Callable[..., Any]
 
@@ -101,23 +101,19 @@ class Run:
     sha256: str
 
     def summary(self) -> dict[str, Any]:
-        data: dict[str, Any] = json.loads((self.folder / "net.memopt.summary.json").read_text())
-        return data
+        return json.loads((self.folder / "net.memopt.summary.json").read_text())
 
     def yaml(self, kind: str) -> dict[str, Any]:
-        data: dict[str, Any] = yaml.safe_load((self.folder / f"net.memopt.{kind}.yaml").read_text())
-        return data
+        return yaml.safe_load((self.folder / f"net.memopt.{kind}.yaml").read_text())
 
     def rows(self) -> list[LevelRow]:
         return from_data(MemOptSummary, self.summary()["summary"]).levels
 
     def original(self) -> nn.Module:
-        model: nn.Module = torch.load(self.folder / "net.pt", weights_only=False)
-        return model
+        return torch.load(self.folder / "net.pt", weights_only=False)
 
     def optimized(self) -> nn.Module:
-        model: nn.Module = torch.load(self.folder / "net.memopt.pt", weights_only=False)
-        return model
+        return torch.load(self.folder / "net.memopt.pt", weights_only=False)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +177,6 @@ def test_the_original_and_the_applied_plan_are_measured(run: Run) -> None:
         assert row.predicted_allocated_peak_bytes is not None
         assert row.predicted_slowdown is not None or row is first
     for outcome in (first.outcome, last.outcome):
-        assert isinstance(outcome, Measurement)
         assert 3 <= len(outcome.step_times_s) <= 20
         assert outcome.batch == 8
         assert sum(to_data(outcome.breakdown).values()) == outcome.tensor_peak_bytes
@@ -199,20 +194,15 @@ def test_no_level_is_above_the_one_below(run: Run) -> None:
 def test_the_plan_lowers_the_peak_and_was_predicted(run: Run) -> None:
     rows = {row.level: row for row in run.rows()}
     first, last = rows[0], rows[run.summary()["summary"]["applied_level"]]
-    assert isinstance(first.outcome, Measurement)
-    assert isinstance(last.outcome, Measurement)
     assert last.outcome.allocated_peak_bytes < 0.8 * first.outcome.allocated_peak_bytes
     for row in (first, last):
-        assert isinstance(row.outcome, Measurement)
         assert row.predicted_tensor_peak_bytes == pytest.approx(row.outcome.tensor_peak_bytes, rel=0.05)
         assert row.predicted_allocated_peak_bytes == pytest.approx(row.outcome.allocated_peak_bytes, rel=0.15)
 
 
 def test_the_applied_plan_is_verified(run: Run) -> None:
     summary = from_data(MemOptSummary, run.summary()["summary"])
-    assert summary.verification is not None
     assert summary.verification.passed
-    assert summary.verification.measured is not None
     assert summary.verification.measured.batch == 8
     tensors = len(list(conv_net().parameters())) + len(list(conv_net().buffers()))
     assert summary.verification.compared >= tensors + 2  # and the output, the input's gradient
@@ -221,7 +211,6 @@ def test_the_applied_plan_is_verified(run: Run) -> None:
 
 def test_the_recommended_batch_was_run(run: Run) -> None:
     advice = from_data(MemOptSummary, run.summary()["summary"]).advice
-    assert isinstance(advice, BatchAdvice)
     peak_of = {probe.batch: probe.allocated_peak_bytes for probe in advice.probes}
     assert peak_of[advice.recommended_batch] <= advice.budget_bytes == int(0.8 * advice.device_bytes)
     assert run.yaml("batch")["recommended"]["batch_size"] == advice.recommended_batch
@@ -360,11 +349,9 @@ def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt, monkeyp
     assert {"deep.memopt.pt", "deep.memopt.plan.yaml"} <= done.changed
     summary = from_data(MemOptSummary, json.loads((tmp_path / "deep.memopt.summary.json").read_text())["summary"])
     assert isinstance(summary.levels[0].outcome, OutOfMemory)
-    assert isinstance(summary.levels[1].outcome, Measurement)
     assert summary.levels[1].outcome.allocated_peak_bytes < 100 << 20
     assert summary.levels[0].predicted_allocated_peak_bytes is not None
     assert summary.levels[0].predicted_allocated_peak_bytes > 256 << 20
-    assert summary.verification is not None
     assert summary.verification.passed
     assert not summary.verification.full_size
     assert summary.verification.batch < 16
@@ -399,7 +386,6 @@ def test_where_the_original_was_killed_nothing_runs_at_full_size_but_plans(
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     assert isinstance(summary.levels[0].outcome, OutOfMemory)
     assert isinstance(summary.levels[-1].outcome, Measurement)
-    assert summary.verification is not None
     assert summary.verification.passed
 
 
@@ -563,7 +549,6 @@ def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
     assert not first.plan.segments
     assert len(last.plan.segments) > 0
     chosen = summary.levels[-1].outcome
-    assert isinstance(chosen, Measurement)
     assert summary.budget_bytes is not None
     assert chosen.allocated_peak_bytes <= summary.budget_bytes
     assert summary.plan == summary.levels[-1].plan
@@ -587,7 +572,6 @@ def test_the_original_has_the_same_time_on_the_frontier_and_among_the_levels(
     done = optimize("net.pt", *SPEC, "--level", "1", "--frontier", "--json")
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     for found in (summary.levels[0], summary.frontier[0]):
-        assert isinstance(found.outcome, Measurement)
         assert found.outcome.step_s == 123.0
 
 
@@ -631,7 +615,6 @@ def test_ctrl_c_while_the_batch_is_estimated_ends_no_search(optimize: Memopt, mo
     done = optimize("net.pt", *SPEC, *"--level 1 --max-slowdown none --json --recommend-batch".split())
     assert done.code == 130
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
-    assert summary.verification is not None
     assert summary.verification.passed
     assert not any("the search was interrupted" in note for note in summary.notes)
     assert segments(memopt_cli.load("net.memopt.pt"))
@@ -688,7 +671,6 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far(
     assert summary.interrupted
     assert len({*summary.notes}) == len(summary.notes)
     if goal != ("--frontier",):
-        assert summary.verification is not None
         assert summary.verification.passed
         assert segments(memopt_cli.load("net.memopt.pt"))
 
@@ -800,12 +782,8 @@ def test_a_factory_builds_the_same_model_in_every_subprocess(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class UserNet(nn.Module):
+class UserNet(Parts, net=conv_net):
     """A class that only its user has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = conv_net()
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.net(images)
@@ -838,9 +816,7 @@ def test_a_program_is_optimized_and_trains_without_its_source(
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     assert summary.model_format == ("exported" if kind == "exported" else "torchscript")
-    assert summary.verification is not None
     assert summary.verification.passed
-    assert summary.plan is not None
     assert summary.plan.segments
     reader = "torch.export.load" if kind == "exported" else "torch.jit.load"
     said = f"net.memopt.pt is a pickled module, which {reader} does not read: memopt_cli.load('net.memopt.pt') does."
@@ -929,7 +905,6 @@ def test_optimizer_precision_and_loss(optimize: Memopt) -> None:
     )
     assert done.code == 0, done.err
     row = from_data(MemOptSummary, json.loads(done.out)["summary"]).levels[0]
-    assert isinstance(row.outcome, Measurement)
     parameters = sum(p.nbytes for p in small_net().parameters())
     assert row.outcome.breakdown.optimizer_bytes >= 2 * parameters
     assert row.outcome.resident_bytes >= 4 * parameters
@@ -965,13 +940,10 @@ def test_the_optimizer_runs_in_backward_where_gradients_are_the_peak(optimize: M
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     before, after = (row.outcome for row in summary.levels)
-    assert isinstance(before, Measurement)
-    assert isinstance(after, Measurement)
     parameters = sum(p.nbytes for p in heavy_net().parameters())
     assert after.allocated_peak_bytes <= before.allocated_peak_bytes - parameters / 2
     assert after.allocated_peak_bytes == pytest.approx(summary.levels[1].predicted_allocated_peak_bytes, rel=0.01)
     assert [peak.phase for peak in after.phases] == ["forward", "backward"]
-    assert summary.verification is not None
     assert summary.verification.further[-1].name == "in 3 updates in backward"
     assert summary.verification.further[-1].compared == 12 * 4  # parameters, two moments, a counter
     assert any("must then not accumulate, clip or scale gradients" in note for note in summary.notes)
@@ -991,7 +963,6 @@ def test_a_budget_is_met_by_the_optimizer_in_backward(optimize: Memopt) -> None:
     assert summary.plan == Plan(in_backward=True)
     assert summary.budget_bytes is not None
     (found,) = (row.outcome for row in summary.levels if row.plan.in_backward)
-    assert isinstance(found, Measurement)
     assert found.allocated_peak_bytes <= summary.budget_bytes
     forbidden = optimize("net.pt", *goal, "--force", "--optimizer", "adamw", "--clip-norm", "1")
     assert forbidden.code == 6  # its gradients are all there at once, and no segment lowers that
@@ -1054,7 +1025,6 @@ def test_a_frontier_has_the_optimizer_in_backward_and_shows_a_pick_as_it_was_con
     assert summary.plan == Plan(in_backward=True) == summary.frontier[1].plan
     assert summary.frontier[1].outcome == summary.levels[-1].outcome
     assert summary.frontier[0].outcome == summary.levels[0].outcome
-    assert isinstance(summary.levels[0].outcome, Measurement)
     assert summary.frontier[1].original_step_s == summary.levels[0].outcome.step_s
 
 
@@ -1071,17 +1041,7 @@ def test_memopt_apply_says_how_the_optimizer_runs_in_backward(memopt: Memopt, in
 
 @pytest.mark.slow
 def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Verification(
-        passed=False,
-        exact=True,
-        precision="stored",
-        tolerance=0.0,
-        compared=3,
-        worst_name="output[0]",
-        worst_difference=0.5,
-        batch=64,
-        full_size=True,
-    )
+    found = verified(passed=False, worst_name="output[0]", worst_difference=0.5, batch=64)
     monkeypatch.setattr("memopt_cli.measure.answers.verified.verify", lambda *_, **__: found)
     torch.save(small_net(), "net.pt")
     done = optimize("net.pt", *SPEC, "--level", "1")
@@ -1121,7 +1081,6 @@ def test_what_follows_the_step_is_left_out_where_it_ends_the_subprocess(
     done = optimize("net.pt", *SPEC, "--level", "1", "--max-slowdown", "none", "--no-recommend-batch", "--json")
     assert done.code == 0, done.err
     found = from_data(MemOptSummary, json.loads(done.out)["summary"]).verification
-    assert found is not None
     assert (found.passed, found.batch) == (True, 512)
     assert found.further == (
         FurtherCheck(

@@ -11,9 +11,9 @@ import pytest
 
 from memopt_cli.measure.jobs import ORIGINAL, Job, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.records import Crashed, Failure, Fingerprint, LevelRow, Measurement, Plan, SegmentPlan
+from memopt_cli.records import Crashed, Failure, Fingerprint, LevelRow, Plan, SegmentPlan
 from memopt_cli.records.progress import Progress
-from tests.pipeline.measurements import measured
+from tests.zoo.records import a_row, measured
 
 PLAN = Plan(segments=(SegmentPlan(path="0"),))
 GONE = Crashed(reason="exit code 7", output_tail="")
@@ -49,15 +49,13 @@ def measurements_of(prepared: FakePrepared) -> PlanMeasurements:
 
 
 def row_of(measurements: PlanMeasurements, plan: Plan, predicted: float | None) -> LevelRow:
-    return LevelRow(
-        level=1,
-        plan=plan,
-        outcome=measurements.measure(plan),
+    return a_row(
+        1,
+        measurements.measure(plan),
+        plan,
         predicted_tensor_peak_bytes=8,
         predicted_allocated_peak_bytes=8,
         predicted_slowdown=predicted,
-        dry_runs=1,
-        search_s=0.0,
     )
 
 
@@ -93,7 +91,6 @@ def test_a_plan_whose_time_is_in_doubt_is_timed_in_turns_with_the_original(
     prepared = FakePrepared(planned_s, in_turns)
     original, planned = confirmed(prepared, predicted, most_slowdown)
     assert prepared.asked == [MeasureJob, MeasureJob, TimeInTurnsJob]
-    assert isinstance(original, Measurement)
     assert (original.step_times_s, planned.step_times_s) == (in_turns.original_times_s, in_turns.planned_times_s)
 
 

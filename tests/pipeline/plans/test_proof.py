@@ -24,7 +24,8 @@ from memopt_cli.records import (
     StepFailed,
     Verification,
 )
-from tests.pipeline.measurements import measured, measurements_by, started
+from tests.pipeline.measurements import measurements_by, started
+from tests.zoo.records import measured, verified
 
 FIRST, SECOND = SegmentPlan(path="0"), SegmentPlan(path="1")
 BOTH, LESS = Plan(segments=(FIRST, SECOND)), Plan(segments=(FIRST,))
@@ -33,16 +34,12 @@ LEFT_OUT = (LeftOut(segment="1", difference="output[0] differs by 0.5"),)
 
 
 def verification(*, passed: bool) -> Verification:
-    return Verification(
+    return verified(
         passed=passed,
-        exact=True,
-        precision="stored",
-        tolerance=0.0,
         compared=1,
         worst_name="" if passed else "output[0]",
         worst_difference=0.0 if passed else 0.5,
         batch=2,
-        full_size=True,
     )
 
 

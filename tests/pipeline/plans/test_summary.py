@@ -11,10 +11,8 @@ import pytest
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.records import (
-    Breakdown,
     CompressorName,
     LevelRow,
-    Measurement,
     MemOptSummary,
     ModuleTrace,
     OutOfMemory,
@@ -23,6 +21,7 @@ from memopt_cli.records import (
     SegmentPlan,
 )
 from memopt_cli.search.plan.policy import Selection, resolve
+from tests.zoo.records import a_module, a_row, measured
 
 MIB = 2**20
 
@@ -32,41 +31,8 @@ B2_CHUNKED = replace(B2, chunks=4)
 PLANS = {1: (A, B, C), 2: (A, B1, B2, C), 3: (A, B1, B2_CHUNKED, C), 4: (B1, B2_CHUNKED, C)}
 
 
-def measured(peak_bytes: int) -> Measurement:
-    nothing = Breakdown(
-        parameters_bytes=0,
-        buffers_bytes=0,
-        gradients_bytes=0,
-        optimizer_bytes=0,
-        inputs_bytes=0,
-        activations_bytes=0,
-        temporaries_bytes=0,
-    )
-    return Measurement(
-        tensor_peak_bytes=peak_bytes,
-        allocated_peak_bytes=peak_bytes,
-        resident_bytes=0,
-        reserved_peak_bytes=peak_bytes,
-        process_peak_bytes=peak_bytes,
-        step_times_s=(1.0,),
-        breakdown=nothing,
-        holders=(),
-        backend="cpu profiler",
-        batch=4,
-        spent_s=1.0,
-    )
-
-
 def row(level: int, **changes: Any) -> LevelRow:
-    plain = LevelRow(
-        level=level,
-        plan=Plan(segments=PLANS.get(level, ())),
-        outcome=measured((9 - level) * MIB),
-        predicted_tensor_peak_bytes=None,
-        predicted_allocated_peak_bytes=None,
-        dry_runs=1,
-        search_s=0.0,
-    )
+    plain = a_row(level, measured((9 - level) * MIB), Plan(segments=PLANS.get(level, ())))
     return replace(plain, **changes)
 
 
@@ -75,18 +41,7 @@ def selected(*modules: ModuleTrace) -> Selection:
 
 
 def module(path: str, compressor: CompressorName = "null") -> ModuleTrace:
-    return ModuleTrace(
-        path=path,
-        class_name="Block",
-        calls=1,
-        order=0,
-        input_bytes=0,
-        packed_input_bytes=0,
-        compressor=compressor,
-        input_shape=(),
-        output_bytes=0,
-        saved_bytes=0,
-    )
+    return a_module(path, compressor=compressor)
 
 
 def summary(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli.files.contents import read_plan
 from memopt_cli.records import Differs, MemOptSummary, Plan, Verification, from_data
+from tests.zoo.models import Parts
+from tests.zoo.records import verified
+from tests.zoo.watching import silent
 
 WHY = (
     r"found [\d.]+ [KM]iB of [\d.]+ [KM]iB, but verification failed: gradient of 0\.weight differs by 0\.53 with "
@@ -23,11 +25,7 @@ WHY = (
 )
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
+class Block(Parts, first=lambda: nn.Linear(64, 64), second=lambda: nn.Linear(64, 64)):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.second(torch.tanh(self.first(x))))
 
@@ -52,12 +50,8 @@ def _differing(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan computes what the original does."""
 
     def verify(step: Any, plan: Plan, *given: Any, batch: int, full_size: bool, **options: Any) -> Verification:
-        return Verification(
+        return verified(
             passed=plan.is_empty,
-            exact=True,
-            precision="stored",
-            tolerance=0.0,
-            compared=3,
             worst_name="" if plan.is_empty else "gradient of 0.weight",
             worst_difference=0.0 if plan.is_empty else 0.53,
             batch=batch,
@@ -133,8 +127,7 @@ def test_so_do_they_where_nothing_was_found_and_not_where_a_plan_is_applied() ->
         memopt_cli.spikingjelly.memory_optimization(net(), nn.Conv2d, level=1)
     with pytest.warns(UserWarning, match="No module that the step calls matches"):
         memopt_cli.spikingjelly.apply_gc(net(), nn.Conv2d)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         assert not memopt_cli.optimize(net(), X, level=1, max_slowdown=float("inf")).plan.is_empty
         memopt_cli.optimize(net(), X, level=1, budget="100%")
         memopt_cli.spikingjelly.memory_optimization(net(), nn.Linear)  # level 0

@@ -17,6 +17,7 @@ from memopt_cli.search.batch_size.config import (
     parse_batch_shaping,
     read_batch_shaping,
 )
+from tests.zoo.records import a_header
 
 DOCUMENTED = """
 batch_shaping:
@@ -68,18 +69,9 @@ def test_values_are_taken_and_the_rest_is_default(tmp_path: Path) -> None:
 
 def test_a_file_that_memopt_wrote_is_read(tmp_path: Path) -> None:
     from memopt_cli.files.contents import batch_yaml
-    from memopt_cli.records import FileHeader, InputSpec, to_data
+    from memopt_cli.records import to_data
 
-    header = FileHeader(
-        schema_version=1,
-        memopt="0.1.0",
-        torch="2.6",
-        model="m.pt",
-        sha256=None,
-        spec=InputSpec(source="--input"),
-        seed=0,
-        device="cpu",
-    )
+    header = a_header()
     written = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=24))
     text = batch_yaml(header, shaping=to_data(written), recommended={"batch_size": 24}).decode()
     assert read(tmp_path, text) == written

@@ -28,6 +28,7 @@ from memopt_cli.trace import FakeStep
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
 from sample_models import gpt, resnet
+from tests.zoo.models import GIVEN, Parts
 
 Chunking = Callable[[str], ChunkRule | Refused]
 
@@ -140,12 +141,8 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 }
 
 
-class Carrying(nn.Module):
+class Carrying(Parts, v=None):
     """What it leaves from step to step is as large as a step of its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = []
@@ -155,11 +152,7 @@ class Carrying(nn.Module):
         return torch.stack(outputs)
 
 
-class Carriers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Carrying() for _ in range(4)))
-
+class Carriers(Parts, blocks=lambda: nn.Sequential(*(Carrying() for _ in range(4)))):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             block.v = None
@@ -187,17 +180,11 @@ class Leaking(nn.Module):
         return torch.stack(outputs)
 
 
-class Skip(nn.Module):
+class Skip(Parts, branch=GIVEN, merge=GIVEN):
     """What goes in and what comes out of a branch, side by side, and as wide as before again."""
 
-    def __init__(self, branch: nn.Module, merge: nn.Module) -> None:
-        super().__init__()
-        self.branch = branch
-        self.merge = merge
-
     def forward(self, x: Tensor) -> Tensor:
-        merged: Tensor = self.merge(torch.cat([x, self.branch(x)], dim=1 if x.dim() == 4 else -1))
-        return merged
+        return self.merge(torch.cat([x, self.branch(x)], dim=1 if x.dim() == 4 else -1))
 
 
 def drawn(seed: int) -> Subject:

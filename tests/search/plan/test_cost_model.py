@@ -44,6 +44,7 @@ from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
 from tests.rows import quick
 from tests.search.plan.subjects import SUBJECTS, Subject, carriers, carrying, drawn, segments
+from tests.zoo.models import GIVEN, Parts
 
 CONV = "aten::convolution"
 
@@ -275,16 +276,11 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None,
         assert predicted.step_s - model.step_s == pytest.approx(added_s)
 
 
-class Between(nn.Module):
+class Between(Parts, layer=lambda: nn.Linear(64, 64)):
     """Runs operators of its own around its one module."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(self.layer.weight.sum() * x.tanh().sin()).tanh().sin()
-        return out
+        return self.layer(self.layer.weight.sum() * x.tanh().sin()).tanh().sin()
 
 
 def test_what_a_model_runs_between_its_modules_is_no_segment_where_it_is_one_itself() -> None:
@@ -422,12 +418,8 @@ class Spike(torch.autograd.Function):
         return gradient / (1 + x * x)
 
 
-class Firing(nn.Module):
+class Firing(Parts, layers=lambda: nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(5))):
     """Convolutions of spikes: of what one saves, packing makes a 32nd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -455,7 +447,6 @@ def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed:
     assert model.packable_bytes > 0
     solver = Solver(block_tree(model), Allowed(targets=lambda path: False, packed=packed))
     schedule = solver.fastest(trace.allocated_peak_bytes)
-    assert schedule is not None
     predicted = model.predict(Plan(packed=packed)).allocated_peak_bytes
     assert schedule.peak_bytes == pytest.approx(predicted, rel=0.02)
 
@@ -475,12 +466,8 @@ def test_the_gradients_of_a_products_weights_are_added_when_its_node_has_run(chu
     assert abs(subject.error(segments("1", chunks=chunks))) <= 0.02
 
 
-class Neuron(nn.Module):
+class Neuron(Parts, v=None):
     """Its membrane stays on it from one time step to the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         v = x if self.v is None else 0.5 * self.v.detach() + x
@@ -488,12 +475,8 @@ class Neuron(nn.Module):
         return (4 * v).sigmoid() * v.tanh()
 
 
-class OverSteps(nn.Module):
+class OverSteps(Parts, neuron=Neuron):
     """One neuron, every time step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.neuron = Neuron()
 
     def forward(self, x: Tensor) -> Tensor:
         self.neuron.v = None
@@ -514,11 +497,7 @@ def test_a_recurrent_layer_in_chunks_of_time(chunks: int) -> None:
     """A part of its workspace is there for every chunk."""
     lstm = nn.LSTM(16, 64)
 
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = lstm
-
+    class Recurrent(Parts, lstm=lambda: lstm):
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.lstm(x)[0]
             return y.tanh()
@@ -535,14 +514,9 @@ def _convolutions(*widths: int) -> nn.Sequential:
     )
 
 
-class Residual(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
+class Residual(Parts, inner=GIVEN):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = (x + self.inner(x)).relu()
-        return y
+        return (x + self.inner(x)).relu()
 
 
 @pytest.mark.slow
@@ -648,17 +622,12 @@ def test_what_is_packed_is_whole_again_where_backward_uses_it_in_the_sums_too() 
         assert proposals.peak_of(plan) <= 1.01 * budget
 
 
-class Twice(nn.Module):
+class Twice(Parts, first=lambda: _convolved(3, 8), both=lambda: nn.Conv2d(8, 8, 3, padding=1)):
     """A convolution that is given a part of its second input before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.both = _convolved(3, 8), nn.Conv2d(8, 8, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        y: Tensor = self.both(torch.cat([x, self.both(x).tanh()]))
-        return y
+        return self.both(torch.cat([x, self.both(x).tanh()]))
 
 
 @pytest.mark.slow
@@ -696,12 +665,8 @@ def test_chunks_behind_an_axis_that_is_not_cut_are_not_packed(axis: int) -> None
     assert {segment.compressor for segment in chunked if segment.path in paths} == ({"bit"} if axis == 0 else {"null"})
 
 
-class CallsItself(nn.Module):
+class CallsItself(Parts, layer=lambda: nn.Linear(8, 8)):
     """Its outer call begins with the inner one, before any operator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, times: int = 2) -> Tensor:
         x = self(x, times - 1) if times > 1 else x

@@ -159,8 +159,6 @@ def test_level_4_prices_on_the_step_with_the_head_through_its_loss() -> None:
     blocks = tuple(SegmentPlan(path=f"blocks.{i}") for i in range(4))
     budget = subject.dry_run(Plan(segments=(*blocks, *heads_of(subject))))
     three, four = (subject.planner(level=level).within(level, budget) for level in (3, 4))
-    assert three is not None
-    assert four is not None
     assert four.peak_bytes <= budget
     assert four.slowdown <= three.slowdown
     assert heads_of(subject)[0] in four.plan.segments
@@ -174,7 +172,6 @@ def test_the_smallest_plan_without_the_head_is_tried_with_it_wherever_a_search_b
     found, plain = plans.least(3), plans.dry_runs.smallest(2).plan
     assert plain.segments
     both = plans.dry_runs.known(replace(plain, segments=(*plain.segments, *heads)))
-    assert both is not None
     assert found.peak_bytes <= both.peak_bytes
 
 

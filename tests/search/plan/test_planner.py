@@ -40,6 +40,7 @@ from tests.search.plan.subjects import (
     segments,
     without_norms,
 )
+from tests.zoo.models import Parts
 
 LEVELS = (1, 2, 3, 4)
 NEARLY = 1 / 0.98
@@ -123,7 +124,6 @@ def test_a_budget_is_met_that_a_level_alone_meets() -> None:
     chunking = without_norms(step)
     budget = step.planner(chunking).best(4).peak_bytes
     found = step.planner(chunking).within(4, budget)
-    assert found is not None
     assert found.peak_bytes <= budget
 
 
@@ -415,12 +415,8 @@ def test_chunks_go_below_what_segments_reach() -> None:
     assert any(segment.chunks > 1 for segment in chunked.plan.segments)
 
 
-class Loop(nn.Module):
+class Loop(Parts, layers=lambda: nn.ModuleList(nn.Linear(64, 64) for _ in range(8))):
     """What takes memory is between its layers, none of which saves anything by chunks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -583,10 +579,8 @@ def test_chunks_are_asked_for_where_they_could_save_enough(
 
     plans = subject.planner(chunking, allow_inexact=True)
     slow = plans._at(4).runs.count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
-    assert slow is not None
     assert slow.peak_bytes < subject.planner().least(4).peak_bytes
     found = plans.within(4, slow.peak_bytes)
-    assert found is not None
     assert bool(asked) is asks
     assert found.peak_bytes <= slow.peak_bytes
 
@@ -604,7 +598,6 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
         """And the least budget, which the first of the plans is within."""
         planned = subject.planner(lambda path: rule_along(axis))._at(4)
         first, *_ = (planned.runs.count(plan) for plan in plans)
-        assert first is not None
         return planned, first.peak_bytes
 
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis))
@@ -635,10 +628,8 @@ def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     plans = known("chain").planner(lambda path: rule_along(0))
     needed = plans._at(4).runs.count(segments("blocks.1"))
     many = SegmentPlan(path="blocks.1", chunks=4, axis=0, inexact=True)
-    assert needed is not None
     plans.dry_runs._found.pop(needed.plan)
     needless = plans._at(4).runs.count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
-    assert needless is not None
     budget = max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
     relaxed = relaxed_to(plans, needless, budget)
     assert relaxed.slowdown < needless.slowdown
@@ -650,7 +641,6 @@ def relaxed_to(plans: Planner, start: Priced, budget: int) -> Priced:
     assert plans.dry_runs.fastest(4, budget) is start
     plans._relax(4, budget)
     found = plans.dry_runs.fastest(4, budget)
-    assert found is not None
     assert found.peak_bytes <= budget
     return found
 
@@ -676,8 +666,6 @@ def test_where_a_dry_run_refutes_fewer_chunks_not_as_few_are_tried() -> None:
     enough, more = (plans._at(3).runs.count(plan) for plan in in_chunks[:2])
     plans = subject.planner(lambda path: rule_along(0))
     start = plans._at(3).runs.count(in_chunks[-1])
-    assert enough is not None
-    assert more is not None
     assert start is not None
     assert enough.slowdown <= relaxed_to(plans, start, enough.peak_bytes).slowdown < more.slowdown
 
@@ -791,8 +779,6 @@ def test_level_4_keeps_costly_outputs_where_the_peak_has_room_for_them() -> None
     subject.trace = replace(subject.trace, ops=ops)  # so long that what a segment adds to each is nothing
     budget = int(1.15 * subject.planner(level=3).least(3).peak_bytes)
     without, found = (subject.planner(level=level).within(level, budget) for level in (3, 4))
-    assert without is not None
-    assert found is not None
     assert found.peak_bytes <= budget
     assert found.slowdown < without.slowdown
     assert {name.partition("#")[0] for s in found.plan.segments for name in s.keep} == {"aten::convolution"}

@@ -108,7 +108,6 @@ def test_the_fastest_plan_is_found(root: Block, share: float) -> None:
     least, most = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (most - least))
     schedule = Solver(root, Allowed()).fastest(budget)
-    assert schedule is not None
     kept, peak, added = step(root, frozenset(s.path for s in schedule.segments()))
     assert peak <= budget
     assert (schedule.kept_bytes, schedule.peak_bytes, schedule.added_s) == (kept, peak, pytest.approx(added))
@@ -155,7 +154,6 @@ def test_the_fastest_plan_within_limits_is_found(limit: str, root: Block, most: 
     budget = int(least + share * (highest - least))
     solver = Solver(root, allowed(most))
     schedule = solver.fastest(budget)
-    assert schedule is not None
     found = frozenset(s.path for s in schedule.segments())
     assert admits(most, *depths(found))
     assert step(root, found)[1:] == (schedule.peak_bytes, pytest.approx(schedule.added_s))
@@ -230,7 +228,6 @@ def test_the_fastest_plan_of_so_many_chunks_is_found(
     budget = int(least + share * (highest - least))
     solver = Solver(root, Allowed(chunks=rules, limits=Limits(cuts=most)))
     schedule = solver.fastest(budget)
-    assert schedule is not None
     found = {s.path: s.chunks for s in schedule.segments()}
     assert found in usual
     assert chunked_step(root, found)[1:] == (schedule.peak_bytes, pytest.approx(schedule.added_s))
@@ -303,7 +300,6 @@ def test_the_fastest_plan_that_keeps_outputs_is_found(root: Block, share: float)
     least, most = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (most - least))
     schedule = Solver(root, Allowed()).fastest(budget)
-    assert schedule is not None
     assert schedule.peak_bytes <= budget
     assert schedule.added_s == pytest.approx(min(t for p, t in plans if p <= budget), abs=1e-9)
     assert keeping_step(root, kept_of(root, schedule))[1:3] == (
@@ -418,7 +414,6 @@ def test_blocks_that_are_alike_are_solved_once_and_named_each() -> None:
 def test_of_blocks_that_are_alike_only_the_targets_become_segments(path: str) -> None:
     _, peak, added = step(layers(6), frozenset({path}))
     schedule = Solver(layers(6), Allowed(targets=path.__eq__)).fastest(peak)
-    assert schedule is not None
     assert [segment.path for segment in schedule.segments()] == [path]
     assert schedule.added_s == pytest.approx(added)
 
@@ -466,7 +461,6 @@ def test_chunks_where_nothing_else_fits() -> None:
     rule = ChunkRule(axis=1, seq_inputs=1, seq_outputs=1)
     assert Solver(root, Allowed()).fastest(70) is None
     schedule = Solver(root, Allowed(chunks={"a": (rule, 4)})).fastest(70)
-    assert schedule is not None
     (segment,) = schedule.segments()
     assert (segment.path, segment.chunks, segment.axis) == ("a", 2, 1)
 
@@ -496,6 +490,5 @@ def test_a_module_called_twice_is_a_segment_in_both_calls_or_none() -> None:
     calls = tuple(block("a", kept=50, peak=5, input=1, seconds=1) for _ in range(2))
     solver = Solver(block("", (*calls, block("b", kept=1, peak=1, input=1, seconds=1))), Allowed())
     schedule = solver.fastest(60)
-    assert schedule is not None
     assert [segment.path for segment in schedule.segments()] == ["a", "a"]
     assert schedule.added_s == pytest.approx(2 + 2 * SEGMENT_S)

@@ -11,15 +11,13 @@ from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.levels import allowed_at
 from memopt_cli.search.plan.schedules import Limits
 from memopt_cli.search.plan.targets import asked_for, left_out, matching_targets, outermost, refused, segment
+from tests.zoo.records import a_module
 
 
 def module(path: str, class_name: str = "Layer", refusal: str = "") -> ModuleTrace:
-    return ModuleTrace(
-        path=path,
-        class_name=class_name,
-        calls=1,
-        order=0,
-        forward_s=0.0,
+    return a_module(
+        path,
+        class_name,
         input_bytes=8,
         input_shape=(8, 4),
         packed_input_bytes=1,

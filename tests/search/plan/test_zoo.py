@@ -94,8 +94,7 @@ def peft_model() -> nn.Module:
     sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, **sizes))
     adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "gate_proj"], lora_dropout=0.1)
-    adapted: nn.Module = peft.get_peft_model(whole, adapters)
-    return adapted
+    return peft.get_peft_model(whole, adapters)
 
 
 def stacked(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes
 from memopt_cli.ranks import predict_rank, recommend_ranks
 from memopt_cli.records import (
-    Breakdown,
     Counted,
     Crashed,
     Failure,
@@ -24,9 +22,9 @@ from memopt_cli.records import (
     SegmentPlan,
     TimedOut,
     describe,
-    from_data,
 )
 from tests.training.sharded import models, wrong
+from tests.zoo import records
 
 pytestmark = pytest.mark.process
 MODELS, WRONG = (Path(module.__file__) for module in (models, wrong))
@@ -147,14 +145,7 @@ def test_what_was_found_before_an_interruption_is_shown(monkeypatch: pytest.Monk
 def counted(probes: BatchProbes, batch: int) -> Counted:
     """1000 bytes a sample."""
     peak = probes.dry_runs[batch] = 1000 * batch
-    return Counted(
-        tensor_peak_bytes=peak,
-        allocated_peak_bytes=peak,
-        resident_bytes=0,
-        breakdown=from_data(Breakdown, dict.fromkeys((field.name for field in fields(Breakdown)), 0)),
-        holders=(),
-        data_ranks=2,
-    )
+    return records.counted(peak, data_ranks=2)
 
 
 @pytest.mark.parametrize("failed", [Crashed(reason="exit code 7", output_tail=""), TimedOut(limit_s=5)])

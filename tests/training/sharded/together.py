@@ -32,8 +32,7 @@ class Net(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.second(self.first(x))
-        return found
+        return self.second(self.first(x))
 
 
 def said(do: Callable[[], object]) -> str:

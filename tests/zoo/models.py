@@ -1,0 +1,87 @@
+"""Small models for all tests, so that a test's own class says only what is peculiar about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+GIVEN = object()
+"""A part that whoever makes the model gives."""
+
+
+class Parts(nn.Module):
+    """A module whose class line lists what it has; a subclass writes nothing but its forward.
+
+    ``class Gated(Parts, gate=lambda: nn.Linear(4, 4), block=GIVEN, calls=0)`` stands for an ``__init__`` that makes a
+    layer ``gate``, takes a ``block`` and sets ``calls`` to 0.  What can be called is called, for each instance anew;
+    anything else is set as it is.  ``Gated(block)`` gives parts in the order of the line, ``Gated(block, calls=1)``
+    another value for any of them.
+    """
+
+    _made: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **parts: Any) -> None:
+        super().__init_subclass__()
+        cls._made = {**cls._made, **parts}
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__()
+        named |= zip((n for n, part in self._made.items() if part is GIVEN and n not in named), given, strict=True)
+        for name, part in self._made.items():
+            setattr(self, name, named.pop(name) if name in named else part() if callable(part) else part)
+        assert not named, f"{type(self).__name__} has no {', '.join(named)}"
+
+
+def mlp(width: int = 4, hidden: int = 6) -> nn.Sequential:
+    """Two linear layers with a tanh between them."""
+    return nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width))
+
+
+class Before(nn.Module):
+    """A linear layer ``before`` and then ``block``, whose input therefore requires a gradient."""
+
+    def __init__(self, block: nn.Module, width: int = 4) -> None:
+        super().__init__()
+        self.before, self.block = nn.Linear(width, width), block
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.block(self.before(x), *args, **kwargs)
+
+
+class Checkpointed(nn.Module):
+    """A user's own checkpoint around ``block``."""
+
+    def __init__(self, block: nn.Module, *, reentrant: bool = False) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+class Loop(nn.Module):
+    """A linear layer ``first``, and then ``block`` several times a step, as a spiking network over time has it."""
+
+    def __init__(self, block: nn.Module, times: int) -> None:
+        super().__init__()
+        self.first, self.block, self.times = nn.Linear(4, 4), block, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = self.block(x)
+        return x
+
+
+class Scaled(nn.Module):
+    """A layer ``linear`` whose output is scaled by what ``factor`` makes of ``held``; ``factor`` may change that."""
+
+    def __init__(self, factor: Callable[[Any], Any], held: Any = None, width: int = 4) -> None:
+        super().__init__()
+        self.linear, self.factor, self.held = nn.Linear(width, width), factor, held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.factor(self.held)).sin()
