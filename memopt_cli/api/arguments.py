@@ -58,7 +58,7 @@ def checked_model(model: nn.Module) -> nn.Module:
         raise OptionError("model is a Step", hint="memopt_cli.optimize_step takes the function that makes it.")
     if not isinstance(model, nn.Module):
         raise OptionError(
-            f"model is {told(model)}, no torch.nn.Module", hint="Give the model itself; memopt optimize takes files."
+            f"model is {told(model)}, not a torch.nn.Module", hint="Give the model itself; memopt optimize takes files."
         )
     refuse_batched(model)
     return model
@@ -102,7 +102,9 @@ def card_given(
     elif isinstance(for_device, str | os.PathLike):
         card = device_profile(os.fspath(for_device))
     else:
-        raise OptionError(f"for_device is {told(for_device)}, no name of a card", hint='Give for example "a100-40gb".')
+        raise OptionError(
+            f"for_device is {told(for_device)}, not the name of a card", hint='Give for example "a100-40gb".'
+        )
     if card is not None and device is not None and str(device) not in ("cpu", "auto"):
         raise OptionError(f"device and for_device exclude each other: {device}, {card.name}", hint="Keep one of them.")
     return card
@@ -129,7 +131,9 @@ def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
         require_used(sizes, tensors, "inputs")
         return InputSpec(tensors=tensors, dims=sizes, source="inputs")
     if dims:
-        raise OptionError("dims are given, and the inputs have sizes of their own", hint='Describe them: "Bx3x64x64".')
+        raise OptionError(
+            "dims are given, but the inputs are tensors, which have sizes already", hint='Describe them: "Bx3x64x64".'
+        )
     if isinstance(inputs, Tensor):
         return (inputs,)
     if isinstance(inputs, tuple | Mapping):
@@ -148,12 +152,12 @@ def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
 
 def _size(name: str, given: object) -> int:
     if isinstance(given, tuple | list):
-        raise OptionError(f"dims[{name!r}] is a {type(given).__name__}, and one size is asked for", hint=_ONE_SIZE)
+        raise OptionError(f"dims[{name!r}] is a {type(given).__name__}; it must be one size", hint=_ONE_SIZE)
     size: int = accepted(f"dims[{name!r}]", given, Whole(1))
     return size
 
 
-_ONE_SIZE = "memopt_cli.optimize alone takes the range of a dimension, as (64, 2048)."
+_ONE_SIZE = "Only memopt_cli.optimize takes a range, such as (64, 2048)."
 
 
 def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
@@ -168,7 +172,7 @@ def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None
         raise OptionError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give the other one a size.")
     for name, ends in ranges.items():
         if len(ends) != 2:
-            raise OptionError(f"the range of {name} is of {len(ends)} sizes, not two", hint="Write (64, 2048).")
+            raise OptionError(f"the range of {name} has {len(ends)} sizes; it must have two", hint="Write (64, 2048).")
         low, high = (accepted(f"an end of the range of {name}", end, Whole(1)) for end in ends)
         if low > high:
             raise OptionError(f"the range of {name}, ({low}, {high}), is empty", hint="Write the smaller size first.")
@@ -189,7 +193,7 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
         lengths = given.tolist() if isinstance(given, Tensor) else given
         counts = Counter(accepted("a length", length, Whole(1)) for length in lengths)
     if not counts:
-        raise OptionError("lengths holds no lengths", hint=_LENGTHS)
+        raise OptionError("lengths has no length that occurs", hint=_LENGTHS)
     return dict(sorted(counts.items()))
 
 
@@ -201,12 +205,12 @@ def check_range(varied: DimRange | None, has_lengths: bool, has_budget: bool) ->
     if varied is None:
         if has_lengths:
             raise OptionError(
-                "lengths are given, and no dimension has a range", hint='Give it one: dims={"B": 8, "S": (64, 2048)}.'
+                "lengths are given, but no dimension has a range", hint='Give it one: dims={"B": 8, "S": (64, 2048)}.'
             )
         return
     if not has_budget:
         raise OptionError(
-            f"a range of {varied.symbol} asks for plans that meet a budget at all its sizes, and there is none",
+            f"a range of {varied.symbol} needs a budget that the plans meet at all its sizes",
             hint='Add budget="8GiB", or budget=0.6 for that share of the original\'s peak at the largest size.',
         )
 
@@ -257,5 +261,6 @@ def called(name: str, given: _Function) -> _Function:
 
 
 _MAKE_OPTIMIZER = (
-    'Give "adamw:fused", or what makes it of a model: lambda model: torch.optim.AdamW(model.parameters()).'
+    'Give text such as "adamw:fused", or a function that makes one for a model: '
+    "lambda model: torch.optim.AdamW(model.parameters())."
 )

@@ -286,7 +286,7 @@ def recommend_batch(
         check_search(plans)
         check_search_alone(plan is not None, objective)
     elif plans != search_of(None, None, (), False) or search_time is not None:
-        raise OptionError("level, target, allow_inexact and search_time say how plans are looked for", hint=_SEARCH)
+        raise OptionError("level, target, allow_inexact and search_time say how to search for plans", hint=_SEARCH)
     asked = BatchRequest(
         source=_source(model),
         spec=spec,

@@ -90,7 +90,7 @@ def recommend_batch(
     if request.search is not None:
         batch.check_search(request, objective)
     elif files.wanted:
-        raise UsageError("--html is the report of a search", hint="Add --search.")
+        raise UsageError("--html writes the report of a search", hint="Add --search.")
     elif request.strategies:
         batch.check_strategies(request, objective)
     files.check(model)
@@ -124,4 +124,4 @@ def recommend_batch(
                 written = files.write(page)
     report.written(written, sys.stdout)
     if interrupted:
-        raise Interrupted("interrupted; what is shown is what had been found")
+        raise Interrupted("interrupted; the report has what was found until then")

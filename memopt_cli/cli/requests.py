@@ -42,7 +42,7 @@ def check_ranges(request: OptimizeRequest) -> None:
     if request.dim_range is None:
         if request.lengths is not None:
             raise UsageError(
-                "--lengths says how long inputs are, and no dimension has a range",
+                "--lengths says how long inputs are, but no dimension has a range",
                 hint="Add it, as in --dim S=64:2048.",
             )
         return
@@ -55,7 +55,7 @@ def check_ranges(request: OptimizeRequest) -> None:
             raise UsageError(f"{flag} does not go with a range of --dim", hint="Give the dimension one size.")
     if request.goal.budget is None:
         raise UsageError(
-            "a range of --dim asks for plans that meet a budget at all its sizes, and there is none",
+            "a range of --dim needs a budget that the plans meet at all its sizes",
             hint="Add --budget 8GiB, or --budget 60% of the original's peak at the largest size.",
         )
 
@@ -92,7 +92,7 @@ def check_strategies(request: BatchRequest, objective: ObjectiveName | None) -> 
         )
     if request.plan_path is not None and "plan" not in request.strategies:
         raise UsageError(
-            f"--strategy {','.join(request.strategies)} has no use for --plan",
+            f"--strategy {','.join(request.strategies)} does not use --plan",
             hint="Add plan to --strategy, or leave --plan out.",
         )
 
@@ -106,8 +106,8 @@ def check_ranks(request: BatchRequest) -> None:
     }
     if given := [flag for flag, is_given in others.items() if is_given]:
         raise UsageError(
-            f"{given[0]} cannot be used with --ranks, which tabulates what fits on one rank of so many",
-            hint="Leave it out; --json tells all that is found.",
+            f"{given[0]} cannot be used with --ranks, which tabulates what fits on one of that many ranks",
+            hint="Leave it out; --json has everything that is found.",
         )
 
 

@@ -23,12 +23,13 @@ def without_data(opening: Opening, layout: Layout) -> Opening:
     location, device = opening.source.location, opening.settings.device
     if not is_factory(location):
         raise UsageError(
-            f"{location} has parameters, and one of {layout.ranks} ranks is predicted without any",
+            f"{location} has parameters already, but one of {layout.ranks} ranks is predicted from a model without "
+            "data",
             hint="Name what builds the model: package.module:callable, or file.py:function.",
         )
     if device.startswith("cuda"):
         raise UsageError(
-            f"--device {device} runs the step, and one of {layout.ranks} ranks is predicted on the CPU",
+            f"--device {device} runs the step, but one of {layout.ranks} ranks is predicted on the CPU",
             hint="Leave --device out: tensors have the same bytes there.",
         )
     return replace(opening, settings=replace(opening.settings, device="cpu"), data="none")

@@ -117,7 +117,7 @@ def recorded_here(settings: StepSettings, card: DeviceProfile | None) -> StepSet
         return settings
     if settings.device.startswith("cuda"):
         raise UsageError(
-            f"--device {settings.device} runs the step, and --for {card.name} estimates it for a device elsewhere",
+            f"--device {settings.device} runs the step, but --for {card.name} estimates it for a device elsewhere",
             hint="Keep one of them.",
         )
     return replace(settings, device="cpu")
@@ -173,7 +173,7 @@ def _refuse_settings(settings: StepSettings, location: str) -> None:
     }
     flag = next((flag for flag, is_given in given.items() if is_given), None)
     if flag is not None:
-        raise UsageError(f"{flag} says how a step is run, and {location} makes one of its own", hint="Omit it.")
+        raise UsageError(f"{flag} says how to run a step, but {location} makes a step of its own", hint="Omit it.")
 
 
 def open_model(

@@ -407,7 +407,7 @@ def _length(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
     if len(cuttable) < config.seq_inputs or len(lengths) != 1:
         given = ", ".join(str(tuple(s.shape)) if isinstance(s, Tensor) else type(s).__name__ for s in sequences)
         raise ValueError(
-            f"a segment in chunks wants {config.seq_inputs} positional tensors of one length along axis {config.axis}, "
+            f"a segment in chunks needs {config.seq_inputs} positional tensors of one length along axis {config.axis}, "
             f"and got {given or 'none'}; change axis or seq_inputs in the plan"
         )
     (length,) = lengths

@@ -94,7 +94,9 @@ def find_rule(
 def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
     norms = len(batch_norms(module))
     if norms > MOST_NORMS:
-        return Refused(reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a part may do")
+        return Refused(
+            reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a smaller part may work"
+        )
     if norms and (unfit := statistics_refusal(module, chunks=2)):
         return Refused(reason=unfit)
     reasons = []

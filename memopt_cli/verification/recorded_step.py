@@ -164,6 +164,6 @@ def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> fl
         raise StepError(
             f"the original's own step is not repeatable: {worst.name} differs between two runs from one seed",
             hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds; "
-            "a step of one's own takes its data from its inputs alone.",
+            "a step of your own must take all its data from its inputs.",
         )
     return 2 * worst.relative

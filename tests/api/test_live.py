@@ -207,11 +207,11 @@ def test_a_search_finds_batch_and_plan_and_leaves_the_model_alone(x: Tensor) -> 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"level": 2}, "how plans are looked for"),
-        ({"search_time": 5}, "how plans are looked for"),
+        ({"level": 2}, "how to search for plans"),
+        ({"search_time": 5}, "how to search for plans"),
         ({"search": True, "plan": memopt_cli.Plan(packed=True)}, "a plan is given"),
         ({"search": True, "objective": "max"}, "the objective is max"),
-        ({"search": True, "level": 0}, "level 0 has none"),
+        ({"search": True, "level": 0}, "level 0 allows none"),
         ({"search": True, "level": 9}, "level"),
     ],
 )

@@ -272,7 +272,7 @@ def test_a_step_that_draws_other_data_each_time(memopt: Callable[..., Done]) -> 
 def test_flags_that_say_how_a_step_is_run(memopt: Callable[..., Done], flag: str) -> None:
     done = memopt("profile", f"{STEPS}:two_rounds", "-i", "4x8", flag)
     assert done.code == 2
-    assert "makes one of its own" in done.err
+    assert "makes a step of its own" in done.err
 
 
 @pytest.mark.usefixtures("in_process")

@@ -239,10 +239,12 @@ class Bench:
 def check_spreadable(model: nn.Module, plan: Plan, what: str) -> None:
     """Raise :class:`StepError` for a step that is not ``what``, predicted or measured, for many ranks."""
     if isinstance(model, StepModels):
-        raise StepError(f"a step of one's own is not {what} for many ranks", hint="Give what builds the model.")
+        raise StepError(
+            f"a step of your own cannot be {what} for many ranks", hint="Name a function that builds the model."
+        )
     if plan.in_backward:
         raise StepError(
-            f"the optimizer in backward is not {what} for many ranks", hint="Take in_backward out of the plan."
+            f"the optimizer in backward cannot be {what} for many ranks", hint="Take in_backward out of the plan."
         )
 
 

@@ -110,8 +110,9 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
     remove_segments(bench.model)
     if planned_bytes > growth(taken, device):
         raise StepError(
-            f"each step leaves {format_bytes(planned_bytes)} more behind than the last, which nothing frees",
-            hint="Please report it, and name other modules with --target until it is mended.",
+            f"each step leaves {format_bytes(planned_bytes)} more memory behind than the one before, and nothing "
+            "frees it",
+            hint="Please report it, and name other modules with --target until it is fixed.",
         )
 
 

@@ -69,17 +69,19 @@ _TELLING_BATCH = 4
 def check_search(search: SearchOverrides) -> None:
     """Raise :class:`OptionError` for a ``search`` at level 0, which has no plans, and as :func:`resolve` does."""
     if resolve(search).options.level == 0:
-        raise OptionError("--search looks for plans, and level 0 has none", hint="Raise --level.")
+        raise OptionError("--search looks for plans, but level 0 allows none", hint="Raise --level.")
 
 
 def check_search_alone(has_plan: bool, objective: Objective | None) -> None:
     """Raise :class:`OptionError` if ``--search`` is combined with a given plan, or with the objective ``max``."""
     if has_plan or objective == "max":
         what = "a plan is given" if has_plan else "the objective is max"
-        raise OptionError(f"a search finds the plan that trains fastest, and {what}", hint="Leave one of them out.")
+        raise OptionError(f"a search finds the plan that trains fastest, but {what}", hint="Leave one of them out.")
 
 
-_WITHOUT_CHECKPOINTS = "Batches without a plan are run with it off, too: turn it off where one of them is the answer."
+_WITHOUT_CHECKPOINTS = (
+    "Batches without a plan also run with it off: turn it off in your script if one of them is the answer."
+)
 
 
 def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraining:
@@ -271,7 +273,7 @@ class _Job:
             longest_s = self.limits.longest_step_s
             self.notes.append(f"No step was within {longest_s:g} s (--longest-step): the shortest is the answer.")
         if self.interrupted:
-            self.notes.append("Interrupted: what was still to be run may have given a better answer.")
+            self.notes.append("Interrupted: the runs that were left might have given a better answer.")
         return FastestTraining(
             header=file_header(self.prepared.at(pairs[chosen].batch)),
             budget_bytes=self.limits.budget_bytes,
@@ -319,11 +321,11 @@ class _Job:
         text = f"not even batch {unit} fits into {self.limits.text}"
         if self.probes.late():
             text += f" without a plan, and {self.probes.over}"
-            return NothingFitsError(text, hint="Give it more --search-time, or more --memory.")
+            return NothingFitsError(text, hint="Raise --search-time or --memory.")
         if self.pricing is None:
             text += f" without a plan, and none was tried: {self.untried}"
-            return NothingFitsError(text, hint="Give more --memory or smaller inputs.")
-        hint = "Give more --memory or smaller inputs, or a higher --level."
+            return NothingFitsError(text, hint="Raise --memory, or give smaller inputs.")
+        hint = "Raise --memory or --level, or give smaller inputs."
         plan = self.pricing.least(unit)
         run = self.trials.found.get((plan, unit))
         if run is not None and not isinstance(run, BatchProbe):

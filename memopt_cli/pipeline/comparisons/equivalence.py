@@ -97,7 +97,7 @@ def _trained(found: Followed | Failure) -> Followed:
     gradients = [tensor for tensor in found.steps[0].left if tensor.name.startswith("gradient of ")]
     if gradients and all(is_nowhere_finite(tensor) for tensor in gradients):
         raise StepError(
-            "the reference's gradients hold NaN or infinity alone, which say nothing",
+            "the reference's gradients are all NaN or infinity, so there is nothing to compare",
             hint="torch.autograd.set_detect_anomaly(True) in the script says where they come from.",
         )
     return found
@@ -329,10 +329,10 @@ def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
     different = sorted(ours ^ theirs)
     if different:
         whose = "the reference" if different[0] in ours else "the candidate"
-        return (f"{different[0] or 'The model'} came in eval mode in {whose} alone.",)
+        return (f"{different[0] or 'The model'} was given in eval mode only in {whose}.",)
     if ours and "" not in ours:
         return (
-            f"{min(ours)} came in eval mode, and was put into training mode as all models are: a function that makes "
+            f"{min(ours)} was given in eval mode, but models are compared in training mode: a function that makes "
             "a step (memopt_cli.Step) keeps modes.",
         )
     return ()

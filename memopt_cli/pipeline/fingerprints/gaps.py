@@ -140,7 +140,8 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
             alike = any(_is_within(lacking[0], name) or _is_within(name, lacking[0]) for name in lack)
             raise StepError(
                 f"the {which} has no {lacking[0]}",
-                hint="A model is not compared with a step of its own, or with a model around it: give two of a kind."
+                hint="memopt does not compare a model with a step, or with a model around it: give two of the same "
+                "kind."
                 if alike
                 else "Compare two ways to train the same model.",
             )
@@ -148,7 +149,7 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
     different = next((name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]), None)
     if different is not None:
         raise StepError(
-            f"the two start from different values of {different}",
+            f"the two start with different values of {different}",
             hint="Save both from one model, or seed at the top of the functions that make them.",
         )
 

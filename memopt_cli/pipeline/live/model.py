@@ -74,7 +74,7 @@ def prepared_model(
 def left_out_note(model: nn.Module) -> list[str]:
     """Return what is said of a wrapper around ``model``, and of parts of it that are compiled."""
     name, within = type(model).__name__, unwrapped(model)
-    left_out = [f"The step is measured without {name}, and what that holds is not counted."]
+    left_out = [f"The step is measured without {name}, and the memory of {name} is not counted."]
     return [*(left_out if within is not model else ()), *compiled_notes(within)]
 
 

@@ -89,7 +89,7 @@ def profile_prepared(
     step of the user's own, which is not compiled from outside.
     """
     if backend is not None and prepared.facts.format == STEP:
-        raise StepError("a step of one's own calls its models itself", hint="Compile them in its function.")
+        raise StepError("a step of your own calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
     with Sessions(prepared, data, notes) as sessions:
         measured = _measure(sessions(), plan, prepared.progress, notes) if data == "full size" else None
@@ -100,7 +100,7 @@ def profile_prepared(
         smaller = sessions.smaller if isinstance(measured, Measurement) else None
         traced = record_step(sessions(), plan, measured, notes, smaller=smaller)
     if data != "full size" and plan.has_chunks:
-        notes.append("Whether modules can run in chunks is not tried here; where one cannot, it runs whole.")
+        notes.append("memopt does not try here whether modules can run in chunks; one that cannot runs whole.")
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))
     compiled = None if backend is None else _compiled(prepared, plan, backend)

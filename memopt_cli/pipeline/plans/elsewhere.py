@@ -36,7 +36,7 @@ from memopt_cli.search.estimation import estimate
 from memopt_cli.search.plan.targets import left_out, selected
 from memopt_cli.text.units import format_bytes
 
-_UNVERIFIED = "The plan was compared with nothing (--unverified): memopt apply --verify does so where the model fits."
+_UNVERIFIED = "The plan was not verified (--unverified). memopt apply --verify does so where the model fits."
 _GRADIENTS = 2
 """The number of steps whose gradients are held at once, at least, where two steps are compared."""
 
@@ -52,19 +52,19 @@ def check_request(request: OptimizeRequest) -> None:
     flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
     if request.unverified and not is_elsewhere(request):
         raise OptionError(
-            "--unverified is for a step that is not run here, and this one is measured",
+            "--unverified is for a step that is not run here, but this one is measured",
             hint="Omit it, or give --ranks or --for.",
         )
     if request.unverified and request.dim_range is not None:
         raise OptionError(
-            "--unverified is for one step, and of a plan by length every range is verified", hint="Give --dim one size."
+            "--unverified is for one step, but a plan by length is verified at every range", hint="Give --dim one size."
         )
     if is_elsewhere(request) and flag is not None:
         where = (
             f"--for {request.card.name} is for a device that is not here" if request.card else "--ranks predicts them"
         )
         raise OptionError(
-            f"{flag} wants steps that are run, and {where}",
+            f"{flag} needs steps that run, but {where}",
             hint=f"Omit {flag}; --budget and --max-slowdown choose a plan by estimates.",
         )
 
@@ -157,7 +157,8 @@ def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
     if needed_bytes > free_bytes:
         raise MemoryBudgetError(
             f"{what} {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free",
-            hint="Take a machine that holds that, or add --unverified --plan-only: a plan is written without proof.",
+            hint="Take a machine that holds that, or add --unverified --plan-only: a plan is written without "
+            "verification.",
         )
 
 

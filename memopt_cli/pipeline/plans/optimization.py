@@ -73,7 +73,7 @@ def check_goal(goal: SearchGoal, search: SearchOverrides) -> None:
     """Raise :class:`OptionError` for a ``goal`` at level 0, which searches nothing, and as :func:`resolve` does."""
     if resolve(search).options.level == 0 and goal != SearchGoal():
         raise OptionError(
-            "a budget, the frontier and a pick of it are searched for, which level 0 does not", hint="Raise --level."
+            "a budget, the frontier and a pick of it need a search, but level 0 does not search", hint="Raise --level."
         )
 
 

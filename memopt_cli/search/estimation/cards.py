@@ -108,7 +108,7 @@ def check_nothing_runs(request: BatchRequest) -> None:
             where = f"for {request.card.name}, which is not here"
         elif request.layouts:
             where = "of many ranks, of which one is predicted"
-        raise OptionError(f"{what} takes steps that are run, and none is run {where}", hint="Leave one of them out.")
+        raise OptionError(f"{what} needs steps that run, but none runs {where}", hint="Leave one of them out.")
 
 
 def check_memory_known(request: BatchRequest) -> None:

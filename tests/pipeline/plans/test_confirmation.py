@@ -167,7 +167,7 @@ def test_the_report() -> None:
 def test_the_report_of_a_cpu_confirms_nothing() -> None:
     lines = shown(device="cpu", allocated_off=-0.1, step_off=-0.5)
     assert not any("reserved" in line for line in lines)
-    assert "this is no a100-40gb: its estimate is not confirmed; run this there, with --device cuda:0" in lines
+    assert "this device is not a100-40gb, so nothing is confirmed; run this there, with --device cuda:0" in lines
 
 
 def test_the_report_says_what_is_not_in_it() -> None:

@@ -19,7 +19,8 @@ from memopt_cli.records import Differs, MemOptSummary, Plan, Verification, from_
 
 WHY = (
     r"found [\d.]+ [KM]iB of [\d.]+ [KM]iB, but verification failed: gradient of 0\.weight differs by 0\.53 with "
-    r"frozen parameters, at batch \d+\. The model stays as it is\. If '[\d.-]+' reads or changes what is no attribute"
+    r"frozen parameters, at batch \d+\. The model stays as it is\. If '[\d.-]+' reads or changes something that is "
+    "not an attribute"
 )
 
 
