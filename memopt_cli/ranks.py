@@ -265,8 +265,8 @@ def _way(parallelize: Parallelize) -> UserFunction:
 
 def _function(name: str, given: Any, what: str) -> UserFunction:
     if given is None or isinstance(given, nn.Module):
-        told = "no function" if given is None else f"a model ({type(given).__name__})"
-        raise OptionError(f"{name} is {told}", hint="Give a function, or text that names one.")
+        kind = "no function" if given is None else f"a model ({type(given).__name__})"
+        raise OptionError(f"{name} is {kind}", hint="Give a function, or text that names one.")
     return user_function(called(name, given), what)
 
 

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from memopt_cli.errors import BaselineError, OptionError, UsageError, shortened, told
+from memopt_cli.errors import BaselineError, OptionError, UsageError, for_message, shortened
 from memopt_cli.inputs.spec_text import check_layout, check_spec
 from memopt_cli.records import (
     MOST_RANGES,
@@ -111,7 +111,7 @@ def the_plan(given: Plan | str | os.PathLike[str]) -> Plan:
     Raises :class:`OptionError` for anything else, and :class:`UsageError` for a file as :func:`read_plan`.
     """
     if not isinstance(given, Plan | str | os.PathLike):
-        raise OptionError(f"plan is {told(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
+        raise OptionError(f"plan is {for_message(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
     return given if isinstance(given, Plan) else read_plan(given)[1]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memopt_cli.errors import OptionError, told
+from memopt_cli.errors import OptionError, for_message
 from memopt_cli.text.values import Amount, Choice, Kind, Real, Whole
 
 ARGUMENTS: Final = "Arguments"
@@ -505,7 +505,7 @@ def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
     try:
         return checked.of(given)
     except ValueError as refusal:
-        raise OptionError(f"{name} is {told(given)}", hint=f"Give {refusal}.") from None
+        raise OptionError(f"{name} is {for_message(given)}", hint=f"Give {refusal}.") from None
 
 
 def accepted_if_given(name: str, given: object) -> Any:

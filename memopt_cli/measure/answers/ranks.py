@@ -35,10 +35,10 @@ from memopt_cli.training.sharded import (
     Ranks,
     buckets_seen,
     data_ranks,
-    lost_ranks_told,
     parameters_of,
     ranks_of,
     real_group,
+    reporting_lost_ranks,
     spread_really,
 )
 from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, place, run_checked, synchronize, take
@@ -56,7 +56,7 @@ def measure(subject: Subject, job: GroupJob) -> InGroup:
     assert subject.layout is not None, "it is one rank of many"
     try:
         with (
-            lost_ranks_told(),
+            reporting_lost_ranks(),
             real_group(subject.layout, subject.settings.device, job.timeout_s) as mesh,
             ranks_of(None, timedelta(seconds=job.timeout_s)) as ranks,
         ):
