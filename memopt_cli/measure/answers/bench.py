@@ -24,7 +24,7 @@ from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.private_torch import fakes_exchanged
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.runtime.unsafe import forget_marks
+from memopt_cli.runtime.unsafe import forget_unsafe
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.training.apply import apply_plan, in_backward_error, remove_segments
 from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
@@ -143,7 +143,7 @@ class Bench:
                 yield
         finally:
             remove_segments(self.model)
-            forget_marks(self.model)
+            forget_unsafe(self.model)
             self.reset()
 
     @contextlib.contextmanager
