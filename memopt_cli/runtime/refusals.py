@@ -41,8 +41,8 @@ def refusal(module: nn.Module) -> str:
         )
     if parametrize.is_parametrized(module):
         return "it is parametrized; a module that contains it can be a segment"
-    ways = {kind.__reduce_ex__, kind.__reduce__}
-    if ways - {object.__reduce_ex__, object.__reduce__, LiftedModule.__reduce_ex__}:
+    reducers = {kind.__reduce_ex__, kind.__reduce__}
+    if reducers - {object.__reduce_ex__, object.__reduce__, LiftedModule.__reduce_ex__}:
         return f"{kind.__name__} pickles in a way of its own"
     try:
         declared_compressor(module)

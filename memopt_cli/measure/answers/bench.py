@@ -108,7 +108,7 @@ class Bench:
         from memopt_cli.training.sharded import fake_group, spread  # takes seconds to import
 
         check_spreadable(self.model, plan, "predicted")
-        function = way_to_spread(layout, self._functions)
+        function = spread_function(layout, self._functions)
         with self._maker.building():
             model = apply_plan(self._maker.placed(self._maker.built()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
@@ -248,7 +248,7 @@ def check_spreadable(model: nn.Module, plan: Plan, what: str) -> None:
         )
 
 
-def way_to_spread(
+def spread_function(
     layout: Layout, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 ) -> Callable[..., Any] | None:
     """Return the user's function that spreads the model; ``None`` for a built-in way.
