@@ -55,7 +55,7 @@ def computed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.values() if isinstance(t, DeferredLinear) else t for name, t in tensors.items()}
 
 
-def left_on(model: nn.Module) -> dict[str, Tensor]:
+def effects_on(model: nn.Module) -> dict[str, Tensor]:
     """Return gradients, buffers, tensors in attributes of ``model``, and the global random generators, by name."""
     buffers = dict(model.named_buffers())
     known = {id(buffer) for buffer in buffers.values()}

@@ -31,12 +31,12 @@ def compare_updates(step: Step, plain: Install, in_backward: Install, *, batch: 
     Both put the plan on a copy of the model and on its optimizer.  Only equality to the bit counts.  Raises
     :class:`StepError` if the model cannot be copied or has no optimizer, and whatever its steps raise.
     """
-    reference = _left(step, plain)
-    worst = difference(reference, _left(step, in_backward))
+    reference = _effects(step, plain)
+    worst = difference(reference, _effects(step, in_backward))
     return FurtherCheck(name=NAME, batch=batch, compared=worst.compared), Found(NAME, worst)
 
 
-def _left(step: Step, install: Install) -> dict[str, Tensor]:
+def _effects(step: Step, install: Install) -> dict[str, Tensor]:
     try:
         model = copy_of(step.model)
     except Exception as error:  # the model's own classes may do anything

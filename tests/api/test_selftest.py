@@ -228,7 +228,10 @@ def test_each_row_of_a_phase_can_fail(
         phases=predicted,
     )
     answers = iter(
-        [Measured(measurement=outcome, left=cast(Any, None)) if isinstance(outcome, Measurement) else outcome, counted]
+        [
+            Measured(measurement=outcome, fingerprint=cast(Any, None)) if isinstance(outcome, Measurement) else outcome,
+            counted,
+        ]
     )
     session = SimpleNamespace(ask=lambda job: next(answers))
     prepared = SimpleNamespace(session=lambda: contextlib.nullcontext(session))

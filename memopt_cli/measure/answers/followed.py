@@ -27,7 +27,7 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
             bench.settle(step)
         except StepError as never_finite:
             why = f"{never_finite.message}; {never_finite.hint}"
-            failed = StepPrint(left=(), others=(), hooks=(), failed=why)
+            failed = StepPrint(effects=(), others=(), hooks=(), failed=why)
             return Followed(start=(), others=(), steps=(failed,), draws=False, is_compiled=False)
     _enter_mode(bench, job.mode)  # the bench restores it
     drawing = compiled_to_draw_alike() if job.draws_alike else contextlib.nullcontext()

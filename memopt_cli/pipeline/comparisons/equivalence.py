@@ -94,7 +94,7 @@ def _trained(found: Followed | Failure) -> Followed:
     found = required(found, "the reference's step could not be run: ")
     if found.failed:
         raise StepError(f"the reference's step fails: {found.failed}")
-    gradients = [tensor for tensor in found.steps[0].left if tensor.name.startswith("gradient of ")]
+    gradients = [tensor for tensor in found.steps[0].effects if tensor.name.startswith("gradient of ")]
     if gradients and all(is_nowhere_finite(tensor) for tensor in gradients):
         raise StepError(
             "the reference's gradients are all NaN or infinity, so there is nothing to compare",
@@ -180,7 +180,7 @@ class _Judge:
         hooks, notes = _hooks(self.once, self.other)
         found = replace(
             blank,
-            compared=len(self.once.steps[0].left),
+            compared=len(self.once.steps[0].effects),
             worst=largest_gap(self.once, self.other),
             hooks=hooks,
             notes=(*blank.notes, *notes),

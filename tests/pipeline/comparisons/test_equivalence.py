@@ -814,7 +814,7 @@ def test_updates_in_float16_are_taken() -> None:
     )
     assert isinstance(followed, Followed)
     start = {tensor.name: tensor.bits for tensor in followed.start}
-    assert any(start.get(tensor.name, tensor.bits) != tensor.bits for tensor in followed.steps[0].left)
+    assert any(start.get(tensor.name, tensor.bits) != tensor.bits for tensor in followed.steps[0].effects)
 
 
 # ---------------------------------------------------------------------------------------------- what is no difference

@@ -226,7 +226,7 @@ class Asked:
         self.subject, self.facts, self.progress = subject, SimpleNamespace(trainable_bytes=0), Progress()
 
     def ask(self, job: object) -> Measured:
-        return Measured(measurement=measured(), left=Fingerprint(tensors=(), put_off=(), repeats=True))
+        return Measured(measurement=measured(), fingerprint=Fingerprint(tensors=(), put_off=(), repeats=True))
 
 
 @pytest.mark.usefixtures("in_process")
