@@ -27,7 +27,7 @@ from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.runtime.unsafe import why_whole
 from memopt_cli.training.step import Step, seed_everything
-from memopt_cli.verification.equality import (
+from memopt_cli.verification.effects import (
     TOLERANCE,
     DoubleThroughout,
     cloned,

@@ -23,7 +23,7 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
 from memopt_cli.training.step import SCALES, Step, is_out_of_memory, reset_gradients, seed_everything
-from memopt_cli.verification.equality import Updates, generators_kept, parameters_kept
+from memopt_cli.verification.effects import Updates, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
 from memopt_cli.verification.named import (
     Others,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from memopt_cli.records import NOT_FINITE, Fingerprint, TensorPrint
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.verification.equality import AT_UPDATE, generator_state, named_state
+from memopt_cli.verification.effects import AT_UPDATE, generator_state, named_state
 
 _DIGEST_BYTES = 16
 """Length of a digest: two tensors have the same one by chance once in 2^128."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.module_state import generators_by_name, numbers_by_attribute, state_by_name
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.verification.equality import generator_state
+from memopt_cli.verification.effects import generator_state
 
 _NUMBERS = (bool, int, float, complex)
 

@@ -18,7 +18,7 @@ from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import why_whole
 from memopt_cli.training.step import Step, synchronize
-from memopt_cli.verification.equality import (
+from memopt_cli.verification.effects import (
     TOLERANCE,
     Difference,
     bit_equal,

@@ -14,7 +14,7 @@ from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.step import Step, begin, take
-from memopt_cli.verification.equality import cloned, difference, generators_kept, state_of
+from memopt_cli.verification.effects import cloned, difference, generators_kept, state_of
 from memopt_cli.verification.further_steps import Found
 
 Install = Callable[[nn.Module, Optimizer], object]

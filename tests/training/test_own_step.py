@@ -25,7 +25,7 @@ from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import reset_gradients, run_checked, take
 from memopt_cli.training.user_step import models_of
-from memopt_cli.verification.equality import bit_equal, effects, step_in_double
+from memopt_cli.verification.effects import bit_equal, effects, step_in_double
 from tests.conftest import Done
 
 STEPS = Path(__file__).parents[1] / "user_code" / "own_steps.py"

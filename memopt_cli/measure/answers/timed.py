@@ -31,7 +31,7 @@ from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, is_out_of_memory, run_checked, seed_everything, synchronize, take
-from memopt_cli.verification.equality import Updates, parameters_kept
+from memopt_cli.verification.effects import Updates, parameters_kept
 from memopt_cli.verification.fingerprint import effects_of, effects_on, fingerprint, repeated
 
 _ENOUGH_S = 0.3

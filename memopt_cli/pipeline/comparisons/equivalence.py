@@ -40,7 +40,7 @@ from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, 
 from memopt_cli.records.progress import Ask, Progress
 
 _TOLERANCE: Final = 1e-9
-"""Equal to :data:`memopt_cli.verification.equality.TOLERANCE`, whose module imports PyTorch."""
+"""Equal to :data:`memopt_cli.verification.effects.TOLERANCE`, whose module imports PyTorch."""
 
 
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:

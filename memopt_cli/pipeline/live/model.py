@@ -46,7 +46,7 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.apply import remove_plan
 from memopt_cli.training.step import Step, place
 from memopt_cli.training.wrappers import compiled_notes, unwrapped
-from memopt_cli.verification.equality import gradients_kept
+from memopt_cli.verification.effects import gradients_kept
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
 """Arguments of a model's forward, by position or by name."""
