@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.model_batching import BatchModule
-from memopt_cli.verification.equality import difference
+from memopt_cli.verification.effects import difference
 
 Step = Callable[[], None]
 """One forward and backward."""

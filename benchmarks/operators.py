@@ -35,7 +35,7 @@ from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.trace import FakeStep, count, resident_bytes
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step, seed_everything
-from memopt_cli.verification.equality import effects
+from memopt_cli.verification.effects import effects
 
 _COPIES = {"aten::resolve_conj", "aten::resolve_neg"}
 """What PyTorch runs before a kernel that takes no such views; the dispatcher shows it."""

@@ -22,7 +22,7 @@ from fuzz.cases import Case, build
 from fuzz.scenarios import AFTER, AROUND, BACKWARDS, CALLS, EVENTS, UPDATES, batch_of
 from memopt_cli.errors import MemoptError
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.verification.equality import TOLERANCE, bit_equal, difference
+from memopt_cli.verification.effects import TOLERANCE, bit_equal, difference
 
 Kind = Literal["same", "plain fails", "refused", "noisy", "differs", "fails"]
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # the names of _PUBLIC and _MODULES, for editors and type che
     from memopt_cli.api.live import recommend_batch as recommend_batch
     from memopt_cli.api.oom import explain_oom as explain_oom
     from memopt_cli.api.optimized_step import optimize_step as optimize_step
-    from memopt_cli.api.proven import apply_plan as apply_plan
     from memopt_cli.api.verified import verify as verify
+    from memopt_cli.api.verified_plan import apply_plan as apply_plan
     from memopt_cli.errors import MemoptError as MemoptError
     from memopt_cli.errors import NothingFitsError as NothingFitsError
     from memopt_cli.errors import VerificationError as VerificationError
@@ -54,7 +54,7 @@ _PUBLIC = {
     "Trust": "memopt_cli.records",
     "VerificationError": "memopt_cli.errors",
     "__version__": "memopt_cli.version",
-    "apply_plan": "memopt_cli.api.proven",
+    "apply_plan": "memopt_cli.api.verified_plan",
     "baseline": "memopt_cli.api.live",
     "check": "memopt_cli.api.live",
     "explain_oom": "memopt_cli.api.oom",

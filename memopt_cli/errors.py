@@ -186,7 +186,7 @@ def shortened(value: object, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def told(given: object) -> str:
+def for_message(given: object) -> str:
     """Quote ``given`` if it is a value that people type; else name its kind."""
     if isinstance(given, type):
         return f"the class {given.__name__}"

@@ -107,10 +107,11 @@ def predict_rank(
     Other arguments are those of :func:`memopt_cli.optimize`.  Raises :class:`StepError` for what cannot be predicted,
     :class:`UsageError` for a function that spreads nothing, and other errors of :mod:`memopt_cli.errors`.
     """
-    way, limit_s, chosen = _way(parallelize), accepted("timeout", timeout), plan_given(plan)
-    layout = layout_of(accepted("ranks", ranks), way.reference, mesh)
+    spreader = _function("parallelize", parallelize, "function")
+    limit_s, chosen = accepted("timeout", timeout), plan_given(plan)
+    layout = layout_of(accepted("ranks", ranks), spreader.reference, mesh)
     ranks_asked(layout, accepted("rank", rank))
-    given = _given(build, inputs, dims, way, loss, optimizer, accumulate, clip_norm, precision, seed)
+    given = _given(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     subject = replace(given.subject, layout=layout, rank=rank)
     with logged(verbose), once(), processes.kept(), _session(subject, limit_s, given) as session:
         return predict(session, layout, rank, chosen)
@@ -145,9 +146,10 @@ def recommend_ranks(
     to predict for beside the model as it is.  Other arguments and errors are those of :func:`predict_rank`;
     :class:`NothingFitsError` if the smallest batch fits on none.
     """
-    way, limit_s, card = _way(parallelize), accepted("timeout", timeout), card_given(for_device, None)
+    spreader = _function("parallelize", parallelize, "function")
+    limit_s, card = accepted("timeout", timeout), card_given(for_device, None)
     chosen = None if plan is None else plan_given(plan)
-    given = _given(build, inputs, dims, way, loss, optimizer, accumulate, clip_norm, precision, seed)
+    given = _given(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     request = BatchRequest(
         source=given.subject.source,
         spec=given.subject.spec,
@@ -155,7 +157,7 @@ def recommend_ranks(
         memory=accepted("memory", memory),
         multiple_of=accepted("multiple_of", multiple_of),
         card=card,
-        layouts=tuple(layout_of(number, way.reference, mesh) for number in _numbers(ranks)),
+        layouts=tuple(layout_of(number, spreader.reference, mesh) for number in _numbers(ranks)),
     )
     with logged(verbose) as progress, once(), processes.kept():
         prepared = prepared_factory(given.subject, chosen or ORIGINAL, given.model, given.functions, limit_s, progress)
@@ -196,9 +198,10 @@ def plan_rank(
     :func:`memopt_cli.optimize`; the others, and errors, those of :func:`predict_rank`; :class:`NothingFitsError` if
     no plan is within the budget, and :class:`VerificationError` if one computes something else.
     """
-    started, way, limit_s = time.monotonic(), _way(parallelize), accepted("timeout", timeout)
-    layout = layout_of(accepted("ranks", ranks), way.reference, mesh)
-    given = _given(build, inputs, dims, way, loss, optimizer, accumulate, clip_norm, precision, seed)
+    started, limit_s = time.monotonic(), accepted("timeout", timeout)
+    spreader = _function("parallelize", parallelize, "function")
+    layout = layout_of(accepted("ranks", ranks), spreader.reference, mesh)
+    given = _given(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     request = OptimizeRequest(
         source=given.subject.source,
         spec=given.subject.spec,
@@ -234,7 +237,7 @@ def _given(
     build: Build,
     inputs: Inputs,
     dims: Mapping[str, int] | None,
-    way: UserFunction,
+    spreader: UserFunction,
     loss: Loss | None,
     optimizer: Optimizer,
     accumulate: int,
@@ -252,17 +255,13 @@ def _given(
         settings=settings_of(*functions, accumulate, clip_norm, precision, "cpu", seed),
         data="none",
     )
-    return _Given(subject=subject, model=model, functions=(way, *functions))
-
-
-def _way(parallelize: Parallelize) -> UserFunction:
-    return _function("parallelize", parallelize, "function")
+    return _Given(subject=subject, model=model, functions=(spreader, *functions))
 
 
 def _function(name: str, given: Any, what: str) -> UserFunction:
     if given is None or isinstance(given, nn.Module):
-        told = "no function" if given is None else f"a model ({type(given).__name__})"
-        raise OptionError(f"{name} is {told}", hint="Give a function, or text that names one.")
+        kind = "no function" if given is None else f"a model ({type(given).__name__})"
+        raise OptionError(f"{name} is {kind}", hint="Give a function, or text that names one.")
     return user_function(called(name, given), what)
 
 

@@ -656,7 +656,7 @@ def test_ctrl_c_keeps_the_best_batch_that_was_run(tmp_path: Path, user_code: str
     command = "recommend-batch faulty:SleepsOverMuch -i 2x3 --memory 1MiB --global-batch 64 -o b.yaml"
     with running(command, tmp_path, user_code, ASLEEP=str(asleep)) as process:
         assert wait_for(asleep.exists)
-        answer = assert_interrupted(process, "interrupted; what is shown is what had been found")
+        answer = assert_interrupted(process, "interrupted; the report has what was found until then")
     assert "the largest that was run is 2, limited by the interruption\n" in answer
     assert "\nglobal batch 64: 32 × " in answer
     kept = yaml.safe_load((tmp_path / "b.yaml").read_text())["recommended"]

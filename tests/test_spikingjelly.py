@@ -669,7 +669,7 @@ class TestLevelOne:
         net = nn.Sequential(Block(8), nn.Linear(8, 8), nn.Linear(8, 8))
         net[0].first.x_compressor = net[1].x_compressor = "BitSpikeCompressor"
         notes = said_of(net, Block, torch.randn(2, 8))
-        assert notes == ["x_compressor is not used by '0.first', '1', which is no segment."]
+        assert notes == ["x_compressor is not used by '0.first', '1', which is not a segment."]
         assert gc(net, Block, (torch.randn(2, 8),))["notes"][1:] == notes
 
 

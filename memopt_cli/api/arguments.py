@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import OptionError, told
+from memopt_cli.errors import OptionError, for_message
 from memopt_cli.files.contents import the_plan
 from memopt_cli.inputs.spec_text import check_inputs, parse_device, parse_tensor, require_used
 from memopt_cli.measure.devices import resolve_device as device_named
@@ -60,7 +60,8 @@ def checked_model(model: nn.Module) -> nn.Module:
         raise OptionError("model is a Step", hint="memopt_cli.optimize_step takes the function that makes it.")
     if not isinstance(model, nn.Module):
         raise OptionError(
-            f"model is {told(model)}, no torch.nn.Module", hint="Give the model itself; memopt optimize takes files."
+            f"model is {for_message(model)}, not a torch.nn.Module",
+            hint="Give the model itself; memopt optimize takes files.",
         )
     refuse_batched(model)
     return model
@@ -104,7 +105,9 @@ def card_given(
     elif isinstance(for_device, str | os.PathLike):
         card = device_profile(os.fspath(for_device))
     else:
-        raise OptionError(f"for_device is {told(for_device)}, no name of a card", hint='Give for example "a100-40gb".')
+        raise OptionError(
+            f"for_device is {for_message(for_device)}, not the name of a card", hint='Give for example "a100-40gb".'
+        )
     if card is not None and device is not None and str(device) not in ("cpu", "auto"):
         raise OptionError(f"device and for_device exclude each other: {device}, {card.name}", hint="Keep one of them.")
     return card
@@ -127,31 +130,33 @@ def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
         require_used(sizes, tensors, "inputs")
         return InputSpec(tensors=tensors, dims=sizes, source="inputs")
     if dims:
-        raise OptionError("dims are given, and the inputs have sizes of their own", hint='Describe them: "Bx3x64x64".')
+        raise OptionError(
+            "dims are given, but the inputs are tensors, which have sizes already", hint='Describe them: "Bx3x64x64".'
+        )
     if isinstance(inputs, Tensor):
         return (inputs,)
     if isinstance(inputs, tuple | Mapping):
         return inputs
     raise OptionError(
-        f"inputs is {told(inputs)}",
+        f"inputs is {for_message(inputs)}",
         hint='Give a tensor, a tuple or a dict of the arguments of forward, or text such as "16x3x64x64".',
     )
 
 
 def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
     if not isinstance(dims, Mapping | None):
-        raise OptionError(f"dims is {told(dims)}", hint='Give the size of each symbol: {"B": 16}.')
+        raise OptionError(f"dims is {for_message(dims)}", hint='Give the size of each symbol: {"B": 16}.')
     return {name: _size(name, size) for name, size in (dims or {}).items()}
 
 
 def _size(name: str, given: object) -> int:
     if isinstance(given, tuple | list):
-        raise OptionError(f"dims[{name!r}] is a {type(given).__name__}, and one size is asked for", hint=_ONE_SIZE)
+        raise OptionError(f"dims[{name!r}] is a {type(given).__name__}; it must be one size", hint=_ONE_SIZE)
     size: int = accepted(f"dims[{name!r}]", given, Whole(1))
     return size
 
 
-_ONE_SIZE = "memopt_cli.optimize alone takes the range of a dimension, as (64, 2048)."
+_ONE_SIZE = "Only memopt_cli.optimize takes a range, such as (64, 2048)."
 
 
 def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
@@ -166,7 +171,7 @@ def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None
         raise OptionError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give the other one a size.")
     for name, ends in ranges.items():
         if len(ends) != 2:
-            raise OptionError(f"the range of {name} is of {len(ends)} sizes, not two", hint="Write (64, 2048).")
+            raise OptionError(f"the range of {name} has {len(ends)} sizes; it must have two", hint="Write (64, 2048).")
         low, high = (accepted(f"an end of the range of {name}", end, Whole(1)) for end in ends)
         if low > high:
             raise OptionError(f"the range of {name}, ({low}, {high}), is empty", hint="Write the smaller size first.")
@@ -179,7 +184,7 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
     if given is None or isinstance(given, str | os.PathLike):
         return None if given is None else os.fspath(given)
     if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
-        raise OptionError(f"lengths is {told(given)}", hint=_LENGTHS)
+        raise OptionError(f"lengths is {for_message(given)}", hint=_LENGTHS)
     if isinstance(given, Mapping):
         occurs = {length: accepted(f"lengths[{length!r}]", count, Whole(0)) for length, count in given.items()}
         counts = {accepted("a length", length, Whole(1)): count for length, count in occurs.items() if count}
@@ -187,7 +192,7 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
         lengths = given.tolist() if isinstance(given, Tensor) else given
         counts = Counter(accepted("a length", length, Whole(1)) for length in lengths)
     if not counts:
-        raise OptionError("lengths holds no lengths", hint=_LENGTHS)
+        raise OptionError("lengths has no length that occurs", hint=_LENGTHS)
     return dict(sorted(counts.items()))
 
 
@@ -212,7 +217,7 @@ def plan_given(given: Plan | str | os.PathLike[str] | None) -> Plan:
 def path_given(name: str, given: str | os.PathLike[str]) -> Path:
     """Return the path ``given``.  Raises :class:`OptionError`."""
     if not isinstance(given, str | os.PathLike):
-        raise OptionError(f"{name} is {told(given)}", hint="Give the path of a file.")
+        raise OptionError(f"{name} is {for_message(given)}", hint="Give the path of a file.")
     return Path(given)
 
 
@@ -226,7 +231,7 @@ def text(name: str, given: object) -> str:
     """Return the text ``given``; of a class its name.  Raises :class:`OptionError`."""
     found = given.__name__ if isinstance(given, type) else given
     if not isinstance(found, str):
-        raise OptionError(f"{name} is {told(given)}", hint="Give text, or a list of it.")
+        raise OptionError(f"{name} is {for_message(given)}", hint="Give text, or a list of it.")
     return found
 
 
@@ -235,10 +240,11 @@ def called(name: str, given: _Function) -> _Function:
     is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)
     if given is not None and not isinstance(given, str) and (is_class or not callable(given)):
         hint = _MAKE_OPTIMIZER if name == "optimizer" else "Give a function of the model's output."
-        raise OptionError(f"{name} is {told(given)}", hint=hint)
+        raise OptionError(f"{name} is {for_message(given)}", hint=hint)
     return given
 
 
 _MAKE_OPTIMIZER = (
-    'Give "adamw:fused", or what makes it of a model: lambda model: torch.optim.AdamW(model.parameters()).'
+    'Give text such as "adamw:fused", or a function that makes one for a model: '
+    "lambda model: torch.optim.AdamW(model.parameters())."
 )

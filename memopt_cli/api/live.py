@@ -299,7 +299,7 @@ def recommend_batch(
     if search and plan is not None:
         raise OptionError("--search looks for the plan: --plan does not go with it", hint="Leave one of them out.")
     if not search and (level is not None or target or allow_inexact or search_time is not None):
-        raise OptionError("level, target, allow_inexact and search_time say how plans are looked for", hint=_SEARCH)
+        raise OptionError("level, target, allow_inexact and search_time say how to search for plans", hint=_SEARCH)
     request = BatchRequest(
         source=_source(model),
         spec=spec,

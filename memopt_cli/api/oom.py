@@ -43,7 +43,7 @@ def _kept(error: Exception, base: Path) -> str:
         files = _files(error, base)
         write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
     except Exception as failed:  # no other error is to take this one's place
-        return f"memopt could not keep what explains it: {failed}"
+        return f"memopt could not write the files that explain it: {failed}"
     return " ".join(
         ["memopt explain MODEL", *(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())]
     )

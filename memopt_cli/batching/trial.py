@@ -14,7 +14,7 @@ from memopt_cli.batching.memory import MemoryMeter
 from memopt_cli.records import OutOfMemory
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.step import is_out_of_memory, seeds_of_backward, synchronize
-from memopt_cli.verification.equality import gradients_kept
+from memopt_cli.verification.effects import gradients_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,8 @@ class GroupedCommand(TyperCommand):
         launch = launched()
         if launch is not None and launch.ranks > 1:
             raise UsageError(
-                f"memopt {name} is one process, and this one is number {launch.rank} of {launch.ranks} "
-                "(RANK, WORLD_SIZE): under torchrun memopt measure is what all ranks do together",
+                f"memopt {name} runs in one process, but this one is rank {launch.rank} of {launch.ranks} "
+                "(RANK, WORLD_SIZE): only memopt measure runs on all ranks of torchrun",
                 hint="Run it by itself, without torchrun.",
             )
 
@@ -71,9 +71,10 @@ class RankCommand(GroupedCommand):
         """There is such a group."""
         if launched() is None or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise UsageError(
-                f"memopt {name} is what all ranks of a group do together, and this process is in none "
+                f"memopt {name} runs on all ranks of a group together, but this process is in no group "
                 "(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)",
-                hint=f"torchrun --nproc-per-node 2 -m memopt_cli {name} … starts two; memopt profile --ranks predicts.",
+                hint=f"torchrun --nproc-per-node 2 -m memopt_cli {name} … starts two ranks; memopt profile --ranks "
+                "predicts them without a group.",
             )
 
 

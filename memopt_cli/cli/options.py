@@ -214,7 +214,7 @@ def _layouts(
     if given:
         missing = "--ranks N" if numbers is None else "--parallel fsdp, ddp or FILE.py:NAME"
         raise UsageError(
-            f"{given[0]} says something of one rank of many, and {missing} is missing",
+            f"{given[0]} is about one rank of many, but {missing} is missing",
             hint="For example: --ranks 8 --parallel train.py:shard",
         )
     return ()
@@ -261,7 +261,7 @@ class PairSearchOptions:
             name = parameter.name or ""
             source = context.get_parameter_source(name)
             if name in {f.name for f in fields(self)} and source and source.name == "COMMANDLINE":
-                raise UsageError(f"{parameter.opts[-1]} says how plans are looked for", hint="Add --search.")
+                raise UsageError(f"{parameter.opts[-1]} says how to search for plans", hint="Add --search.")
         return None
 
 

@@ -38,7 +38,7 @@ def launched() -> Launch | None:
 def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"{name} is {text!r}, which is no number", hint="A launcher such as torchrun sets it.")
+        raise UsageError(f"{name} is {text!r}, which is not a number", hint="A launcher such as torchrun sets it.")
     return int(text)
 
 

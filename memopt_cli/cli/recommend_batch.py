@@ -83,7 +83,7 @@ def recommend_batch(
     )
     files = ReportFiles(html=html, snapshot=None, force=force)
     if files.wanted and request.search is None:
-        raise UsageError("--html is the report of a search", hint="Add --search.")
+        raise UsageError("--html writes the report of a search", hint="Add --search.")
     files.check(model)
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
@@ -115,4 +115,4 @@ def recommend_batch(
                 written = files.write(page)
     report.written(written, sys.stdout)
     if interrupted:
-        raise Interrupted("interrupted; what is shown is what had been found")
+        raise Interrupted("interrupted; the report has what was found until then")

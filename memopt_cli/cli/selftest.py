@@ -30,6 +30,6 @@ def selftest(
         found = promises.selftest(device, progress=progress)
     shown.report().tested(found, sys.stdout)
     if found.interrupted:
-        raise Interrupted("interrupted; what is shown is what had been tried")
+        raise Interrupted("interrupted; the report has what was tried until then")
     if found.failed:
         raise typer.Exit(VerificationError.exit_code)

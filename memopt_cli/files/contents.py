@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from memopt_cli.errors import BaselineError, OptionError, UsageError, shortened, told
+from memopt_cli.errors import BaselineError, OptionError, UsageError, for_message, shortened
 from memopt_cli.inputs.spec_text import check_layout, check_spec
 from memopt_cli.records import (
     MOST_RANGES,
@@ -111,7 +111,7 @@ def the_plan(given: Plan | str | os.PathLike[str]) -> Plan:
     Raises :class:`OptionError` for anything else, and :class:`UsageError` for a file as :func:`read_plan`.
     """
     if not isinstance(given, Plan | str | os.PathLike):
-        raise OptionError(f"plan is {told(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
+        raise OptionError(f"plan is {for_message(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
     return given if isinstance(given, Plan) else read_plan(given)[1]
 
 
@@ -139,7 +139,7 @@ def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 _PREDICTED, _PARALLEL, _TURNS_OFF = "predicted", "parallel", "turns_off"
-_PLAN = "Give a *.plan.yaml that memopt optimize wrote; its header belongs to it."
+_PLAN = "Give a *.plan.yaml that memopt optimize wrote, with its header."
 
 
 def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
@@ -199,7 +199,7 @@ def _measurable(found: Baseline) -> Baseline:
         elif isinstance(value, list | tuple):
             pending += [(name, item) for item in value]
         elif name.endswith(("_bytes", "_s")) and isinstance(value, int | float) and value < 0:
-            raise UsageError(f"its {name} is {value}; no step needs less than nothing")
+            raise UsageError(f"its {name} is {value}; it cannot be negative")
     return found
 
 
@@ -214,7 +214,7 @@ def _checked(found: Baseline) -> Baseline:
     memories = (found.memory, *(step.memory for step in found.shorter))
     deepest = max((module.path.count(".") for memory in memories for module in memory.modules), default=0)
     if deepest > _MOST_LEVELS:
-        raise UsageError(f"its modules lie {deepest} levels within each other; memopt compares {_MOST_LEVELS}")
+        raise UsageError(f"its modules are nested {deepest} levels deep; memopt compares at most {_MOST_LEVELS}")
     return found
 
 
@@ -223,9 +223,9 @@ def _check_shorter(found: Baseline) -> None:
     sizes = [step.size for step in found.shorter]
     are_shorter = all(0 < step.size < found.header.spec.dims.get(step.dim, 0) for step in found.shorter)
     if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in found.shorter}) > 1:
-        raise UsageError("its shorter steps do not ascend to the size that its inputs have")
+        raise UsageError("the sizes of its shorter steps do not ascend to the size of its inputs")
     if len(sizes) > MOST_RANGES:
-        raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares {MOST_RANGES}")
+        raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares at most {MOST_RANGES}")
 
 
 def _as_of_today(data: Any) -> Any:

@@ -118,7 +118,9 @@ def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> Non
                 f"the output {path} is a folder", hint="Name a file with -o, for example -o model.memopt.pt."
             )
         if _is_special(path):
-            raise UsageError(f"the output {path} is not a regular file", hint="Name another: it would be replaced.")
+            raise UsageError(
+                f"the output {path} is not a regular file", hint="Name another file; this one would be replaced."
+            )
         if os.path.lexists(path) and not force:
             raise UsageError(f"{path} exists", hint="Replace it with --force, or name another file.")
         if not os.path.isdir(path.parent):

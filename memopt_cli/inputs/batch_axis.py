@@ -11,7 +11,7 @@ from memopt_cli.records import InputSpec
 
 BATCH = "B"
 """Symbol of the batch dimension."""
-NO_BATCH_ARGUMENT = "Let the function of the script take an argument batch, and add for example --dim B=8."
+NO_BATCH_ARGUMENT = "Let the function of the script take an argument named batch, and add for example --dim B=8."
 
 
 def check_batch(spec: InputSpec, batch: int) -> None:
@@ -45,7 +45,7 @@ def with_batch(spec: InputSpec, batch: int) -> InputSpec:
     if BATCH in spec.dims:
         return replace(spec, dims={**spec.dims, BATCH: batch})
     if not spec.tensors:
-        raise UsageError(f"{spec.script} is not given a batch size", hint=NO_BATCH_ARGUMENT)
+        raise UsageError(f"{spec.script} takes no batch size", hint=NO_BATCH_ARGUMENT)
     old = spec.tensors[0].shape[:1]
     return replace(
         spec,

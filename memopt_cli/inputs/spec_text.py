@@ -299,7 +299,7 @@ def check_spec(spec: InputSpec) -> None:
 
 def _require_few(tensors: Sequence[TensorSpec]) -> None:
     if len(tensors) > MOST_INPUTS:
-        raise UsageError(f"there are {len(tensors)} inputs, and no forward takes more than {MOST_INPUTS}")
+        raise UsageError(f"there are {len(tensors)} inputs; memopt accepts at most {MOST_INPUTS}")
 
 
 MOST_INPUTS = 1000
@@ -361,9 +361,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.replace(" ", "").split(","):
         name, _, length = part.partition("=")
         if not name.isidentifier() or not (_SIZE.fullmatch(length) or length == "-1"):
-            raise UsageError(f"{shortened(text, 200)} is no mesh: {shortened(part)} is no NAME=SIZE", hint=_MESH)
+            raise UsageError(f"{shortened(text, 200)} is not a mesh: {shortened(part)} is not NAME=SIZE", hint=_MESH)
         if name in axes:
-            raise UsageError(f"{shortened(text, 200)} is no mesh: it has the axis {name} twice", hint=_MESH)
+            raise UsageError(f"{shortened(text, 200)} is not a mesh: it has the axis {name} twice", hint=_MESH)
         axes[name] = int(length)
     return axes
 
@@ -410,7 +410,7 @@ def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
 def check_layout(layout: Layout) -> None:
     """Raise :class:`UsageError` if ``layout``, read from a file, is one that a user could not describe."""
     if not 1 <= layout.ranks <= MOST_RANKS:
-        raise UsageError(f"it is of {layout.ranks} ranks", hint=f"There may be 1 to {MOST_RANKS}.")
+        raise UsageError(f"it has {layout.ranks} ranks", hint=f"There may be 1 to {MOST_RANKS}.")
     text = _mesh_text(layout.mesh)
     if layout_of(layout.ranks, layout.parallel, parse_mesh(text)) != layout:
         raise UsageError(f"its mesh has an axis without a length: {text}")

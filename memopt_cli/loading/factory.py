@@ -82,9 +82,9 @@ def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
     except (Exception, SystemExit) as err:
         hint = "It is called without arguments."
         if is_out_of_memory(err):
-            hint = "It does not fit here; memopt profile --fake may need no memory for it."
+            hint = "It does not fit here; memopt profile --fake may not need that memory."
         elif isinstance(err, UNKNOWN_WITHOUT_DATA):
-            hint = "It reads values of tensors, which have none with --fake: leave --fake out, or read none."
+            hint = "With --fake, tensors have no values, and it reads some: leave --fake out, or do not read values."
         raise FileFormatError(f"{location}() failed: {first_line(err)}", hint=hint) from err
     if not isinstance(made, nn.Module | Step):
         raise FileFormatError(
@@ -138,9 +138,9 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         if not fitting:
             raise FileFormatError(
                 f"{file.path} holds {len(found)} state dicts, none of which fits: {names}",
-                hint=f"Say which, to be told what differs: {quoted_flag('--key', '.'.join(where))}",
+                hint=f"Name one to see what differs: {quoted_flag('--key', '.'.join(where))}",
             )
-        notes.append(f"Of the state dicts {names} the first is taken; --key names another.")
+        notes.append(f"The file has several state dicts ({names}); the first is used. --key names another.")
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
     made: Mapping[str, Tensor] = made_of(file, pickled, found[where])

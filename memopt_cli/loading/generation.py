@@ -15,7 +15,7 @@ def cache_notes(model: nn.Module) -> tuple[str, ...]:
         return ()
     return (
         "use_cache is on, as it is by default: the cache (argument past_key_values) holds the keys and values of every "
-        "layer through the whole step, so that no plan can free them, and stands in the way of chunks. Train with "
+        "layer through the whole step, so that no plan can free them, and modules cannot run in chunks. Train with "
         "use_cache=False (model.config.use_cache = False, or that argument of forward).",
     )
 

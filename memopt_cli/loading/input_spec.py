@@ -76,7 +76,7 @@ def find_spec(
         found = _beside(source, stem) or carried or _beside(source, of_origin) or guessed
         if found is None:
             raise UsageError(
-                f"nothing is known of the inputs of {source.location}",
+                f"memopt knows nothing about the inputs of {source.location}",
                 hint=f"Describe them: memopt optimize {quoted_path(source.location)} -i 4x3x224x224",
             )
         spec = found
@@ -270,7 +270,8 @@ def _read_data(path: str, known: str | None) -> Any:
         _require_few(len(made), path)
     if any(tensor.is_meta for tensor in _tensors_in(made)):
         raise FileFormatError(
-            f"{path} holds a tensor of the meta device, which has no data", hint="Save it again with tensors that have."
+            f"{path} holds a tensor of the meta device, which has no data",
+            hint="Save it again with tensors that have data.",
         )
     return made
 
@@ -289,7 +290,7 @@ def _sha256(data: bytes) -> str:
 def _require_few(count: int, path: str) -> None:
     if count > MOST_INPUTS:
         raise FileFormatError(
-            f"{path} holds {count} inputs, and no forward takes more than {MOST_INPUTS}",
+            f"{path} holds {count} inputs; memopt accepts at most {MOST_INPUTS}",
             hint="Save the arguments of forward in it, as a list or a dict of tensors.",
         )
 

@@ -74,7 +74,7 @@ class _PlainUnpickler(_Unpickler):
         """
         self.opcodes += 1
         if self._refusal(code):
-            raise UnsafeFileError(f"{self._path} is no snapshot: {self._refusal(code)}", hint=_HINT)
+            raise UnsafeFileError(f"{self._path} is not a snapshot: {self._refusal(code)}", hint=_HINT)
         if self.opcodes > _MOST_OPCODES:
             raise FileFormatError(
                 f"{self._path} holds more than {_MOST_OPCODES} values",
@@ -84,11 +84,11 @@ class _PlainUnpickler(_Unpickler):
 
     def _refusal(self, code: int) -> str:
         if code not in _PLAIN_CODES:
-            return f"a pickle of plain containers does without {_NAMES[code]}"
+            return f"a pickle of plain containers does not need {_NAMES[code]}"
         if code in _SETTING:  # the stack has the values above the last mark, keys and values in turn
             keys = self.stack[-2:-1] if code == pickle.SETITEM[0] else self.stack[::2]
             if not all(type(key) is str for key in keys):
-                return "a key in it is no text"
+                return "a key in it is not text"
         if len(self.stack) + len(self.metastack) > _LARGEST_STACK:
             return "it makes far more values than it puts anywhere"
         if self.opcodes > _LEAST_OPCODES + self._size // _BYTES_PER_OPCODE:
@@ -107,13 +107,13 @@ def read_snapshot(path: str) -> SnapshotFacts:
     the end of the snapshot count, on all devices.
 
     Raises :class:`UnsafeFileError` for a pickle that wants more than plain containers, :class:`FileFormatError` for
-    a file that is no snapshot, or too large.
+    a file that is not a snapshot, or too large.
     """
     data, opcodes = _plain(read_file(path, most_bytes=_MOST_BYTES).data, path)
     try:
         return _Reading(opcodes).facts(data)
     except (TypeError, ValueError, KeyError, AttributeError) as err:
-        raise FileFormatError(f"{path} is no snapshot of torch.cuda.memory", hint=_HINT) from err
+        raise FileFormatError(f"{path} is not a snapshot of torch.cuda.memory", hint=_HINT) from err
 
 
 def _plain(data: bytes, path: str) -> tuple[Any, int]:

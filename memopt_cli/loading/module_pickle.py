@@ -226,7 +226,7 @@ def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
     """Refuse a file with far too many names: each is looked for in what is installed, and in this folder."""
     if len(wanted) > _MOST_NAMES:
         raise FileFormatError(
-            f"{file.path} cannot be read: it uses {len(wanted)} names, and no model more than {_MOST_NAMES}",
+            f"{file.path} cannot be read: it uses {len(wanted)} names; no model uses more than {_MOST_NAMES}",
             hint=_BY_HAND,
         )
 
@@ -236,7 +236,7 @@ def _refuse_libraries(file: ModelFile, known: Iterable[tuple[Use, Kind]]) -> Non
     wanted = {use.name.module for use, kind in known if isinstance(kind, Libraries)} - sys.modules.keys()
     if len(wanted) > _MOST_IMPORTS:
         raise FileFormatError(
-            f"{file.path} cannot be read: it uses {len(wanted)} modules of libraries, and no model more than "
+            f"{file.path} cannot be read: it uses {len(wanted)} modules of libraries; no model uses more than "
             f"{_MOST_IMPORTS}",
             hint=_BY_HAND,
         )

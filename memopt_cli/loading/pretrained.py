@@ -225,7 +225,7 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     _refuse_ranks(folder, settings, weights)
     peft = _library("peft", folder)
     with _building(folder, "peft", weights):
-        return _adapted(peft, model, settings, adapter), (f"The adapter is put on the base in {base.resolve()}.",)
+        return _adapted(peft, model, settings, adapter), (f"The adapter is applied to the base in {base.resolve()}.",)
 
 
 def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:

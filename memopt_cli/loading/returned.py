@@ -55,7 +55,7 @@ def check_returned(path: str, source: ModelSource) -> int:
             _check(file, known, vouched)
         except MemoptError as err:
             raise UnsafeFileError(
-                f"the subprocess returned what is no optimized model: {err.message}", hint=_HINT
+                f"the subprocess returned something that is not an optimized model: {err.message}", hint=_HINT
             ) from err
     return len(file.data)
 
@@ -72,14 +72,16 @@ def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouche
     ``known``: the :func:`_classes` of the original; ``None`` for a folder, which names none.
     """
     if not file.data.startswith(_START) or _SCRIPT_RECORD in record_names(file.data):
-        raise UnsafeFileError("it is no archive of torch.save")
+        raise UnsafeFileError("it is not an archive of torch.save")
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, vouched.code)
     if NESTED in pickled.scan.wanted or _makes_more(pickled):
-        raise UnsafeFileError("it makes objects that are no part of the model")
+        raise UnsafeFileError("it creates objects that are not part of the model")
     audited(file, pickled, pickled.pickle.root, kinds_of(storages_of(pickled), vouched), vouched)
     if known is not None and (added := {name for name, _ in set(_classes(pickled, vouched)) - known}):
-        raise UnsafeFileError(f"it has {', '.join(sorted(added))}, which the original has not, or not so")
+        raise UnsafeFileError(
+            f"it has {', '.join(sorted(added))}, which the original does not have, or has in another form"
+        )
 
 
 def _makes_more(pickled: PickledFile) -> bool:

@@ -141,7 +141,7 @@ def _check_known(node: Any) -> None:
     if node.how == "called" and str(node.callee) in TENSORS:
         tensor = tensor_of(node)
         if tensor is None or tensor.storage is None:
-            raise ValueError("a tensor is made of something else")
+            raise ValueError("a tensor is built from unexpected arguments")
         _check_channels(node, tensor.shape)
 
 

@@ -82,11 +82,12 @@ class UserCode:
         except Exception as err:  # the user's module may raise anything
             raise FileFormatError(
                 f"importing {path} failed: {first_line(err)}",
-                hint='It is imported for its classes: what trains and saves belongs under if __name__ == "__main__":.',
+                hint="It is imported for its classes: code that trains or saves belongs under "
+                'if __name__ == "__main__":.',
             ) from err
         if path is None or _file(module) != path:
             raise FileFormatError(
-                f"the module {name} of --code-path is hidden by {getattr(module, '__file__', 'a built-in module')}",
+                f"the module {name} of --code-path is shadowed by {getattr(module, '__file__', 'a built-in module')}",
                 hint="Rename the file.",
             )
         return module

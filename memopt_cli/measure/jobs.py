@@ -291,7 +291,7 @@ class Measured:
     """A measurement, and the results of its steps."""
 
     measurement: Measurement
-    left: Fingerprint
+    fingerprint: Fingerprint
     not_as_planned: tuple[str, ...] = ()
     """A sentence on each segment that runs plainly or whole, because its forward does not allow the plan."""
 

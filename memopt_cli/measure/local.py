@@ -21,7 +21,7 @@ from memopt_cli.measure.jobs import Job, Saved, SaveJob, Subject, answer_of
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.worker import Worker, failure_of
 from memopt_cli.records import Failure, from_data, to_data
-from memopt_cli.verification.equality import generators_kept
+from memopt_cli.verification.effects import generators_kept
 
 Answer = TypeVar("Answer")
 

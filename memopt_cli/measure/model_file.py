@@ -122,7 +122,7 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     model = load_model(subject.source).module
     if isinstance(model, StepModels):
         raise StepError(
-            "a step of one's own is not a model that could be saved",
+            "a step of your own is not a model that can be saved",
             hint="In the training script: memopt_cli.apply_plan(step, PLAN).",
         )
     write_model(model, job.plan, file)
@@ -147,7 +147,7 @@ def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
     except (pickle.PicklingError, AttributeError, TypeError) as err:  # what pickle raises for an object that it refuses
         raise StepError(
             f"the model could not be saved: {first_line(err)}",
-            hint="With --plan-only none is written. In the training script: memopt_cli.apply_plan(model, PLAN).",
+            hint="With --plan-only, no model is written. In the training script: memopt_cli.apply_plan(model, PLAN).",
         ) from err
 
 
@@ -176,8 +176,8 @@ def _refuse_without_memory(module: nn.Module) -> None:
             )
         if isinstance(tensor, nn.Parameter) and tensor.layout is not torch.strided:
             raise StepError(
-                f"{name} is a parameter of the layout {tensor.layout}, and no step of such can be recorded",
-                hint="Keep it dense (to_dense); a sparse buffer is no obstacle.",
+                f"{name} is a parameter of the layout {tensor.layout}; memopt cannot record a step of such a model",
+                hint="Make it dense (to_dense); sparse buffers are fine.",
             )
 
 

@@ -47,7 +47,7 @@ def _unreachable_alone(module: ModuleType | None, name: str) -> str:
         return _unreachable_in_main(name)
     source = Path(str(getattr(module, "__file__", "")))
     if source.suffix != ".py" or not source.is_file():
-        return f"{source} is no Python file"
+        return f"{source} is not a Python file"
     tree = ast.parse(source.read_bytes())
     is_relative = any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
     return f"{source.name} imports relatively" if is_relative else ""
@@ -75,7 +75,7 @@ def _unreachable_in_main(name: str) -> str:
     """Say why importing the script without its main part does not define ``name``; empty if it does."""
     script = main_script()
     if script is None or not script.is_file():
-        return "__main__ is no script"
+        return "__main__ is not a script"
     tree = ast.parse(script.read_bytes())
     if not _called_from_main_part(tree):
         return f'{script.name} calls memopt outside of its if __name__ == "__main__" part'

@@ -57,8 +57,9 @@ _READ_ANYTHING: Final = 1 << 2
 """``CAP_DAC_READ_SEARCH``, by which root reads all files, confined or not."""
 
 HINT: Final = (
-    "It ran confined: it may write to a temporary folder alone, read no terminal, change no modes or times of files, "
-    "start no programs, open no connections and do nothing to other processes. If you trust the model and its code: "
+    "It ran confined: it may write only to a temporary folder, and may not read a terminal, change modes or times of "
+    "files, "
+    "start programs, open connections or touch other processes. If you trust the model and its code: "
     "--no-sandbox."
 )
 _REFUSALS: Final = re.compile(

@@ -116,7 +116,7 @@ def install(*, gpu: bool, signals: bool) -> str:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(38, 1, 0, 0, 0)  # no new privileges: a process that can gain none may install a filter
     if libc.syscall(call, set_filter, for_all_threads | no_mitigations, header):
-        return f"the kernel takes no filter of system calls ({os.strerror(ctypes.get_errno())})"
+        return f"the kernel accepts no filter of system calls ({os.strerror(ctypes.get_errno())})"
     return ""
 
 

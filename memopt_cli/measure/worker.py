@@ -116,7 +116,7 @@ def _line(reply: Any, most_bytes: int) -> str:
     if memory_of(line) <= most_bytes:
         return line
     too_long = StepFailed(
-        message=f"the profiling subprocess has more to tell than {format_bytes(most_bytes)} of memory hold",
+        message=f"the answer of the profiling subprocess does not fit into {format_bytes(most_bytes)} of memory",
         hint="Give it fewer time steps, or a part of the model.",
     )
     return json.dumps(to_data(too_long))

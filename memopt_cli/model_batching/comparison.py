@@ -22,7 +22,7 @@ from memopt_cli.records import StepSettings
 from memopt_cli.runtime.private_torch import TorchDispatchMode, schema_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.step import Step, seed_everything, seed_torch, seeds_of_backward
-from memopt_cli.verification.equality import difference, effects, generator_state, generators_kept, in_double
+from memopt_cli.verification.effects import difference, effects, generator_state, generators_kept, in_double
 
 ROUTES: dict[RouteName, Callable[[nn.Module, int], Route]] = {
     "fused": FusedRoute,

@@ -29,7 +29,7 @@ from memopt_cli.model_batching.routes.loop import LoopRoute
 from memopt_cli.model_batching.timing import Trials, with_seconds
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import ModuleState
-from memopt_cli.verification.equality import generators_kept
+from memopt_cli.verification.effects import generators_kept
 
 _NOT_TRIED = "it was not tried: another one can be used"
 

@@ -64,7 +64,8 @@ def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:
         return ()
     named = format_some([f"'{path or '(root)'}'" for path in paths])
     return (
-        f"The model checkpoints by itself, in the forward of {named}: what that runs is recomputed whatever a plan "
-        "does, and twice within a segment. Where the forward asks an attribute first, such as use_checkpoint, plans "
+        f"The model checkpoints by itself, in the forward of {named}: that part is recomputed whatever a plan does, "
+        "and twice within a segment. If the forward asks"
+        " an attribute first, such as use_checkpoint, plans "
         "are searched with it off.",
     )

@@ -129,7 +129,7 @@ def opening_of(
     is_gpu, is_code = device.startswith("cuda"), is_factory(location)
     if card is not None and is_gpu:
         raise UsageError(
-            f"--device {device} runs the step, and --for {card.name} estimates it for a device elsewhere",
+            f"--device {device} runs the step, but --for {card.name} estimates it for a device elsewhere",
             hint="Keep one of them.",
         )
     if layout is not None and not is_code:
@@ -139,7 +139,7 @@ def opening_of(
         )
     if layout is not None and is_gpu:
         raise UsageError(
-            f"--device {device} runs the step, and one of {layout.ranks} ranks is predicted on the CPU",
+            f"--device {device} runs the step, but one of {layout.ranks} ranks is predicted on the CPU",
             hint="Leave --device out: tensors have the same bytes there.",
         )
     is_run = card is None and layout is None
@@ -203,7 +203,7 @@ def _refuse_settings(settings: StepSettings, location: str) -> None:
     }
     flag = next((flag for flag, is_given in given.items() if is_given), None)
     if flag is not None:
-        raise UsageError(f"{flag} says how a step is run, and {location} makes one of its own", hint="Omit it.")
+        raise UsageError(f"{flag} says how to run a step, but {location} makes a step of its own", hint="Omit it.")
 
 
 def open_model(

@@ -241,8 +241,8 @@ class BatchRequest(StepRequest):
             )
         if self.global_batch is not None and self.settings.micro_batches > 1:
             raise OptionError(
-                f"--global-batch {self.global_batch} asks how many passes make it up, and --accumulate "
-                f"{self.settings.micro_batches} says how many",
+                f"--global-batch {self.global_batch} asks how many micro-batches make it up, but --accumulate "
+                f"{self.settings.micro_batches} sets that number",
                 hint="Keep one of them.",
             )
 
@@ -259,9 +259,7 @@ class BatchRequest(StepRequest):
         if what is not None:
             where = "of many ranks, of which one is predicted" if self.layouts else "without data"
             where = where if self.card is None else f"for {self.card.name}, which is not here"
-            raise OptionError(
-                f"{what} takes steps that are run, and none is run {where}", hint="Leave one of them out."
-            )
+            raise OptionError(f"{what} needs steps that run, but none runs {where}", hint="Leave one of them out.")
 
     def _check_ranks(self) -> None:
         if self.card is None and isinstance(self.memory, float):
@@ -277,13 +275,13 @@ class BatchRequest(StepRequest):
         flag = next((flag for flag, value in others.items() if value is not None), None)
         if flag is not None:
             raise OptionError(
-                f"{flag} cannot be used with --ranks, which tabulates what fits on one rank of so many",
-                hint="Leave it out; --json tells all that is found.",
+                f"{flag} cannot be used with --ranks, which tabulates what fits on one of that many ranks",
+                hint="Leave it out; --json has everything that is found.",
             )
 
     def _check_search(self, search: ResolvedSearch) -> None:
         if search.options.level == 0:
-            raise OptionError("--search looks for plans, and level 0 has none", hint="Raise --level.")
+            raise OptionError("--search looks for plans, but level 0 allows none", hint="Raise --level.")
         others = {
             "--strategy": ("trains through time", bool(self.strategies)),
             "--plan": ("looks for the plan", self.plan_path is not None),
@@ -315,7 +313,7 @@ class BatchRequest(StepRequest):
             )
         if self.plan_path is not None and "plan" not in self.strategies:
             raise OptionError(
-                f"--strategy {','.join(self.strategies)} has no use for --plan",
+                f"--strategy {','.join(self.strategies)} does not use --plan",
                 hint="Add plan to --strategy, or leave --plan out.",
             )
 

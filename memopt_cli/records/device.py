@@ -62,7 +62,7 @@ class AllocatorRules:
         check_amounts(self, least=1)
         sizes = (self.block_bytes, self.small_bytes, self.large_bytes)
         if list(sizes) != sorted(sizes):
-            raise UsageError("block_bytes, small_bytes and large_bytes must not fall")
+            raise UsageError("block_bytes, small_bytes and large_bytes must not decrease")
         if self.small_segment_bytes < self.small_bytes or self.middle_segment_bytes < self.large_bytes:
             raise UsageError("a segment must be as large as the blocks that come from it")
 
@@ -94,7 +94,7 @@ class DeviceProfile:
             if value < 1:
                 raise UsageError(f"{name} is {value:g}; it must be 1 or more")
         if "fp32" not in self.flops_per_s:
-            raise UsageError("flops_per_s must say fp32", hint=f"It may say {', '.join(RATES)}.")
+            raise UsageError("flops_per_s needs an entry fp32", hint=f"It may have {', '.join(RATES)}.")
         for rate, value in self.flops_per_s.items():
             if not 1 <= value <= _MOST:
                 raise UsageError(f"flops_per_s.{rate} is {value:g}; it must be from 1 to {_MOST:g}")

@@ -29,7 +29,7 @@ class TooSlow:
     @property
     def remedy(self) -> str:
         """A sentence on what to do."""
-        return f"--max-slowdown {math.ceil(10 * self.slowdown) / 10 + 0.1:.1f} takes it."
+        return f"--max-slowdown {math.ceil(10 * self.slowdown) / 10 + 0.1:.1f} allows it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class Differs:
         paths = [f"'{part.segment or '(root)'}'" for part in self.left_out if part.segment is not None]
         what = paths[0] if paths else "a module"
         return (
-            f"If {what} reads or changes what is no attribute of a module (a file, a C extension), keep that in one, "
-            "or name other modules with --target; else please report it."
+            f"If {what} reads or changes something that is not an attribute of a module (a file, a C extension), keep "
+            "it in one, or name other modules with --target; otherwise please report it."
         )
 
 

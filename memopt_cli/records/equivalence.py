@@ -64,7 +64,7 @@ class ChoicePrint:
 class StepPrint:
     """The record of one of several steps."""
 
-    left: tuple[TensorPrint, ...]
+    effects: tuple[TensorPrint, ...]
     """Outputs, inputs, gradients before the update, buffers, state, generators, and the parameters after the update."""
     others: tuple[TensorPrint, ...]
     """Numbers among the outputs; numbers and generators among the attributes, where they have moved since the start."""

@@ -53,7 +53,7 @@ class InputSpec:
         return self.source.startswith(GUESS)
 
     def __post_init__(self) -> None:
-        ways = {"tensors": self.tensors, "data_file": self.data_file, "script": self.script}
-        given = [name for name, value in ways.items() if value]
+        sources = {"tensors": self.tensors, "data_file": self.data_file, "script": self.script}
+        given = [name for name, value in sources.items() if value]
         if len(given) > 1:
             raise UsageError(f"the inputs are described twice, by {' and '.join(given)}", hint="Keep one of them.")

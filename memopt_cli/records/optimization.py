@@ -73,19 +73,19 @@ class OptimizeRequest(StepRequest):
         """Raise :class:`OptionError` for options that exclude, or lack, each other."""
         if self.search.options.level == 0 and self.goal != SearchGoal():
             raise OptionError(
-                "a budget, the frontier and a pick of it are searched for, which level 0 does not",
+                "a budget, the frontier and a pick of it need a search, but level 0 does not search",
                 hint="Raise --level.",
             )
         if self.dim_range is None and self.lengths is not None:
             raise OptionError(
-                "--lengths says how long inputs are, and no dimension has a range",
+                "--lengths says how long inputs are, but no dimension has a range",
                 hint="Add it, as in --dim S=64:2048.",
             )
         if self.dim_range is not None:
             self._check_range(self.dim_range)
         if self.unverified and self.runs:
             raise OptionError(
-                "--unverified is for a step that is not run here, and this one is measured",
+                "--unverified is for a step that is not run here, but this one is measured",
                 hint="Omit it, or give --ranks or --for.",
             )
         if not self.runs:
@@ -98,12 +98,12 @@ class OptimizeRequest(StepRequest):
             raise OptionError(f"{flag} does not go with a range of --dim", hint="Give the dimension one size.")
         if goal.budget is None:
             raise OptionError(
-                f"a range of {varied.symbol} asks for plans that meet a budget at all its sizes, and there is none",
+                f"a range of {varied.symbol} needs a budget that the plans meet at all its sizes",
                 hint="Add --budget 8GiB, or --budget 60% of the original's peak at the largest size.",
             )
         if self.unverified:
             raise OptionError(
-                "--unverified is for one step, and of a plan by length every range is verified",
+                "--unverified is for one step, but a plan by length is verified at every range",
                 hint="Give --dim one size.",
             )
 
@@ -118,7 +118,7 @@ class OptimizeRequest(StepRequest):
         if flag is not None:
             where = f"--for {self.card.name} is for a device that is not here" if self.card else "--ranks predicts them"
             raise OptionError(
-                f"{flag} wants steps that are run, and {where}",
+                f"{flag} needs steps that run, but {where}",
                 hint=f"Omit {flag}; --budget and --max-slowdown choose a plan by estimates.",
             )
 

@@ -86,7 +86,7 @@ class InputDimension:
 
     def __post_init__(self) -> None:
         if isinstance(self.argument, int) and self.argument < 0:
-            raise UsageError(f"the argument {self.argument} is no position", hint="Positions count from 0.")
+            raise UsageError(f"the argument {self.argument} is not a position", hint="Positions count from 0.")
         if not self.dim.strip():
             raise UsageError("the dimension has no symbol", hint="Write for example dim: S.")
 
@@ -129,12 +129,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):
-            raise UsageError("a plan has ranges, and says by which dimension, or neither", hint=_BY)
+            raise UsageError(
+                "a plan with ranges must say by which dimension, and a plan without ranges must not", hint=_BY
+            )
         if self.ranges and (self.segments or self.packed):
             raise UsageError("a plan has ranges, or segments for inputs of any size, not both", hint=_BY)
         bounds = [part.up_to for part in self.ranges]
         if len(bounds) > MOST_RANGES:
-            raise UsageError(f"a plan has {len(bounds)} ranges, and no more than {MOST_RANGES} are measured", hint=_BY)
+            raise UsageError(f"a plan has {len(bounds)} ranges; memopt measures at most {MOST_RANGES}", hint=_BY)
         if bounds != sorted(set(bounds)) or min(bounds, default=1) < 1:
             raise UsageError(f"the bounds of ranges must ascend from 1, not {', '.join(map(str, bounds))}", hint=_BY)
 

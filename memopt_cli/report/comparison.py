@@ -138,10 +138,10 @@ def _circumstances(found: Comparison) -> Iterator[str]:
     if not found.exceeded:
         peaks = [part.changes[0] for part in found.parts]
         if found.verdicts and any(peak.after < peak.before for peak in peaks):
-            yield "record the baseline anew to keep what was gained"
+            yield "record the baseline again to keep what was gained"
         return
     if any(d.name in ("torch", "memopt") for d in found.surroundings):
-        yield "a baseline recorded anew from the old model would tell the versions' part from the model's"
+        yield "record a baseline of the old model with these versions to see how much of it is theirs"
     if found.before.sha256 is not None and found.before.sha256 == found.after.sha256:
         yield "the model file is the same as before"
 

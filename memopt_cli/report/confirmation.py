@@ -30,7 +30,7 @@ def _compared(found: Confirmation) -> Iterator[str]:
         yield _line("reserved peak", format_bytes(estimate.reserved_peak_bytes), reserved, found.reserved_off)
     yield _line("step", format_seconds(estimate.step_s), step, found.step_off)
     if found.device == "cpu":
-        yield f"this is no {estimate.device}: its estimate is not confirmed; run this there, with --device cuda:0"
+        yield f"this device is not {estimate.device}, so nothing is confirmed; run this there, with --device cuda:0"
     if found.unlike:
         yield f"the step is not the one that was estimated: other {format_some(found.unlike, most=9)}"
 

@@ -17,7 +17,7 @@ _ALIKE: dict[Likeness, str] = {
     "to the bit": "the same to the bit",
     "within noise": "no further apart than two runs of the reference",
     "up to rounding": "the same up to rounding: within 1e-9 in float64",
-    "as far as can be told": "the same in half of the digits; float64 tells no more",
+    "as far as can be told": "the same in half of the digits; float64 shows no more",
 }
 _KINDS = {
     "outputs": "output",
@@ -49,10 +49,10 @@ def _reason(found: Equivalence) -> str:
     where = f"in step {found.differs_in_step} of {found.steps}"
     if found.failed:
         return f"{where} the candidate fails: {found.failed}"
-    return f"{where} {_told(found.gaps[0])}" if found.gaps else found.hooks
+    return f"{where} {_described(found.gaps[0])}" if found.gaps else found.hooks
 
 
-def _told(gap: TensorGap) -> str:
+def _described(gap: TensorGap) -> str:
     if gap.missing:
         return f"{gap.name} is missing in the {gap.missing}"
     return f"{gap.name} differs" + (f" by {gap.apart:.2g}" if math.isfinite(gap.apart) else "")
@@ -94,7 +94,7 @@ def by_kind(found: Equivalence) -> dict[str, Sequence[TensorGap]]:
     return {kind: [gap for gap in found.gaps if gap.name.startswith(start)] for kind, start in _KINDS.items()}
 
 
-def told(gaps: Sequence[TensorGap]) -> str:
+def first_gap(gaps: Sequence[TensorGap]) -> str:
     """Return a phrase on the first of ``gaps``, and on how many more there are."""
     more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-    return f"{_told(gaps[0])}{more}"
+    return f"{_described(gaps[0])}{more}"

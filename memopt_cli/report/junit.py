@@ -41,7 +41,7 @@ class JunitReport:
         for kind, gaps in equivalence.by_kind(found).items():
             case = _case(found.candidate, kind)
             if gaps:
-                _fault(case, "failure", "difference", equivalence.told(gaps), why)
+                _fault(case, "failure", "difference", equivalence.first_gap(gaps), why)
             cases.append(case)
         for kind, reason in (("hooks", found.hooks), ("the step", found.failed)):
             case = _case(found.candidate, kind)

@@ -58,10 +58,10 @@ def measured_headline(found: GroupMeasurement) -> Iterator[str]:
     if found.predicted is not None:
         counted_bytes = found.ranks[found.predicted.rank].tensor_peak_bytes
         gap_bytes = found.predicted.tensor_peak_bytes - counted_bytes
-        told = f"{abs(gap_bytes) / counted_bytes:.2%} {'more' if gap_bytes > 0 else 'less'} than it counted"
+        difference = f"{abs(gap_bytes) / counted_bytes:.2%} {'more' if gap_bytes > 0 else 'less'} than it counted"
         yield (
             f"predicted for rank {found.predicted.rank}: {format_bytes(found.predicted.tensor_peak_bytes)}, "
-            f"{told if gap_bytes else 'to the byte what it counted'}"
+            f"{difference if gap_bytes else 'to the byte what it counted'}"
         )
     yield f"allocated peak {format_bytes(found.allocated_peak_bytes)}, step {format_seconds(found.step_s)}"
 

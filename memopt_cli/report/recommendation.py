@@ -145,18 +145,18 @@ def run_table(found: BatchRecommendation) -> Table:
 
 
 def length_table(found: BatchRecommendation) -> Table:
-    """Return a table of the ways to batch the user's sequences."""
+    """Return a table of how to batch the user's sequences."""
     table = _table("sequences", "a batch", "batches", "waste", "peak", "epoch")
-    for way in found.lengths:
-        size = str(way.batch) if way.batch is not None else f"max_tokens={way.max_tokens}"
+    for batching in found.lengths:
+        size = str(batching.batch) if batching.batch is not None else f"max_tokens={batching.max_tokens}"
         cells = (
             size,
-            str(way.batches),
-            f"{100 * way.waste:.1f} %",
-            f"~{format_bytes(way.peak_bytes)}",
-            f"~{format_seconds(way.epoch_s)}",
+            str(batching.batches),
+            f"{100 * batching.waste:.1f} %",
+            f"~{format_bytes(batching.peak_bytes)}",
+            f"~{format_seconds(batching.epoch_s)}",
         )
-        table.add_row(way.name.replace("_", " "), *cells)
+        table.add_row(batching.name.replace("_", " "), *cells)
     return table
 
 
@@ -176,26 +176,28 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
         yield from _replica_settings(advice, batch, steps, found.step, device)
         return
     if found.lengths:
-        padded = [way for way in found.lengths if way.name != "sequence_packing"]  # which not every model takes
-        yield from _sequence_settings(min(padded, key=lambda way: way.epoch_s))
+        padded = [
+            batching for batching in found.lengths if batching.name != "sequence_packing"
+        ]  # which not every model takes
+        yield from _sequence_settings(min(padded, key=lambda batching: batching.epoch_s))
         yield from loop_lines(LOSS, steps, found.step, device, unless_plain=True)
         return
     yield from training_settings(batch, steps, found.step, device)
 
 
-def _sequence_settings(way: LengthBatching) -> Iterator[str]:
-    """Yield the lines of a ``DataLoader`` that batches sequences as ``way`` does."""
+def _sequence_settings(batching: LengthBatching) -> Iterator[str]:
+    """Yield the lines of a ``DataLoader`` that batches sequences as ``batching`` does."""
     collate = "collate_fn=memopt_cli.batching.collate_padded"
     samplers = {
-        "buckets": f"memopt_cli.batching.LengthBucketSampler(lengths, {way.batch})",
-        "token_budget": f"memopt_cli.batching.TokenBudgetSampler(lengths, max_tokens={way.max_tokens})",
+        "buckets": f"memopt_cli.batching.LengthBucketSampler(lengths, {batching.batch})",
+        "token_budget": f"memopt_cli.batching.TokenBudgetSampler(lengths, max_tokens={batching.max_tokens})",
     }
-    yield f"# {way.name.replace('_', ' ')}, the fastest of the padded ways"
-    if way.name in samplers:
-        yield f"sampler = {samplers[way.name]}  # sampler.set_epoch(epoch) before each epoch"
+    yield f"# {batching.name.replace('_', ' ')}, the fastest that pads"
+    if batching.name in samplers:
+        yield f"sampler = {samplers[batching.name]}  # sampler.set_epoch(epoch) before each epoch"
         yield f"loader = DataLoader(dataset, batch_sampler=sampler, {collate})"
     else:
-        yield f"loader = DataLoader(dataset, batch_size={way.batch}, shuffle=True, {collate})"
+        yield f"loader = DataLoader(dataset, batch_size={batching.batch}, shuffle=True, {collate})"
 
 
 def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int, step: StepSettings, device: str) -> Iterator[str]:

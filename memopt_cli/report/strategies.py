@@ -60,7 +60,7 @@ def _peak(point: StrategyPoint, budget_bytes: int) -> str:
 def _growth(curve: StrategyCurve, symbol: str) -> str:
     last = curve.points[-1]
     if curve.slope_bytes is None:
-        return f"growth not known, as {symbol}={last.steps} alone was measured"
+        return f"growth not known, as only {symbol}={last.steps} was measured"
     grown = abs(curve.slope_bytes) * (last.steps - curve.points[0].steps)
     if grown <= 0.01 * last.allocated_peak_bytes:
         return f"does not grow with {symbol}"

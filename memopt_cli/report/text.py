@@ -128,9 +128,9 @@ class TextReport:
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
         console = _console(stream)
         _print_headline(console, recommendation.headline(found), found.header.spec)
-        ways = [recommendation.length_table(found)] if found.lengths else []
+        lengths = [recommendation.length_table(found)] if found.lengths else []
         copies = recommendation.replica_tables(found)
-        for part in (*copies, recommendation.case_table(found), recommendation.run_table(found), *ways):
+        for part in (*copies, recommendation.case_table(found), recommendation.run_table(found), *lengths):
             if not part.row_count:
                 continue
             _print(console)

@@ -19,7 +19,7 @@ is a costly one pass 2 takes its output from pass 1 and runs it in its recomputa
 the gradients of ``h`` are there at a time: where they would take more than those of ``x``, pass 2 goes back to ``x`` by
 itself.
 
-Norms are met where every class of them ends up, in calls of ``batch_norm``.  To their running statistics and counters
+Norms are found where every class of them ends up: in calls of ``batch_norm``.  To their running statistics and counters
 every chunk does what the whole would, from where the whole starts: what reads them finds the same before and after.
 """
 
@@ -152,15 +152,15 @@ class BatchStatistics:
             self._start.enter_norms()
             yield self._chunk(breaks_off, index)
 
-    def merge(self, met: Sequence[ReachedNorm]) -> None:
-        """Merge the statistics of the norm that every chunk has ``met``, and put the module where it started from.
+    def merge(self, reached: Sequence[ReachedNorm]) -> None:
+        """Merge the statistics of the norm that every chunk has ``reached``, and put the module where it started from.
 
         Raises :class:`NotGathered`, or :class:`RuntimeError` if it cannot be put back.
         """
         if self._start.draws():
             raise NotGathered("draws random numbers before a batch norm, others in chunks than as a whole")
-        self._found = (*self._found, _Norm(merged([chunk.statistics for chunk in met]), met))
-        self._start.add_norm(met[0].running)
+        self._found = (*self._found, _Norm(merged([chunk.statistics for chunk in reached]), reached))
+        self._start.add_norm(reached[0].running)
         self._start.enter()
 
     @property
@@ -183,7 +183,7 @@ class BatchStatistics:
                 with norms:
                     output = forward(*args, **kwargs)
             except _Unknown as unknown:
-                output = unknown.met
+                output = unknown.reached
             else:
                 if norms.broken_off:
                     raise NotGathered(norms.broken_off)
@@ -210,9 +210,9 @@ def merged(parts: Sequence[Statistics]) -> Statistics:
 class _Unknown(Exception):  # no BaseException: at these, modules do not call their hooks
     """Breaks off a forward at a norm whose statistics are not known."""
 
-    def __init__(self, met: ReachedNorm) -> None:
+    def __init__(self, reached: ReachedNorm) -> None:
         super().__init__()
-        self.met = met
+        self.reached = reached
 
 
 class _Norms(TorchFunctionMode):
@@ -258,9 +258,9 @@ class _Norms(TorchFunctionMode):
 
     def _run(self, call: Callable[[], Tensor]) -> Tensor:
         """Run a costly operator, or take its output from the pass before."""
-        met = self._linked.get(self._costly)
-        link = None if met is None else met.link
-        output = call() if met is None or link is None else _linked(_values(met, call), link, is_seen=True)
+        reached = self._linked.get(self._costly)
+        link = None if reached is None else reached.link
+        output = call() if reached is None or link is None else _linked(_values(reached, call), link, is_seen=True)
         # A checkpoint within runs the operator again on its own, and counts what it saves.
         is_own = hooks_on_saving() == self._hooks
         self._last = _Output(ref(output), version_of(output), output.requires_grad) if is_own else None
@@ -283,11 +283,11 @@ class _Norms(TorchFunctionMode):
             self.broken_off = "catches the exception that breaks off a pass over its chunks"
             raise _Unknown(self._reached(input, running_mean, running_var))
         norm = self._unused.pop(0)
-        statistics, met = norm.statistics, norm.chunks[self._index]
-        if met.source not in (None, self._source(input, met.link)):
+        statistics, reached = norm.statistics, norm.chunks[self._index]
+        if reached.source not in (None, self._source(input, reached.link)):
             self._refuse("runs other operators before a batch norm when it runs again")
-        if met.link is not None:
-            input = _linked(input.detach(), met.link)
+        if reached.link is not None:
+            input = _linked(input.detach(), reached.link)
         _update(running_mean, statistics.mean, momentum)
         _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
         return _normalized(input, statistics, weight, bias, eps)
@@ -330,9 +330,9 @@ class _Output:
         return is_same and self.requires_grad == link.requires_grad
 
 
-def _values(met: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
+def _values(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
     """Return the values that the pass before has handed on; in a recomputation run the operator, and save nothing."""
-    values = met.take()
+    values = reached.take()
     if values is not None:
         return values
     with saving_aside():

@@ -23,7 +23,6 @@ from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.frozen import freeze
 from memopt_cli.runtime.lengths import config_of
-from memopt_cli.runtime.lumps import LumpedCall, in_memory, lumped
 from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
 from memopt_cli.runtime.packing import note_joined
@@ -42,6 +41,7 @@ from memopt_cli.runtime.running import (
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import Unrepeatable
+from memopt_cli.runtime.stand_ins import AbridgedCall, abridged, in_memory
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import Arguments, tensors_of
 from memopt_cli.runtime.unsafe import cannot_repeat, run_whole, runs_plainly, runs_whole
@@ -76,14 +76,14 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
         raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     lengths = chunk_lengths(length, chunks)
     hands_on = config.batch_statistics or config.recompute_states or _resumes(module)  # so that every chunk must run
-    lumps = None if hands_on else lumped(module, lengths, config.axis, sequences)
-    lengths = lengths if lumps is None else lumps.lengths(lengths)
+    short = None if hands_on else abridged(module, lengths, config.axis, sequences)
+    lengths = lengths if short is None else short.lengths(lengths)
     pieces = list(zip(*(_pieces(s, lengths, config.axis) for s in sequences), strict=True))
     call = _Call(module, forward, pieces, states, kwargs)
     try:
         if config.batch_statistics:
             return _run_passes(call)
-        return _joined(config, *_one_by_one(call, [forward] * len(pieces), lumps))
+        return _joined(config, *_one_by_one(call, [forward] * len(pieces), short))
     except _NotInChunks as found:
         reason, undo, is_certain = str(found), found.undo, found.is_certain
     undo()
@@ -146,12 +146,12 @@ def _gathered(call: _Call, gathering: BatchStatistics) -> tuple[list[tuple[Any, 
 
 
 def _one_by_one(
-    call: _Call, forwards: Iterable[Callable[..., Any]], lumps: LumpedCall | None = None, *, tells: bool = True
+    call: _Call, forwards: Iterable[Callable[..., Any]], short: AbridgedCall | None = None, *, tells: bool = True
 ) -> tuple[list[tuple[Any, ...]], Any]:
     """Run the chunks; return the outputs that are to be joined, each as its chunks, and the last chunk's whole output.
 
-    ``forwards``: the functions that run in place of the module's own forward on each chunk; ``lumps``: pieces that
-    stand for several chunks of a dry run, and run nothing; ``tells``: try whether rows mix.  Raises
+    ``forwards``: the functions that run in place of the module's own forward on each chunk; ``short``: the call
+    with stand-ins for some chunks, in a dry run; ``tells``: try whether rows mix.  Raises
     :class:`_NotInChunks` if chunks would compute something else than the whole, or leave other state behind.
     """
     module, pieces, states = call.module, call.pieces, call.states
@@ -163,10 +163,10 @@ def _one_by_one(
     collected: list[tuple[Any, ...]] = []
     output: Any = None
     for index, (piece, forward) in enumerate(zip(pieces, forwards, strict=True)):
-        if lumps is not None and lumps.counts[index] > 1:
-            collected.append(lumps.lump(index, piece))
+        if short is not None and short.counts[index] > 1:
+            collected.append(short.stand_in(index, piece))
             continue
-        piece = piece if lumps is None else lumps.noting_gradients(index, piece)
+        piece = piece if short is None else short.noting_gradients(index, piece)
         if resumes:
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
             forward = functools.partial(within_chunk, chunk, forward)
@@ -185,8 +185,8 @@ def _one_by_one(
         inputs.started = ignore_start  # the graph must not hold it
         if first is not None and shows:
             first.check(output, tries=tells and not config.inexact)
-        if lumps is not None:
-            lumps.note_run(index, output, config.seq_outputs)
+        if short is not None:
+            short.note_run(index, output, config.seq_outputs)
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
@@ -407,7 +407,7 @@ def _length(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
     if len(cuttable) < config.seq_inputs or len(lengths) != 1:
         given = ", ".join(str(tuple(s.shape)) if isinstance(s, Tensor) else type(s).__name__ for s in sequences)
         raise ValueError(
-            f"a segment in chunks wants {config.seq_inputs} positional tensors of one length along axis {config.axis}, "
+            f"a segment in chunks needs {config.seq_inputs} positional tensors of one length along axis {config.axis}, "
             f"and got {given or 'none'}; change axis or seq_inputs in the plan"
         )
     (length,) = lengths

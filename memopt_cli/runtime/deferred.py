@@ -73,7 +73,7 @@ class _Head:
             changed = not torch.equal(_sample(self.weight), self.sample)
         if changed:
             raise RuntimeError(
-                "the output of a linear layer is wanted after its weight or input has changed, and it was not computed "
+                "the output of a linear layer is read after its weight or input has changed, and it was not computed "
                 "when the layer was called, the layer running in chunks through its loss; read it before the "
                 "optimizer's step, or remove the layer from the plan"
             )
@@ -203,7 +203,7 @@ class DeferredLinear(Tensor):
         if not was_computed:
             how = "after its loss" if self._head.has_loss else "by something else than cross_entropy"
             warnings.warn(
-                f"the output of a linear layer that runs in chunks through its loss is read {how}: it is computed "
+                f"the output of a linear layer that runs in chunks through its loss is read {how}, so it is computed "
                 "whole. Remove the layer from the plan",
                 stacklevel=_level_of_reader(),
             )

@@ -156,9 +156,9 @@ def _segment(
     axis: int = 0,
 ) -> FunctionModule:
     if not callable(function):
-        raise TypeError(f"{function!r} is no function")
+        raise TypeError(f"{function!r} is not a function")
     if len(set(chunked_args)) < len(chunked_args) or (chunks != 1 and not chunked_args):
-        raise ValueError(f"chunked_args={tuple(chunked_args)}: give each argument that is cut once, and one at least")
+        raise ValueError(f"chunked_args={tuple(chunked_args)}: give each argument that is cut once, and at least one")
     module = FunctionModule(function, chunked_args if chunks != 1 else (), axis)
     if compressor is not None:
         module.x_compressor = compressor

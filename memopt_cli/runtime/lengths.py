@@ -52,7 +52,7 @@ class LengthOf:
         if type(self.argument) not in (int, str) or (isinstance(self.argument, int) and self.argument < 0):
             raise ValueError(f"the argument {reprlib.repr(self.argument)} is neither a position nor a name")
         if type(self.axis) is not int:
-            raise ValueError(f"the axis {reprlib.repr(self.axis)} is no whole number")
+            raise ValueError(f"the axis {reprlib.repr(self.axis)} is not a whole number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

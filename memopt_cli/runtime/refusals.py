@@ -41,8 +41,8 @@ def refusal(module: nn.Module) -> str:
         )
     if parametrize.is_parametrized(module):
         return "it is parametrized; a module that contains it can be a segment"
-    ways = {kind.__reduce_ex__, kind.__reduce__}
-    if ways - {object.__reduce_ex__, object.__reduce__, LiftedModule.__reduce_ex__}:
+    reducers = {kind.__reduce_ex__, kind.__reduce__}
+    if reducers - {object.__reduce_ex__, object.__reduce__, LiftedModule.__reduce_ex__}:
         return f"{kind.__name__} pickles in a way of its own"
     try:
         declared_compressor(module)
@@ -72,9 +72,9 @@ def misplaced(module: nn.Module, config: SegmentConfig) -> str:
     if reason := wrong_settings(config):
         return reason
     if config.compressor == OWN_COMPRESSOR and declared_compressor(module) != OWN_COMPRESSOR:
-        return f"its compressor is to be its own, but {type(module).__name__} has no x_compressor of a class of its own"
+        return f"its compressor is own, but {type(module).__name__} has no x_compressor of a class of its own"
     if config.spatial_split and not callable(getattr(module, "__spatial_split__", None)):
-        return f"it is to be split in space, but {type(module).__name__} has no method __spatial_split__"
+        return f"spatial_split is on, but {type(module).__name__} has no method __spatial_split__"
     return _misfit_through_loss(module, config) if config.through_loss else ""
 
 
@@ -99,7 +99,7 @@ def wrong_settings(config: SegmentConfig) -> str:
     if config.through_loss:
         return _wrong_through_loss(config)
     if config.recompute_states and config.chunks < 2:
-        return "the states of its chunks are to be recomputed, and it runs in one chunk"
+        return "recompute_states needs two chunks or more"
     if config.inexact and (config.batch_statistics or config.chunks < 2):
         return "inexact is for two chunks or more whose batch statistics are not gathered"
     return misspelled(config.keep)
@@ -155,7 +155,7 @@ def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
 
 def _wrong_through_loss(config: SegmentConfig) -> str:
     if config.chunks < 2:
-        return "it is to run in chunks through its loss, and it runs in one"
+        return "through_loss needs two chunks or more"
     if config != SegmentConfig(chunks=config.chunks, through_loss=True):
         return "a linear layer that runs in chunks through its loss takes only the number of chunks"
     return ""

@@ -181,7 +181,7 @@ def _add(parent: nn.Module, name: str, run: Run) -> None:
     if type(parent) is nn.Sequential:
         parent.__class__ = GroupedSequential
     if not isinstance(parent, GroupedSequential):
-        raise ValueError(f"{type(parent).__name__} is no plain Sequential")
+        raise ValueError(f"{type(parent).__name__} is not a plain Sequential")
     vars(parent).setdefault(RUNS_KEY, {})[name] = run
 
 

@@ -67,7 +67,7 @@ def misspelled(names: Sequence[str]) -> str:
 
 def _first_refused(names: Sequence[str], reason_of: Callable[[str], str]) -> str:
     said = ((name, reason_of(name)) for name in names)
-    return next((f"it is to keep the output of {reprlib.repr(name)}: {why}" for name, why in said if why), "")
+    return next((f"it should keep the output of {reprlib.repr(name)}: {why}" for name, why in said if why), "")
 
 
 _NO_OPERATOR = (

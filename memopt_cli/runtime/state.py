@@ -238,8 +238,8 @@ class StartingState:
         for there, value in zip(others, copied, strict=False):
             if not put_right(there, value):
                 raise RuntimeError(
-                    f"{name_of(self._module)} has moved on a {type(there).__name__} that it is given, and cannot be "
-                    "run again from where that was; take it out of the plan"
+                    f"{name_of(self._module)} has advanced a {type(there).__name__} that it is given, which cannot be "
+                    "put back for a recomputation; take it out of the plan"
                 )
         self._generators.restore()
 

@@ -42,17 +42,17 @@ def run_plainly(module: nn.Module, reason: str, *, silently: bool = False) -> No
         _warnings[module] = f"{name_of(module)} {reason}: it runs without recomputation from now on"
         cannot_repeat()
     else:
-        _mark(_plain, module, f"{reason}, which a recomputation cannot repeat", "without recomputation")
+        _note(_plain, module, f"{reason}, which a recomputation cannot repeat", "without recomputation")
 
 
 def run_whole(module: nn.Module, reason: str) -> None:
     """Have ``module`` run in one chunk from now on, and warn or raise as :func:`run_plainly` does."""
-    _mark(_whole, module, reason, "whole")
+    _note(_whole, module, reason, "whole")
     _reasons.setdefault(module, reason)
 
 
-def _mark(marked: MutableMapping[nn.Module, int], module: nn.Module, reason: str, how: str) -> None:
-    if module in marked:  # by a run that had begun before, or as of an earlier moment
+def _note(moments: MutableMapping[nn.Module, int], module: nn.Module, reason: str, how: str) -> None:
+    if module in moments:  # by a run that had begun before, or as of an earlier moment
         cannot_repeat()
         return
     reaction = sys.modules[__name__.partition(".")[0]].on_unsafe
@@ -61,7 +61,7 @@ def _mark(marked: MutableMapping[nn.Module, int], module: nn.Module, reason: str
     message = f"{name_of(module)} {reason}"
     if reaction == "raise":
         raise RuntimeError(f"{message}; take this module out of the plan")
-    marked[module] = next(_moments)
+    moments[module] = next(_moments)
     cannot_repeat()
     _warnings[module] = f"{message}: it runs {how} from now on"
     warnings.warn(_warnings[module], stacklevel=1)
@@ -80,12 +80,12 @@ def unrepeatable_runs() -> int:
 
 def runs_plainly(module: nn.Module) -> bool:
     """Tell whether ``module`` runs plainly; in a recomputation, whether it did when the first run began."""
-    return _is_marked(_plain, module)
+    return _was_noted(_plain, module)
 
 
 def runs_whole(module: nn.Module) -> bool:
     """Tell whether ``module`` runs in one chunk; in a recomputation, whether it did when the first run began."""
-    return _is_marked(_whole, module)
+    return _was_noted(_whole, module)
 
 
 def why_whole(module: nn.Module) -> str:
@@ -98,16 +98,16 @@ def warnings_of(module: nn.Module) -> list[str]:
     return [f"{_warnings[part]}." for part in module.modules() if part in _warnings]
 
 
-def forget_marks(module: nn.Module) -> None:
+def forget_unsafe(module: nn.Module) -> None:
     """Let all parts of ``module`` be recomputed and run in chunks again; no call of them may wait for its backward."""
     for part in module.modules():
-        for marked in (_plain, _whole, _reasons, _warnings):
-            marked.pop(part, None)
+        for moments in (_plain, _whole, _reasons, _warnings):
+            moments.pop(part, None)
 
 
-def _is_marked(marked: MutableMapping[nn.Module, int], module: nn.Module) -> bool:
-    mark = marked.get(module) if marked else None
-    return mark is not None and mark < (getattr(_thread, "now", 0) or mark + 1)
+def _was_noted(moments: MutableMapping[nn.Module, int], module: nn.Module) -> bool:
+    moment = moments.get(module) if moments else None
+    return moment is not None and moment < (getattr(_thread, "now", 0) or moment + 1)
 
 
 def this_moment() -> int:

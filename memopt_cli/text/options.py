@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memopt_cli.errors import OptionError, told
+from memopt_cli.errors import OptionError, for_message
 from memopt_cli.text.values import Amount, Choice, Kind, Real, Whole
 
 ARGUMENTS: Final = "Arguments"
@@ -65,7 +65,7 @@ _PLAN_FILE = ("FILE", "file")
 OPTIONS: Final[Mapping[str, Option]] = {
     # -------------------------------------------------------------------------------------------- the model
     "model": Option(_MODEL, ARGUMENTS, "MODEL", "model"),
-    "explain.model": Option("As for memopt optimize; a snapshot alone does without.", ARGUMENTS, "MODEL", "model"),
+    "explain.model": Option("As for memopt optimize; not needed with --snapshot.", ARGUMENTS, "MODEL", "model"),
     "inspect.model": Option(
         "A file of torch.save, torch.jit.save or torch.export.save, or a save_pretrained folder.",
         ARGUMENTS,
@@ -94,7 +94,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "recommend_batch.dims": Option(
-        _DIM.format("With a range, S=128:4096, tabulate sizes, each twice the one before. "),
+        _DIM.format("With a range, S=128:4096, tabulate sizes, doubling. "),
         INPUTS,
         "NAME=SIZE",
         flags=("--dim",),
@@ -158,15 +158,17 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND"),
     "steps": Option("Consecutive steps to compare.", STEP, "N", Whole(1, 1000), common=True),
     # -------------------------------------------------------------------------------------------- many ranks
-    "ranks": Option("Predict one rank of so many, in one process: needs --parallel.", RANKS, "N", Whole(1, MOST_RANKS)),
+    "ranks": Option(
+        "Predict one rank of this many, in one process. Needs --parallel.", RANKS, "N", Whole(1, MOST_RANKS)
+    ),
     "recommend_batch.ranks": Option(
-        "Predict the batch of one rank of so many, each number twice the one before: 8:512. Needs --parallel.",
+        "Predict the batch of one rank for each of these numbers of ranks, doubling: 8:512. Needs --parallel.",
         RANKS,
         "LOW:HIGH",
         "range of ranks",
     ),
     "parallel": Option(
-        "How the model is spread: fsdp (fully_shard of repeated blocks and of the rest), ddp, or a function of your "
+        "How the model is spread: fsdp (fully_shard on repeated blocks and on the rest), ddp, or a function of your "
         "training script that takes the model and a DeviceMesh and returns the model.",
         RANKS,
         "fsdp|ddp|FILE.py:NAME",
@@ -200,10 +202,10 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "optimize.lengths": Option(
-        "File of the sizes that the dimension with a range has: one a line, or a size and how often it occurs.",
+        "File of the sizes that the dimension with a range has: one per line, or a size and how often it occurs.",
         SEARCH,
         "FILE",
-        default="all sizes alike",
+        default="all sizes equally frequent",
     ),
     "frontier": Option(
         "Show plans from the fastest to the smallest. --pick or --budget applies one.",
@@ -248,14 +250,15 @@ OPTIONS: Final[Mapping[str, Option]] = {
         python="target",
     ),
     "allow_inexact": Option(
-        "Let chunks use batch statistics of their own where those of the whole batch cannot be had. The summary names "
+        "Let chunks use batch statistics of their own where those of the whole batch are not available. The summary "
+        "names "
         "the modules.",
         SEARCH,
     ),
     # -------------------------------------------------------------------------------------------- its finer limits
     "profile": Option(
         "A named set of these limits: safe (level 1), balanced (level 2, one split round), memory (level 3, two) or "
-        "exhaustive (level 4, no limit). Other flags win over it.",
+        "exhaustive (level 4, no limit). Other flags override it.",
         FINE,
         "NAME",
         Choice(("safe", "balanced", "memory", "exhaustive")),
@@ -321,7 +324,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "explain.memory": Option(
-        "What there is: 24GiB, or a share of what the device has free.",
+        "The memory that there is: 24GiB, or a share of what the device has free.",
         ANSWER,
         "24GiB|90%",
         Amount(),
@@ -418,7 +421,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     ),
     "baseline.output": Option("Where to write it.", OUTPUT, "FILE", flags=("-o", "--output"), common=True),
     "measure.output": Option(
-        "Also write the report to a file, as JSON. The first rank alone writes.",
+        "Also write the report to a file, as JSON. Only the first rank writes.",
         OUTPUT,
         "FILE",
         flags=("-o", "--output"),
@@ -435,10 +438,10 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "dry_run": Option("Search and report, but write nothing.", OUTPUT, python=""),
     "plan_only": Option("Write the plan but no model: the training script applies the plan.", OUTPUT, python=""),
     "unverified": Option(
-        "With --ranks or --for: write the plan without proof, where the model does not fit here.", OUTPUT
+        "With --ranks or --for: write the plan without verification, if the model does not fit here.", OUTPUT
     ),
     "recommend_batch": Option(
-        "Run steps of the largest batch that fits with the plan, or say nothing of it.",
+        "Run steps to find the largest batch that fits with the plan, or recommend none.",
         OUTPUT,
         default="predicted by dry runs",
         flags=("--recommend-batch/--no-recommend-batch",),
@@ -502,7 +505,7 @@ def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
     try:
         return checked.of(given)
     except ValueError as refusal:
-        raise OptionError(f"{name} is {told(given)}", hint=f"Give {refusal}.") from None
+        raise OptionError(f"{name} is {for_message(given)}", hint=f"Give {refusal}.") from None
 
 
 def accepted_if_given(name: str, given: object) -> Any:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from memopt_cli.records import Counted, ModuleShare, StepTrace, StorageTrace, break_down
-from memopt_cli.runtime.lumps import Lumps
+from memopt_cli.runtime.stand_ins import StandIns
 from memopt_cli.trace.log import Codecs, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
@@ -24,19 +24,21 @@ def count(
     workspaces: Workspaces | None = None,
     codecs: Codecs | None = None,
     allocated: AllocatedPeak | None = None,
-    lumps: Lumps | None = None,
+    stand_ins: StandIns | None = None,
 ) -> Counted:
     """Run one ``step`` under the counter of storages; afterwards gradients are ``None``.
 
     ``codecs`` are those that tensors without data are packed in.  ``allocated`` stands for the allocator of another
-    device.  With ``lumps``, the middle ones of many equal chunks do not run, and their module holds what its parts
+    device.  With ``stand_ins``, the middle ones of many equal chunks do not run, and their module holds what its parts
     would.
     """
     reset_gradients(step)
     with module_stack(step.named) as running:
         log = StorageLog(running, workspaces)
-        lumped = lumps.counting(lambda: log.storages.live_bytes) if lumps is not None else contextlib.nullcontext()
-        with packed_as(log, codecs), active(log, step), lumped:
+        abridged = (
+            stand_ins.counting(lambda: log.storages.live_bytes) if stand_ins is not None else contextlib.nullcontext()
+        )
+        with packed_as(log, codecs), active(log, step), abridged:
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.records import Counted, StepSettings, StepTrace
-from memopt_cli.runtime.lumps import ChunksDiffer, Lumps
 from memopt_cli.runtime.private_torch import (
     FakeCopyMode,
     FakeTensorMode,
@@ -25,6 +24,7 @@ from memopt_cli.runtime.private_torch import (
     mend_copies_of_fakes,
     parameters_of,
 )
+from memopt_cli.runtime.stand_ins import ChunksDiffer, StandIns
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.trace.counting import AllocatedPeak, count
@@ -103,7 +103,7 @@ class FakeStep:
                 step, model=model, args=args, kwargs=kwargs, optimizer=step.make_optimizer(model), scaler=None
             )
         self._start = StartingState(model)
-        self._lumps = Lumps(model)
+        self._stand_ins = StandIns(model)
         if sharded is not None:
             self._settle()
         elif self.step.optimizer is not None:
@@ -143,11 +143,11 @@ class FakeStep:
         allocated: AllocatedPeak | None = None,
     ) -> Counted:
         """Count the step like :func:`~memopt_cli.trace.count`; of many equal chunks, few run."""
-        lumps = self._lumps if allocated is None else None  # an allocator places many small tensors differently
+        stand_ins = self._stand_ins if allocated is None else None  # an allocator places many small tensors differently
         while True:
             self._start.enter()
             with contextlib.suppress(ChunksDiffer), self._running():
-                return count(self.step, workspaces, codecs, allocated, lumps)
+                return count(self.step, workspaces, codecs, allocated, stand_ins)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """Record the step like :func:`~memopt_cli.trace.record`, without contents and times."""

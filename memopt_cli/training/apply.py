@@ -66,8 +66,8 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
     """
     if plan.in_backward and optimizer is None:
         raise PlanError(
-            "the plan runs the optimizer in backward, and there is none",
-            hint="Give it: memopt_cli.apply_plan(model, plan, optimizer=optimizer).",
+            "the plan runs the optimizer in backward, but no optimizer is given",
+            hint="Pass it: memopt_cli.apply_plan(model, plan, optimizer=optimizer).",
         )
     _install_all(unwrapped(model), plan, optimizer)
     return model

@@ -47,7 +47,7 @@ def _named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
     except ValueError as err:
         raise StepError(
             f"{choice.class_name} refuses the model's parameters: {first_line(err)}",
-            hint="Name another --optimizer, or a function of your own that gives it those it takes.",
+            hint="Name another --optimizer, or a function of your own that passes it the parameters that it takes.",
         ) from err
 
 
@@ -66,7 +66,7 @@ def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
         optimizer = function(model)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise StepError(
-            f"--optimizer: {_name(function)} failed: {first_line(err)}", hint="It is called with the model alone."
+            f"--optimizer: {_name(function)} failed: {first_line(err)}", hint="It is called with only the model."
         ) from err
     if not isinstance(optimizer, Optimizer):
         raise StepError(

@@ -59,8 +59,8 @@ class OwnStep(Step):
             output = models.step.run(*self.args, **self.kwargs)
         if not any(True for _ in tensors_of(output)):
             raise StepError(
-                f"the step's function returned {_described(output)}, and no tensor",
-                hint="Let run return its losses, or anything that tells what it did: they are compared.",
+                f"the step's function returned {_described(output)}, not a tensor",
+                hint="Let run return its losses, or other tensors that show what it did: memopt compares them.",
             )
         watch.check()
         if is_first:

@@ -57,7 +57,7 @@ def _check_models(models: Mapping[str, nn.Module]) -> None:
         if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.Module, name):
             raise OptionError(f"a model cannot be named {name!r}", hint="Write a plain name, such as generator.")
         if not isinstance(model, nn.Module):
-            raise OptionError(f"the model {name!r} is a {type(model).__name__}, no torch.nn.Module", hint=_EXAMPLE)
+            raise OptionError(f"the model {name!r} is a {type(model).__name__}, not a torch.nn.Module", hint=_EXAMPLE)
 
 
 def _check_optimizer(optimizer: Optimizer, known: set[int]) -> None:

@@ -77,8 +77,9 @@ def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
     if not wrappers:
         return ()
     return (
-        f"The model is wrapped, {wrapped_again(wrappers)}. Its step is measured, and a model written, without the "
-        "wrapper, and what that holds is not counted. Wrap it again to train; memopt_cli.apply_plan takes it wrapped, "
+        f"The model is wrapped, {wrapped_again(wrappers)}. memopt measures and writes it without the wrapper, whose "
+        "own memory is not counted."
+        " Wrap it again to train; memopt_cli.apply_plan takes it wrapped, "
         "too.",
     )
 
@@ -90,7 +91,7 @@ def compiled_notes(model: nn.Module) -> tuple[str, ...]:
     """Write a note if parts of ``model`` are compiled, which are measured without that; empty if none is."""
     if not any(map(is_compiled, model.modules())):
         return ()
-    return ("Parts of the model are compiled (torch.compile): the step is measured as it runs without.",)
+    return ("Parts of the model are compiled (torch.compile): the step is measured without compilation.",)
 
 
 @contextlib.contextmanager

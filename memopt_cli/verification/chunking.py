@@ -27,7 +27,7 @@ from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.runtime.unsafe import why_whole
 from memopt_cli.training.step import Step, seed_everything
-from memopt_cli.verification.equality import (
+from memopt_cli.verification.effects import (
     TOLERANCE,
     DoubleThroughout,
     cloned,
@@ -94,7 +94,9 @@ def find_rule(
 def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
     norms = len(batch_norms(module))
     if norms > MOST_NORMS:
-        return Refused(reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a part may do")
+        return Refused(
+            reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a smaller part may work"
+        )
     if norms and (unfit := statistics_refusal(module, chunks=2)):
         return Refused(reason=unfit)
     reasons = []

@@ -23,12 +23,12 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
 from memopt_cli.training.step import SCALES, Step, is_out_of_memory, reset_gradients, seed_everything
-from memopt_cli.verification.equality import Updates, generators_kept, parameters_kept
+from memopt_cli.verification.effects import Updates, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
 from memopt_cli.verification.named import (
     Others,
     computed,
-    left_on,
+    effects_on,
     numbers_by_name,
     own_positions,
     tensors_by_name,
@@ -49,7 +49,7 @@ def consecutive(step: Step, count: int, watched: int | None, between: Callable[[
     is_unseen = any(map(is_compiled, step.model.modules()))
     with compiled_anew() if is_unseen else contextlib.nullcontext(), generators_kept(), _from_start(step) as training:
         model = training.model
-        start, others = _prints(_parameters(model) | left_on(model)), Others.of(model)
+        start, others = _prints(_parameters(model) | effects_on(model)), Others.of(model)
         seed_everything(step.settings.seed)
         begun = _drawn(model)
 
@@ -106,18 +106,18 @@ def _taken(step: Step, start: Others, between: Callable[[nn.Module], object], *,
     seen = watch.seeing() if watched else contextlib.nullcontext()
     with warnings.catch_warnings(record=True) as warned, _hooks_logged(step.model, hooks), seen:
         warnings.simplefilter("always")
-        left = _attempted(current, start, between)
+        effects = _attempted(current, start, between)
     needed = {name: t.grad for name, t in _inputs(*given).items() if t.grad is not None}
     return StepPrint(
-        left=left.tensors + _prints({f"gradient of {name}": gradient for name, gradient in needed.items()}),
-        others=left.others,
+        effects=effects.tensors + _prints({f"gradient of {name}": gradient for name, gradient in needed.items()}),
+        others=effects.others,
         hooks=tuple(hooks),
         calls=tuple(watch.calls),
         choices=tuple(watch.choices),
         nested_backward=watch.nested,
         warnings=tuple(dict.fromkeys(str(warning.message) for warning in warned)),
-        failed=left.failed,
-        updated=left.updated,
+        failed=effects.failed,
+        updated=effects.updated,
     )
 
 
@@ -134,7 +134,7 @@ def _inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class _Effects:
     """The tensors that a step left, or the reason why it failed."""
 
     tensors: tuple[TensorPrint, ...] = ()
@@ -143,19 +143,19 @@ class _Left:
     updated: bool = True
 
 
-def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]) -> _Left:
+def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]) -> _Effects:
     try:
-        found = _left_by_own(step) if isinstance(step, OwnStep) else _left_by(step, between)
+        found = _own_effects(step) if isinstance(step, OwnStep) else _model_effects(step, between)
     except Exception as error:  # the model's own classes may raise anything
         if is_out_of_memory(error):
             raise
-        return _Left(failed=error.message if isinstance(error, MemoptError) else first_line(error))
+        return _Effects(failed=error.message if isinstance(error, MemoptError) else first_line(error))
     after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
     moved = _prints(Others.of(step.model).moved_since(start))
     return replace(found, tensors=found.tensors + after, others=found.others + moved)
 
 
-def _left_by(step: Step, between: Callable[[nn.Module], object]) -> _Left:
+def _model_effects(step: Step, between: Callable[[nn.Module], object]) -> _Effects:
     between(step.model)
     reset_gradients(step)
     output = step.forward()
@@ -163,15 +163,15 @@ def _left_by(step: Step, between: Callable[[nn.Module], object]) -> _Left:
     early = {name: t.detach().clone() for name, t in outputs.items() if type(t) is Tensor}  # the loss may write to them
     step.backward(output)
     step.unscale()  # the two models may have found different scales
-    left = computed(outputs | early) | left_on(step.model)
-    found = _Left(_prints(left), _prints(numbers_by_name("output", output)))
-    del output, outputs, early, left
+    effects = computed(outputs | early) | effects_on(step.model)
+    found = _Effects(_prints(effects), _prints(numbers_by_name("output", output)))
+    del output, outputs, early, effects
     step.limit()
     step.update()
     return found
 
 
-def _left_by_own(step: OwnStep) -> _Left:
+def _own_effects(step: OwnStep) -> _Effects:
     """Take a user's own ``step``, whose function steps its optimizers itself, at their own rates."""
     updates = Updates(step)
     handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: updates.see(optimizer))
@@ -179,9 +179,9 @@ def _left_by_own(step: OwnStep) -> _Left:
         output = step.models.step.run(*step.args, **step.kwargs)
     finally:
         handle.remove()
-    left = computed(tensors_by_name("output", output)) | left_on(step.model) | updates.gradients
+    effects = computed(tensors_by_name("output", output)) | effects_on(step.model) | updates.gradients
     updated = updates.count > 0 or not step.optimizers()
-    return _Left(_prints(left), _prints(numbers_by_name("output", output)), updated=updated)
+    return _Effects(_prints(effects), _prints(numbers_by_name("output", output)), updated=updated)
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from memopt_cli.records import NOT_FINITE, Fingerprint, TensorPrint
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.verification.equality import AT_UPDATE, generator_state, named_state
+from memopt_cli.verification.effects import AT_UPDATE, generator_state, named_state
 
 _DIGEST_BYTES = 16
 """Length of a digest: two tensors have the same one by chance once in 2^128."""
@@ -34,12 +34,12 @@ _SHIFT = 4099
 """Offset from the weights of one piece to those of the next, a prime number, so that swapped pieces differ."""
 
 
-def left_by(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
+def effects_of(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
     """Return the tensors that a step left, uncopied: ``output``, gradients, buffers, state and generators, by name.
 
     ``None`` stands for a deferred output that nothing has read, and that a look at it would compute.
     """
-    return {f"output[{i}]": _values(t) for i, t in enumerate(tensors_of(output))} | left_on(model)
+    return {f"output[{i}]": _values(t) for i, t in enumerate(tensors_of(output))} | effects_on(model)
 
 
 def _values(output: Tensor) -> Tensor | None:
@@ -48,17 +48,17 @@ def _values(output: Tensor) -> Tensor | None:
     return output.values() if output.is_computed else None
 
 
-def left_on(model: nn.Module) -> dict[str, Tensor | None]:
+def effects_on(model: nn.Module) -> dict[str, Tensor | None]:
     """Return the tensors that a step left on ``model``: gradients, buffers, state and generators, by name."""
     found: dict[str, Tensor | None] = {**named_state(model), **generator_state()}
     return found | {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def fingerprint(left: Mapping[str, Tensor | None]) -> Fingerprint:
-    """Make the fingerprint of the tensors in ``left``; whether it repeats is not known yet: see :func:`repeated`."""
+def fingerprint(effects: Mapping[str, Tensor | None]) -> Fingerprint:
+    """Make the fingerprint of the tensors in ``effects``; whether it repeats is not known yet: see :func:`repeated`."""
     return Fingerprint(
-        tensors=tuple(_print_of(name, t.detach(), _weights()) for name, t in left.items() if t is not None),
-        put_off=tuple(name for name, t in left.items() if t is None),
+        tensors=tuple(_print_of(name, t.detach(), _weights()) for name, t in effects.items() if t is not None),
+        put_off=tuple(name for name, t in effects.items() if t is None),
         repeats=False,
     )
 

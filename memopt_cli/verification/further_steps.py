@@ -23,7 +23,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.text.units import format_seconds
 from memopt_cli.training.step import Step, is_out_of_memory, synchronize
-from memopt_cli.verification.equality import (
+from memopt_cli.verification.effects import (
     Difference,
     difference,
     effects,

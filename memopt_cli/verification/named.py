@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.module_state import generators_by_name, numbers_by_attribute, state_by_name
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.verification.equality import generator_state
+from memopt_cli.verification.effects import generator_state
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -55,7 +55,7 @@ def computed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.values() if isinstance(t, DeferredLinear) else t for name, t in tensors.items()}
 
 
-def left_on(model: nn.Module) -> dict[str, Tensor]:
+def effects_on(model: nn.Module) -> dict[str, Tensor]:
     """Return gradients, buffers, tensors in attributes of ``model``, and the global random generators, by name."""
     buffers = dict(model.named_buffers())
     known = {id(buffer) for buffer in buffers.values()}

@@ -18,7 +18,7 @@ from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import why_whole
 from memopt_cli.training.step import Step, synchronize
-from memopt_cli.verification.equality import (
+from memopt_cli.verification.effects import (
     TOLERANCE,
     Difference,
     bit_equal,
@@ -164,6 +164,6 @@ def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> fl
         raise StepError(
             f"the original's own step is not repeatable: {worst.name} differs between two runs from one seed",
             hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds; "
-            "a step of one's own takes its data from its inputs alone.",
+            "a step of your own must take all its data from its inputs.",
         )
     return 2 * worst.relative

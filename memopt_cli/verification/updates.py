@@ -14,7 +14,7 @@ from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.step import Step, begin, take
-from memopt_cli.verification.equality import cloned, difference, generators_kept, state_of
+from memopt_cli.verification.effects import cloned, difference, generators_kept, state_of
 from memopt_cli.verification.further_steps import Found
 
 Install = Callable[[nn.Module, Optimizer], object]
@@ -31,12 +31,12 @@ def compare_updates(step: Step, plain: Install, in_backward: Install, *, batch: 
     Both put the plan on a copy of the model and on its optimizer.  Only equality to the bit counts.  Raises
     :class:`StepError` if the model cannot be copied or has no optimizer, and whatever its steps raise.
     """
-    reference = _left(step, plain)
-    worst = difference(reference, _left(step, in_backward))
+    reference = _effects(step, plain)
+    worst = difference(reference, _effects(step, in_backward))
     return FurtherCheck(name=NAME, batch=batch, compared=worst.compared), Found(NAME, worst)
 
 
-def _left(step: Step, install: Install) -> dict[str, Tensor]:
+def _effects(step: Step, install: Install) -> dict[str, Tensor]:
     try:
         model = copy_of(step.model)
     except Exception as error:  # the model's own classes may do anything

@@ -14,7 +14,7 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step
-from memopt_cli.verification.equality import in_double
+from memopt_cli.verification.effects import in_double
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""

@@ -31,11 +31,11 @@ ADAMW = torch.optim.AdamW(MODEL.parameters())
         ({"inputs": "Bx3"}, UsageError, "dimensions without a size: B"),
         ({"inputs": "Bx3", "dims": {"B": 0}}, OptionError, r"dims\['B'\] is 0"),
         ({"inputs": "Bx3", "dims": "B=3"}, OptionError, "dims is 'B=3'"),
-        ({"dims": {"B": 4}}, OptionError, "the inputs have sizes of their own"),
-        ({"dims": {"B": (4, 8)}}, OptionError, "the inputs have sizes of their own"),
-        ({**RANGE, "budget": None}, OptionError, "a range of S asks for plans that meet a budget at all its sizes"),
+        ({"dims": {"B": 4}}, OptionError, "the inputs are tensors, which have sizes already"),
+        ({"dims": {"B": (4, 8)}}, OptionError, "the inputs are tensors, which have sizes already"),
+        ({**RANGE, "budget": None}, OptionError, "a range of S needs a budget that the plans meet at all its sizes"),
         ({**RANGE, "dims": {"S": (8, 4)}}, OptionError, r"the range of S, \(8, 4\), is empty"),
-        ({**RANGE, "dims": {"S": (1, 4, 8)}}, OptionError, "the range of S is of 3 sizes, not two"),
+        ({**RANGE, "dims": {"S": (1, 4, 8)}}, OptionError, "the range of S has 3 sizes; it must have two"),
         ({**RANGE, "dims": {"S": (0, 8)}}, OptionError, "an end of the range of S is 0"),
         ({**RANGE, "dims": {"S": (4, "8")}}, OptionError, "an end of the range of S is '8'"),
         ({**RANGE, "dims": {"S": range(4, 8)}}, OptionError, r"dims\['S'\] is a range"),
@@ -47,8 +47,8 @@ ADAMW = torch.optim.AdamW(MODEL.parameters())
             "another dimension than the batch, B",
         ),
         ({**RANGE, "dims": {"F": 2, "S": 8}, "lengths": [8]}, OptionError, "no dimension has a range"),
-        ({**RANGE, "lengths": []}, OptionError, "lengths holds no lengths"),
-        ({**RANGE, "lengths": {8: 0}}, OptionError, "lengths holds no lengths"),
+        ({**RANGE, "lengths": []}, OptionError, "lengths has no length that occurs"),
+        ({**RANGE, "lengths": {8: 0}}, OptionError, "lengths has no length that occurs"),
         ({**RANGE, "lengths": [4, 0]}, OptionError, "a length is 0"),
         ({**RANGE, "lengths": [4, 5.5]}, OptionError, "a length is 5.5"),
         ({**RANGE, "lengths": {4: -1}}, OptionError, r"lengths\[4\] is -1"),
@@ -112,7 +112,7 @@ def test_lengths_are_counted(given: Any) -> None:
 
 def test_a_range_is_for_optimize_alone() -> None:
     for command in (memopt_cli.frontier, memopt_cli.profile, memopt_cli.recommend_batch, memopt_cli.baseline):
-        with pytest.raises(OptionError, match=r"dims\['S'\] is a tuple, and one size is asked for"):
+        with pytest.raises(OptionError, match=r"dims\['S'\] is a tuple; it must be one size"):
             command(MODEL, "BxSx4", dims={"B": 2, "S": (4, 8)})  # type: ignore[dict-item]
 
 

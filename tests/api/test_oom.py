@@ -47,7 +47,7 @@ def test_other_errors_leave_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_does_not_hide_the_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="allocate") as raised, memopt_cli.explain_oom(tmp_path / "no" / "kept"):
         run_out()
-    assert raised.value.__notes__[0].startswith("memopt could not keep what explains it: ")
+    assert raised.value.__notes__[0].startswith("memopt could not write the files that explain it: ")
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -64,7 +64,11 @@ def test_a_snapshot_is_kept_as_well_and_hides_no_error(
     monkeypatch.setattr(oom, "memory_snapshot", memory_snapshot)
     with pytest.raises(RuntimeError, match="allocate") as raised, memopt_cli.explain_oom(tmp_path / "kept"):
         run_out()
-    said = "could not keep what explains it: no snapshot" if fails else f"--snapshot {tmp_path}/kept.snapshot.pickle"
+    said = (
+        "could not write the files that explain it: no snapshot"
+        if fails
+        else f"--snapshot {tmp_path}/kept.snapshot.pickle"
+    )
     assert said in raised.value.__notes__[0]
 
 

@@ -80,7 +80,7 @@ def test_an_interrupted_one_shows_what_had_been_tried(
     shown = capsys.readouterr()
     assert "every promise that was tried holds here" in shown.out
     assert shown.out.count("it ran") == 1
-    assert "interrupted; what is shown is what had been tried" in shown.err
+    assert "interrupted; the report has what was tried until then" in shown.err
     assert main(["selftest", "--device", "cpu", "-q", "--json"]) == 130
     found = json.loads(capsys.readouterr().out)
     assert (found["interrupted"], found["holds"]) == (True, False)
@@ -204,7 +204,10 @@ def test_each_row_of_a_phase_can_fail(
 ) -> None:
     counted = records.counted(1, phases=predicted)
     answers = iter(
-        [Measured(measurement=outcome, left=cast(Any, None)) if isinstance(outcome, Measurement) else outcome, counted]
+        [
+            Measured(measurement=outcome, fingerprint=cast(Any, None)) if isinstance(outcome, Measurement) else outcome,
+            counted,
+        ]
     )
     session = SimpleNamespace(ask=lambda job: next(answers))
     prepared = SimpleNamespace(session=lambda: contextlib.nullcontext(session))

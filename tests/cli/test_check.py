@@ -253,7 +253,8 @@ def test_a_baseline_names_no_file_elsewhere(recorded: Callable[..., Any], where:
     done = recorded("check", "net.pt")
     assert done.code == 4
     assert (
-        f"memopt-baseline.json names a file that is not in its folder, which must be given by you: {where}" in done.err
+        f"memopt-baseline.json names a file that is not in its folder, which you must give yourself: {where}"
+        in done.err
     )
     assert f"hint: If it is yours, add: --input-data {where}\n" in done.err
     torch.save(torch.zeros(512, 64), "other.pt")

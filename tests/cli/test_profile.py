@@ -197,7 +197,7 @@ def test_the_estimate_for_a_card(memopt: Callable[..., Any], net: str) -> None:
 def test_a_card_and_a_device_exclude_each_other(memopt: Callable[..., Any], net: str) -> None:
     done = memopt("profile", net, "-i", "512x64", "--for", "t4-16gb", "--device", "cuda:0")
     assert done.code == 2
-    assert "--device cuda:0 runs the step, and --for t4-16gb" in done.err
+    assert "--device cuda:0 runs the step, but --for t4-16gb" in done.err
 
 
 def test_one_rank_of_many(requests: list[ProfileRequest]) -> None:
@@ -221,8 +221,8 @@ def test_the_first_and_the_last_rank_are_asked_for(requests: list[ProfileRequest
     [
         ("--fake --ranks 64 --parallel fsdp --mesh dp=32,tp=3", "the mesh has 32 × 3 = 96 ranks, not 64"),
         ("--fake --ranks 64 --parallel fsdp --mesh dp=32,dp=2", "the axis dp twice"),
-        ("--fake --ranks 64 --parallel fsdp --mesh 64", "'64' is no NAME=SIZE"),
-        ("--fake --ranks 64 --parallel fsdp --mesh dp=0", "'dp=0' is no NAME=SIZE"),
+        ("--fake --ranks 64 --parallel fsdp --mesh 64", "'64' is not NAME=SIZE"),
+        ("--fake --ranks 64 --parallel fsdp --mesh dp=0", "'dp=0' is not NAME=SIZE"),
         ("--fake --ranks 8 --parallel fsdp --mesh a=2,b=2,c=2", "fsdp takes a mesh of 2 axes at most, not of 3"),
         ("--fake --ranks 64 --parallel fsdp --rank 64", "there is no rank 64 of 64"),
         ("--fake --ranks 0 --parallel fsdp", "'0' is not a whole number from 1 to 1048576"),
@@ -251,7 +251,7 @@ def test_one_of_several_processes_is_refused(
     monkeypatch.setattr(app, "speaks", lambda *_: True)
     assert main(["profile", "model.pt"]) == 2
     told = capsys.readouterr().err
-    assert "memopt profile is one process, and this one is number 1 of 2" in told
-    assert "under torchrun memopt measure is what all ranks do together" in told
+    assert "memopt profile runs in one process, but this one is rank 1 of 2" in told
+    assert "only memopt measure runs on all ranks of torchrun" in told
     assert not requests
     assert main(["profile", "--help"]) == 0

@@ -478,7 +478,7 @@ def test_a_search_where_nothing_fits_at_all(memopt: Callable[..., Any], net: str
     [
         (["-i", "8x63", "--search"], 3, "rejected its input"),
         (["--input-data", "x.pt", "--search"], 2, "cannot be resized"),
-        (["-i", "8x64", "--search", "--level", "0"], 2, "level 0 has none"),
+        (["-i", "8x64", "--search", "--level", "0"], 2, "level 0 allows none"),
         (["-i", "8x64", "--search", "--target", "Nothing"], 3, "Nothing"),
         (["-i", "8x64", "--search", "-o", "no/such/folder.yaml"], 3, "there is no folder"),
         (["-i", "8x63"], 3, "rejected its input"),
@@ -511,7 +511,7 @@ def test_bad_input(flags: list[str], code: int, said: str, memopt: Callable[...,
         ("--strategy online --dim T=16:64 --global-batch 64 -o b.yaml", "--global-batch and --output cannot be used"),
         ("--strategy online --dim T=16:64 --multiple-of 8", "--multiple-of cannot be used with --strategy"),
         ("--strategy online --dim T=16:64 --objective max", "--objective cannot be used with --strategy"),
-        ("--strategy bptt,online --dim T=16:64 --plan p.yaml", "--strategy bptt,online has no use for --plan"),
+        ("--strategy bptt,online --dim T=16:64 --plan p.yaml", "--strategy bptt,online does not use --plan"),
     ],
 )
 @pytest.mark.usefixtures("requests")

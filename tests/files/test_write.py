@@ -534,7 +534,7 @@ def test_a_baseline_of_modules_within_each_other_without_end_is_refused(tmp_path
         {"path": ".".join("a" * 300), "class_name": "Linear", "output_bytes": 1, "held_bytes": {}}
     ]
     (tmp_path / "b.json").write_text(json.dumps(data))
-    with pytest.raises(BaselineError, match="299 levels within each other"):
+    with pytest.raises(BaselineError, match="nested 299 levels deep"):
         read_measured(tmp_path / "b.json")
 
 

@@ -149,7 +149,7 @@ def test_a_dimension_without_size(text: str) -> None:
 )
 def test_no_forward_takes_thousands_of_inputs(check: Callable[[tuple[TensorSpec, ...]], None]) -> None:
     check((parse_tensor("3"),) * 1000)
-    with pytest.raises(UsageError, match="there are 1001 inputs, and no forward takes more than 1000"):
+    with pytest.raises(UsageError, match="there are 1001 inputs; memopt accepts at most 1000"):
         check((parse_tensor("3"),) * 1001)
 
 

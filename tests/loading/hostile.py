@@ -214,7 +214,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
         yield f"a state made by {made.reduced[0].__name__}", _of(_linear(_modules={"a": hidden}), "of another kind")
     alias = types.GenericAlias(BertConfig, (int,))
     yield "a type that makes settings, as a method", _of(_linear(forward=alias), "GenericAlias")
-    yield "settings as something to call", _of(_linear(act=BertConfig), "kept as something to call")
+    yield "settings as something to call", _of(_linear(act=BertConfig), "stored as something to call")
     composed = functools.partial(round, ndigits=nn.functional.gelu)
     yield "a partial that is handed a function", _of(_linear(act=composed), "something to call")
     for made in (Call(dict, {"ndigits": nn.functional.gelu}), collections.OrderedDict(ndigits=nn.functional.gelu)):
@@ -228,7 +228,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     compiled = Call(operator.getitem, typing.List, "not " * 1000)  # noqa: UP006
     yield "a type named by an expression", _of(_linear(extra=compiled), "a text that names none")
     program = Created(ObservedGraphModule, state=vars(nn.Linear(1, 1)))
-    yield "a module that compiles itself", _of(_linear(_modules={"a": program}), "makes itself anew")
+    yield "a module that compiles itself", _of(_linear(_modules={"a": program}), "rebuilds itself")
     renamed = Created(BertConfig, state={"attribute_map": {"unflatten": "to_json_file"}})
     yield "settings with other names", _of(_linear(extra=renamed), "attribute_map")
     yield "an item of something", _of(_linear(act=functools.partial(operator.getitem, [1])), "getitem")
@@ -245,7 +245,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     hidden = Created(BertConfig, state={"to_dict": 1})
     yield "data in the place of a method of settings", _of(_linear(extra=hidden), "its method to_dict")
     neuron = Created(FlexSN, state=vars(nn.Linear(1, 1)))
-    yield "a module that copies itself", _of(_linear(_modules={"a": neuron}), "makes itself anew")
+    yield "a module that copies itself", _of(_linear(_modules={"a": neuron}), "rebuilds itself")
     tensors = [torch.ones(1), torch.ones(1), torch.ones(1, dtype=torch.int32)]
     cell = ("quantized", tensors, [1.0], [1], [])
     packed = Created(torch.ScriptObject, state=(cell, "__torch__.torch.classes.rnn.CellParamsBase"))
@@ -325,7 +325,7 @@ def _endless() -> Iterator[tuple[str, Hostile]]:
         training = Created(kind, state={"defaults": {}, "state": {}, "param_groups": groups})
         yield (
             f"{kind.__name__} of parameters without an end",
-            _of(_linear(extra=training), "parameters that are no lists"),
+            _of(_linear(extra=training), "parameters that are not lists"),
         )
     keys = {"settings": Created(GenerationConfig, state={"extra": [1]})}
     if hasattr(distributed, "_BucketCapacityConfig"):  # newer than PyTorch 2.8

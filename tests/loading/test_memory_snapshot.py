@@ -90,7 +90,7 @@ class Runs:
     ],
 )
 def test_nothing_else_is_read(tmp_path: Path, data: object, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnsafeFileError, match="is no snapshot"):
+    with pytest.raises(UnsafeFileError, match="is not a snapshot"):
         read_snapshot(written(tmp_path, data))
     assert capsys.readouterr().out == ""
 
@@ -142,7 +142,7 @@ ONE = block(1, "active_allocated", frame("/me/a.py", 1))
     ],
 )
 def test_what_would_take_all_memory_or_time_is_refused(tmp_path: Path, data: object) -> None:
-    with pytest.raises(FileFormatError, match="is no snapshot"):
+    with pytest.raises(FileFormatError, match="is not a snapshot"):
         read_snapshot(written(tmp_path, data))
 
 
@@ -281,7 +281,7 @@ def test_events_that_are_none(tmp_path: Path, wrong: Any) -> None:
     data = as_of_a_card(
         LATER, [{**last, "frames": [{"line": 3}]}, HISTORY[-1], wrong, event("free_completed", 4096, 8, 20)]
     )
-    with pytest.raises(FileFormatError, match="is no snapshot"):
+    with pytest.raises(FileFormatError, match="is not a snapshot"):
         read_snapshot(written(tmp_path, data))
 
 

@@ -733,7 +733,7 @@ def test_a_state_that_is_no_dict_is_not_handed_to_a_library(tmp_path: Path, monk
     quantized = torch.ao.nn.quantized.Conv2d(2, 2, 1)
     torch.save(nn.Sequential(quantized), tmp_path / "quantized.pt")
     monkeypatch.setattr(type(quantized), "set_weight_bias", lambda *given: pytest.fail("weights were packed"))
-    with pytest.raises(UnsafeFileError, match=r"conv\.Conv2d has a state of another kind"):
+    with pytest.raises(UnsafeFileError, match=r"conv\.Conv2d has a state of an unexpected type"):
         load(tmp_path / "quantized.pt")
 
 

@@ -83,7 +83,7 @@ def test_an_adapter_is_put_on_its_base(folder: Path, adapter: Path) -> None:
     assert any(parameter.requires_grad for name, parameter in found.named_parameters() if "lora_A" in name)
     tokens = torch.arange(8)[None]
     assert not torch.equal(found.eval()(tokens).logits, load(folder).eval()(tokens).logits)
-    assert f"The adapter is put on the base in {folder}." in load_model(ModelSource(location=str(adapter))).notes
+    assert f"The adapter is applied to the base in {folder}." in load_model(ModelSource(location=str(adapter))).notes
     rewrite(adapter / "adapter_config.json", lambda settings: settings.update(base_model_name_or_path="someone/gpt2"))
     with pytest.raises(FileFormatError, match="'someone/gpt2', which is not a folder here"):
         load(adapter)

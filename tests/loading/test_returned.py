@@ -97,7 +97,7 @@ def test_of_the_users_own_classes(user_code: str, tmp_path: Path) -> None:
     source, path = original(tmp_path, code_paths=(user_code,)), tmp_path / "returned.pt"
     made = load_model(ModelSource(location="faulty:Spare", trust=source.trust)).module
     torch.save(made, path)
-    with pytest.raises(UnsafeFileError, match=r"it has faulty\.Spare, which the original has not"):
+    with pytest.raises(UnsafeFileError, match=r"it has faulty\.Spare, which the original does not have"):
         check_returned(str(path), source)
     torch.save(made, source.location)
     assert check_returned(str(path), source)
@@ -162,20 +162,20 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "a call within": (lambda: holding(Call(os.system, "true")), r"posix\.system runs what it is given"),
     "a call in a file within": (
         lambda: holding(Call(torch.storage._load_from_bytes, within(Call(os.system, "true")))),
-        "no part of the model",
+        "not part of the model",
     ),
-    "a module that is imported and dropped": (lambda: dropping(b"cantigravity\nx\n0"), "no part of the model"),
+    "a module that is imported and dropped": (lambda: dropping(b"cantigravity\nx\n0"), "not part of the model"),
     "an object that is made and dropped": (
         lambda: dropping(b"ctorch.nn.modules.linear\nLinear\n)\x810"),
-        "no part of the model",
+        "not part of the model",
     ),
     "another class": (lambda: holding(nn.Bilinear(1, 1, 1)), r"it has torch\.nn\.modules\.linear\.Bilinear"),
     "the same class, called": (lambda: holding(Calling(1, 1)), "is called with arguments from the file"),
     "a function for a method": (holding_forward, "in the place of its method forward"),
-    "TorchScript": (script, "no archive of torch.save"),
-    "a legacy file": (legacy, "no archive of torch.save"),
+    "TorchScript": (script, "not an archive of torch.save"),
+    "a legacy file": (legacy, "not an archive of torch.save"),
     "bytes": (lambda: b"PK\x03\x04 and no more", "the file"),
-    "nothing": (lambda: b"", "no archive of torch.save"),
+    "nothing": (lambda: b"", "not an archive of torch.save"),
 }
 
 
@@ -187,7 +187,7 @@ def test_what_is_not_the_original_is_refused(name: str, tmp_path: Path) -> None:
     path.write_bytes(make())
     with pytest.raises(UnsafeFileError, match=says) as error:
         check_returned(str(path), source)
-    assert error.value.message.startswith("the subprocess returned what is no optimized model: ")
+    assert error.value.message.startswith("the subprocess returned something that is not an optimized model: ")
     assert str(path) not in error.value.message
     assert "--trust-pickle" not in error.value.hint
 

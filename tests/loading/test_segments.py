@@ -77,7 +77,7 @@ def test_settings_that_no_plan_has(values: dict[str, Any], says: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["path", "compressor"])
 def test_settings_are_text_that_can_be_printed(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsafeFileError, match="makes a segment of something else"):
+    with pytest.raises(UnsafeFileError, match="makes a segment from unexpected arguments"):
         _load(_with_segment(**{name: "\x1b[2J\n::error::"}), tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_all_of_a_model_is_by_the_lengths_of_its_root(values: dict[str, Any], sa
 def test_bounds_that_do_not_ascend_are_refused_before_anything_is_made(tmp_path: Path) -> None:
     model = _by_length()
     _set(settings_of(model), up_to=(8, 4))
-    with pytest.raises(UnsafeFileError, match="makes a segment of something else"):
+    with pytest.raises(UnsafeFileError, match="makes a segment from unexpected arguments"):
         _load(model, tmp_path)
 
 

@@ -52,7 +52,7 @@ def hoard(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @pytest.mark.usefixtures("hoard")
 def test_a_plan_under_which_steps_leave_more_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StepError, match=r"each step leaves 128\.0 KiB more behind than the last"):
+    with pytest.raises(StepError, match=r"each step leaves 128\.0 KiB more memory behind than the one before"):
         measure(bench(tmp_path, nn.Sequential(Hoarder(always=False))), job(Plan(segments=(SegmentPlan(path="0"),))))
 
 

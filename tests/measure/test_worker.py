@@ -584,7 +584,7 @@ def test_an_answer_too_long_to_be_read_is_a_failure_that_says_so() -> None:
     line = _line(reply, 10_000)
     assert json.loads(line) == reply
     said = from_data(StepFailed, json.loads(_line(reply, 100)))
-    assert "more to tell than 100 B" in said.message
+    assert "does not fit into 100 B of memory" in said.message
     assert said.hint
 
 

@@ -23,7 +23,7 @@ from memopt_cli.records import ONLINE_RULES, ChunkRule, OnlineRule, Plan, Segmen
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.chunking import find_rule
-from memopt_cli.verification.equality import difference, effects
+from memopt_cli.verification.effects import difference, effects
 from sample_models import spiking_vgg
 from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, lif_net, sequence
 from tests.zoo.models import Parts

@@ -98,7 +98,7 @@ def measured(one: Prepared, plan: Plan) -> tuple[Measurement, Fingerprint]:
     with one.session() as session:
         found = session.ask(MeasureJob(plan=plan))
     assert isinstance(found, Measured), found
-    return found.measurement, found.left
+    return found.measurement, found.fingerprint
 
 
 def steps_of(one: Prepared, plan: Plan, step_s: float = 1.0) -> MeasuredSteps:
@@ -337,8 +337,8 @@ def test_a_step_of_rounded_parameters_leaves_them_as_they_were(model: type[nn.Mo
             session.ask(job) for job in (MeasureJob(plan=ORIGINAL), RoundedJob(), MeasureJob(plan=ORIGINAL))
         )
     assert isinstance(rounded, Fingerprint)
-    assert before.left == after.left
-    moved = compared(before.left, rounded, batch=64, dims={}, exact=False)[0]
+    assert before.fingerprint == after.fingerprint
+    moved = compared(before.fingerprint, rounded, batch=64, dims={}, exact=False)[0]
     assert 0 < moved.worst_difference < moved.tolerance
 
 

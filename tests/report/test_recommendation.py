@@ -164,7 +164,7 @@ def test_ways_to_batch_sequences() -> None:
     lines = [" ".join(line.split()) for line in shown(replace(FOUND, lengths=ways))]
     assert "padding 8 7 43.2 % ~1.0 MiB ~2.00 s" in lines
     assert "token budget max_tokens=96 6 1.0 % ~2.0 MiB ~1.00 s" in lines
-    start = lines.index("# token budget, the fastest of the padded ways")
+    start = lines.index("# token budget, the fastest that pads")
     assert lines[start + 1].startswith("sampler = memopt_cli.batching.TokenBudgetSampler(lengths, max_tokens=96)")
     assert not any("batch_size=40" in line for line in lines)
 

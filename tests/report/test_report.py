@@ -488,7 +488,7 @@ REASONS: list[tuple[Reason, str]] = [
     (
         TooSlow(slowdown=1.62, most=1.33),
         "found 147.0 MiB of 200.0 MiB, but its step takes 1.62 times as long, and 1.33 is the limit. The model stays "
-        "as it is. --max-slowdown 1.8 takes it.",
+        "as it is. --max-slowdown 1.8 allows it.",
     ),
     (
         SavesTooLittle(saved=0.004, slowdown=1.14),
@@ -514,8 +514,8 @@ REASONS: list[tuple[Reason, str]] = [
             ),
         ),
         "found 147.0 MiB of 200.0 MiB, but verification failed: fc.weight differs by 0.5, at batch 4. The model stays "
-        "as it is. If 'features.1' reads or changes what is no attribute of a module (a file, a C extension), keep "
-        "that in one, or name other modules with --target; else please report it.",
+        "as it is. If 'features.1' reads or changes something that is not an attribute of a module (a file, a C "
+        "extension), keep it in one, or name other modules with --target; otherwise please report it.",
     ),
 ]
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan
-from memopt_cli.verification.equality import bit_equal
+from memopt_cli.verification.effects import bit_equal
 from tests.zoo.models import GIVEN, Parts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -27,7 +27,7 @@ from memopt_cli.runtime import LossContainer, SegmentConfig, install_segment, re
 from memopt_cli.runtime.deferred import DeferredLinear, _LinearCrossEntropy
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.training.step import Step, run_checked
-from memopt_cli.verification.equality import difference, effects
+from memopt_cli.verification.effects import difference, effects
 from memopt_cli.verification.recorded_step import verify
 from tests.zoo.watching import silent
 

@@ -152,10 +152,10 @@ A, B = torch.zeros(7, 4, 3), torch.zeros(3, 4, 3)
         ),
         (lambda: checkpoint(torch.tanh, A, chunks=2, time_dim=3), "must be tensors of one length along time_dim=3"),
         (lambda: checkpoint(torch.add, A, A, chunks=2, chunked_args=(0, 0)), "each argument that is cut once"),
-        (lambda: checkpoint(torch.add, A, A, chunks=2, chunked_args=()), "one at least"),
+        (lambda: checkpoint(torch.add, A, A, chunks=2, chunked_args=()), "at least one"),
         (lambda: checkpoint(torch.add, A, A, chunks=0), "chunks must be 1 or more, not 0"),
         (lambda: checkpoint(torch.add, A, A, chunks="2"), "chunks must be a whole number, not '2'"),  # type: ignore[arg-type]
-        (lambda: to_gc_function(None, 3), "3 is no function"),  # type: ignore[arg-type]
+        (lambda: to_gc_function(None, 3), "3 is not a function"),  # type: ignore[arg-type]
         (lambda: checkpoint(torch.add, A, A, compressor=3), "its x_compressor is 3"),
         (lambda: checkpoint(lambda x: {"x": x}, A, chunks=2), "it returned: dict"),
         (lambda: checkpoint(torch.sum, A, chunks=2), "it returned: 0-D tensor"),

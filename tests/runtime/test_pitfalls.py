@@ -42,7 +42,7 @@ from memopt_cli.runtime.compressor import COMPRESSORS, Packed, SpikeCompressor
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.trace import record
 from memopt_cli.training.step import Step
-from memopt_cli.verification.equality import effects
+from memopt_cli.verification.effects import effects
 from tests.zoo.models import Before, Parts, mlp
 
 PLAIN = SegmentConfig()
@@ -579,7 +579,7 @@ PITFALLS: dict[int, tuple[str, tuple[str, ...]]] = {
         (
             "pipeline/plans/test_optimization.py::test_nothing_changes_for_the_caller",
             "measure/test_worker.py::test_a_job_leaves_the_model_as_it_was",
-            "verification/test_equality.py::test_the_caller_keeps_what_it_had",
+            "verification/test_effects.py::test_the_caller_keeps_what_it_had",
         ),
     ),
     34: (

@@ -21,7 +21,7 @@ from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import WRITES_TWICE
 from memopt_cli.runtime.runs import Run
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
-from memopt_cli.verification.equality import bit_equal
+from memopt_cli.verification.effects import bit_equal
 from tests.zoo.watching import saved_bytes
 
 

@@ -166,7 +166,7 @@ def test_a_scaler_has_found_its_scale_when_a_step_is_measured(tmp_path: Path) ->
 def test_what_a_measured_step_leaves_is_finite(model: type[nn.Module], tmp_path: Path) -> None:
     at = bench(tmp_path, model(), optimizer="adamw", precision="fp16")
     with at.cleared():
-        left = measure(at, MeasureJob(plan=Plan())).left
+        left = measure(at, MeasureJob(plan=Plan())).fingerprint
     assert all(math.isfinite(number) for tensor in left.tensors for number in tensor.projections)
 
 

@@ -110,12 +110,12 @@ def test_a_module_of_two_names_is_one_module() -> None:
     ("fields", "reason"),
     [
         ({"compressor": "zip"}, "unknown compressor 'zip'; known: null, boolean, uint8, bit, sparse, two-valued"),
-        ({"compressor": "own"}, "its compressor is to be its own, but Linear has no x_compressor"),
+        ({"compressor": "own"}, "its compressor is own, but Linear has no x_compressor"),
         ({"chunks": 0}, "chunks must be 1 or more, not 0"),
         ({"chunks": -2}, "chunks must be 1 or more, not -2"),
         ({"seq_inputs": -1}, "seq_inputs must be 1 or more, not -1"),
         ({"seq_outputs": 0}, "seq_outputs must be 1 or more, not 0"),
-        ({"spatial_split": True}, "it is to be split in space, but Linear has no method __spatial_split__"),
+        ({"spatial_split": True}, "spatial_split is on, but Linear has no method __spatial_split__"),
     ],
 )
 def test_what_a_hand_edited_plan_may_say(fields: dict[str, Any], reason: str) -> None:
@@ -235,7 +235,7 @@ def test_a_model_that_has_its_segments_takes_the_optimizer_alone() -> None:
 
 def test_without_an_optimizer_such_a_plan_is_refused() -> None:
     model = net()
-    with pytest.raises(PlanError, match="runs the optimizer in backward, and there is none") as refused:
+    with pytest.raises(PlanError, match="runs the optimizer in backward, but no optimizer is given") as refused:
         memopt_cli.apply_plan(model, Plan(segments=(SegmentPlan(path="0"),), in_backward=True))
     assert "optimizer=optimizer" in (refused.value.hint or "")
     assert memopt_cli.plan_of(model) == Plan()

@@ -23,7 +23,7 @@ from memopt_cli.trace import clock, time_operators
 from memopt_cli.training.apply import remove_plan
 from memopt_cli.training.step import Step, begin, make_scaler, run_checked, take
 from memopt_cli.verification import further_steps
-from memopt_cli.verification.equality import bit_equal, effects
+from memopt_cli.verification.effects import bit_equal, effects
 from memopt_cli.verification.further_steps import first_samples
 from memopt_cli.verification.recorded_step import verify
 from memopt_cli.verification.updates import compare_updates

@@ -25,7 +25,7 @@ from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import reset_gradients, run_checked, take
 from memopt_cli.training.user_step import models_of
-from memopt_cli.verification.equality import bit_equal, effects, step_in_double
+from memopt_cli.verification.effects import bit_equal, effects, step_in_double
 from tests.conftest import Done
 
 STEPS = Path(__file__).parents[1] / "user_code" / "own_steps.py"
@@ -270,7 +270,7 @@ def test_a_step_that_draws_other_data_each_time(memopt: Callable[..., Done]) -> 
 def test_flags_that_say_how_a_step_is_run(memopt: Callable[..., Done], flag: str) -> None:
     done = memopt("profile", f"{STEPS}:two_rounds", "-i", "4x8", flag)
     assert done.code == 2
-    assert "makes one of its own" in done.err
+    assert "makes a step of its own" in done.err
 
 
 @pytest.mark.usefixtures("in_process")

@@ -22,7 +22,7 @@ from memopt_cli.runtime import refusal, segment_of
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.step import Step
-from memopt_cli.verification.equality import bit_equal, difference, effects
+from memopt_cli.verification.effects import bit_equal, difference, effects
 from sample_models.spiking_vgg import LIF, MultiStep
 from tests.rows import quick
 

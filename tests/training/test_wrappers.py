@@ -116,9 +116,8 @@ def test_a_search_is_of_the_model_within(wrap: Callable[[nn.Module], nn.Module])
     paths = [segment.path for segment in memopt_cli.plan_of(wrapped).segments]
     assert len(paths) == summary.gc_wrap_count > 0
     assert {*paths} <= {"0", "1"}
-    assert (
-        f"The step is measured without {type(wrapped).__name__}, and what that holds is not counted." in summary.notes
-    )
+    name = type(wrapped).__name__
+    assert f"The step is measured without {name}, and the memory of {name} is not counted." in summary.notes
 
 
 def test_where_nothing_is_measured_nothing_is_said_of_a_measurement() -> None:

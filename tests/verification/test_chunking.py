@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memopt_cli.records import ChunkRule, Refused, StepSettings
 from memopt_cli.training.step import Step
 from memopt_cli.verification.chunking import capture_call, find_rule
-from memopt_cli.verification.equality import state_of
+from memopt_cli.verification.effects import state_of
 from tests.zoo.models import GIVEN, Parts
 
 

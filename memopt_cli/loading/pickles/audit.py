@@ -145,7 +145,7 @@ class Audit:
             if id(node) not in segments:
                 for part in held_in(node):
                     if isinstance(part, Global) and self.role_of(part) == "named":
-                        yield part, "is no layer, and kept as something to call"
+                        yield part, "is not a layer, but is stored as something to call"
 
     def _compared(self) -> Iterator[tuple[Global, str]]:
         """Object to keys whose class computes the hash from attributes, each time and in any time."""
@@ -214,7 +214,7 @@ def _misfilled(node: Built, recipe: Recipe) -> str:
         return "is filled as something else is"
     if node.has_state and recipe.fill is None:
         return "has a state, and can have none"
-    return "is created with named arguments" if node.keywords is not None and recipe.role != "trusted" else ""
+    return "is created with keyword arguments" if node.keywords is not None and recipe.role != "trusted" else ""
 
 
 def _states_of(node: Built) -> tuple[Any, ...]:

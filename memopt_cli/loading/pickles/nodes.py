@@ -197,4 +197,4 @@ class Walk:
         self._sizes[id(value)], self._depths[id(value)] = size, depth
         if depth > self._most:
             return f"are nested deeper than {self._most}"
-        return f"hold more than {self._items} items, each counted as often as it is met" if size > self._items else ""
+        return f"hold more than {self._items} items, each counted as often as it occurs" if size > self._items else ""

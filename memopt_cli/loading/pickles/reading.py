@@ -93,6 +93,6 @@ def nested_storage(data: bytes, scan: PickleScan) -> tuple[Any, Storages]:
         raise Broken(f"a storage is damaged ({err})") from err
     root = inner.pickle.root
     if not isinstance(root, Built) or root.how != "stored" or not isinstance(root.arguments, Tuple):
-        raise Broken("a storage is made of something else")
+        raise Broken("a storage is built from unexpected arguments")
     identity = tuple(part.name if isinstance(part, Global) else part for part in root.arguments.items)
     return identity, inner.storages

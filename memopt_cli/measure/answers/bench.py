@@ -24,7 +24,7 @@ from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.private_torch import fakes_exchanged
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.runtime.unsafe import forget_marks
+from memopt_cli.runtime.unsafe import forget_unsafe
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.training.apply import apply_plan, in_backward_error, remove_segments
 from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
@@ -108,7 +108,7 @@ class Bench:
         from memopt_cli.training.sharded import fake_group, spread  # takes seconds to import
 
         check_spreadable(self.model, plan, "predicted")
-        function = way_to_spread(layout, self._functions)
+        function = spread_function(layout, self._functions)
         with self._maker.building():
             model = apply_plan(self._maker.placed(self._maker.built()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
@@ -143,7 +143,7 @@ class Bench:
                 yield
         finally:
             remove_segments(self.model)
-            forget_marks(self.model)
+            forget_unsafe(self.model)
             self.reset()
 
     @contextlib.contextmanager
@@ -239,14 +239,16 @@ class Bench:
 def check_spreadable(model: nn.Module, plan: Plan, what: str) -> None:
     """Raise :class:`StepError` for a step that is not ``what``, predicted or measured, for many ranks."""
     if isinstance(model, StepModels):
-        raise StepError(f"a step of one's own is not {what} for many ranks", hint="Give what builds the model.")
+        raise StepError(
+            f"a step of your own cannot be {what} for many ranks", hint="Name a function that builds the model."
+        )
     if plan.in_backward:
         raise StepError(
-            f"the optimizer in backward is not {what} for many ranks", hint="Take in_backward out of the plan."
+            f"the optimizer in backward cannot be {what} for many ranks", hint="Take in_backward out of the plan."
         )
 
 
-def way_to_spread(
+def spread_function(
     layout: Layout, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 ) -> Callable[..., Any] | None:
     """Return the user's function that spreads the model; ``None`` for a built-in way.

@@ -48,7 +48,7 @@ def _measured(bench: Bench, job: CompiledJob) -> CompiledStep:
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, MemoptError):
             raise
-        alone = f"Take a step of torch.compile(model, backend={job.backend!r}) in plain Python: it should fail alike."
+        alone = f"Take a step of torch.compile(model, backend={job.backend!r}) in plain Python: it should fail, too."
         raise StepError(first_line(error), hint=alone) from error
     peak_bytes, step_s = probed(bench, step)
     return CompiledStep(backend=job.backend, allocated_peak_bytes=peak_bytes, step_s=step_s, broken=broken)

@@ -15,7 +15,7 @@ from memopt_cli.runtime.private_torch import compiled_to_draw_alike, is_compiled
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.consecutive import consecutive
-from memopt_cli.verification.equality import step_cast_to_double, step_in_double
+from memopt_cli.verification.effects import step_cast_to_double, step_in_double
 
 
 def follow(bench: Bench, job: FollowJob) -> Followed:
@@ -27,7 +27,7 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
             bench.settle(step)
         except StepError as never_finite:
             why = f"{never_finite.message}; {never_finite.hint}"
-            failed = StepPrint(left=(), others=(), hooks=(), failed=why)
+            failed = StepPrint(effects=(), others=(), hooks=(), failed=why)
             return Followed(start=(), others=(), steps=(failed,), draws=False, is_compiled=False)
     _enter_mode(bench, job.mode)  # the bench restores it
     drawing = compiled_to_draw_alike() if job.draws_alike else contextlib.nullcontext()

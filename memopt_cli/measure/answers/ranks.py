@@ -16,7 +16,7 @@ from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.allocated import Allocated, measure_allocated
-from memopt_cli.measure.answers.bench import check_spreadable, maker_of_optimizer, way_to_spread
+from memopt_cli.measure.answers.bench import check_spreadable, maker_of_optimizer, spread_function
 from memopt_cli.measure.jobs import DescribeJob, GroupJob, InGroup, Subject
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.records import (
@@ -35,10 +35,10 @@ from memopt_cli.training.sharded import (
     Ranks,
     buckets_seen,
     data_ranks,
-    lost_ranks_told,
     parameters_of,
     ranks_of,
     real_group,
+    reporting_lost_ranks,
     spread_really,
 )
 from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, place, run_checked, synchronize, take
@@ -56,7 +56,7 @@ def measure(subject: Subject, job: GroupJob) -> InGroup:
     assert subject.layout is not None, "it is one rank of many"
     try:
         with (
-            lost_ranks_told(),
+            reporting_lost_ranks(),
             real_group(subject.layout, subject.settings.device, job.timeout_s) as mesh,
             ranks_of(None, timedelta(seconds=job.timeout_s)) as ranks,
         ):
@@ -67,7 +67,7 @@ def measure(subject: Subject, job: GroupJob) -> InGroup:
 
 def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks) -> RanksMeasured:
     digest = ranks.require_same("plan", job.plan)
-    model, spec, function = ranks.each(lambda: (*_built(subject, job), way_to_spread(layout)))
+    model, spec, function = ranks.each(lambda: (*_built(subject, job), spread_function(layout)))
     settings = replace(subject.settings, device=mesh.device_type)
     ranks.require_same("step", [to_data(part) for part in (settings, spec, layout)])
     ranks.require_same("model", parameters_of(model))

@@ -32,8 +32,8 @@ from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, is_out_of_memory, run_checked, seed_everything, synchronize, take
-from memopt_cli.verification.equality import Updates, parameters_kept
-from memopt_cli.verification.fingerprint import fingerprint, left_by, left_on, repeated
+from memopt_cli.verification.effects import Updates, parameters_kept
+from memopt_cli.verification.fingerprint import effects_of, effects_on, fingerprint, repeated
 
 _ENOUGH_S = 0.3
 _MOST_STEPS = 20
@@ -70,7 +70,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
             watched.enter_context(mode)
         counted = trace.count(step)
     allocated = allocated_by(bench, step)
-    left = repeated(first, fingerprint(left_on(bench.model)))
+    printed = repeated(first, fingerprint(effects_on(bench.model)))
     not_as_planned = tuple(warnings_of(bench.model))
     if job.plan == ORIGINAL:
         bench.tell(full_workspaces, metered(meter, allocated))
@@ -94,7 +94,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         spent_s=time.monotonic() - started,
         phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
     )
-    return Measured(measurement=measurement, left=left, not_as_planned=not_as_planned)
+    return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned)
 
 
 def _refuse_growth(bench: Bench, step: Step) -> None:
@@ -113,8 +113,9 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
     remove_segments(bench.model)
     if planned_bytes > growth(taken, device):
         raise StepError(
-            f"each step leaves {format_bytes(planned_bytes)} more behind than the last, which nothing frees",
-            hint="Please report it, and name other modules with --target until it is mended.",
+            f"each step leaves {format_bytes(planned_bytes)} more memory behind than the one before, and nothing "
+            "frees it",
+            hint="Please report it, and name other modules with --target until it is fixed.",
         )
 
 
@@ -207,13 +208,13 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
         idle.pop(module, None)
 
     with module_hooks(bench.model, enter, lambda *_: None):
-        elapsed, left = _first(bench, step)
+        elapsed, printed = _first(bench, step)
     if idle:
         raise StepError(
             f"the plan makes a segment of '{min(idle.values())}', but the step never calls that module",
             hint="Remove it from the plan.",
         )
-    return elapsed, left
+    return elapsed, printed
 
 
 def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
@@ -229,12 +230,12 @@ def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
 
 def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     """Take a step with finite gradients, and drop them; return its seconds and its results."""
-    elapsed, left = _taken(bench, step)
+    elapsed, printed = _taken(bench, step)
     if not step.is_settled():
         bench.settle(step)
-        elapsed, left = _taken(bench, step)
+        elapsed, printed = _taken(bench, step)
     bench.model.zero_grad(set_to_none=True)
-    return elapsed, left
+    return elapsed, printed
 
 
 def _taken(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
@@ -252,7 +253,7 @@ def _taken(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
         step.update()
     synchronize(bench.settings.device)
     elapsed = time.perf_counter() - started
-    return elapsed, fingerprint(left_by(bench.model, output) | updates)
+    return elapsed, fingerprint(effects_of(bench.model, output) | updates)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
 from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime.cuts import Cut, recorded_cuts
 from memopt_cli.runtime.in_backward import check_steps_alone
-from memopt_cli.runtime.unsafe import forget_marks
+from memopt_cli.runtime.unsafe import forget_unsafe
 from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.step import Step
 from memopt_cli.verification.further_steps import first_samples
@@ -34,7 +34,7 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
     chunked = sum(segment.chunks > 1 for segment in job.plan.everywhere)
 
     def observe(sizes: Mapping[str, int]) -> Mapping[int, Cut]:
-        forget_marks(bench.model)  # a module that could not run in chunks at other sizes may at these
+        forget_unsafe(bench.model)  # a module that could not run in chunks at other sizes may at these
         step = bench.resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
         with bench.planned(job.plan.of_model), recorded_cuts() as found, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about fewer chunks than the plan has

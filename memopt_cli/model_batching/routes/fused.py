@@ -40,7 +40,7 @@ from memopt_cli.runtime import (
 )
 from memopt_cli.runtime.private_torch import has_hooks, tree_flatten, tree_leaves
 from memopt_cli.runtime.tree import join_tensors, split_tensors
-from memopt_cli.verification.equality import bit_equal, generator_state, generators_kept
+from memopt_cli.verification.effects import bit_equal, generator_state, generators_kept
 
 
 class FusedRoute:

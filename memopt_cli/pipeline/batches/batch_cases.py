@@ -111,7 +111,7 @@ class CaseSearch:
             case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
             self.searched.append(case)
             if refusal := why_fixed(case.search, self.prepared):
-                raise StepError(refusal, hint="Give the model what it points at as an input, one for each batch.")
+                raise StepError(refusal, hint="Pass what it points at as an input, one for each batch.")
             if self.replicas:
                 self._find_copies(case)
             self._restrain_loop(case)
@@ -159,7 +159,7 @@ class CaseSearch:
         if others and not case.search.runs.measured:
             raise_failure(others[0])
         if case.search.model.predict is None and not case.search.runs:
-            limit, hint = f"{self.most_runs} runs are all there are", "Give a range of fewer sizes to --dim."
+            limit, hint = f"{self.most_runs} runs are the limit", "Give a range of fewer sizes to --dim."
             if not self.most_runs:
                 limit, hint = "nothing is to be run", "Run it on that device, without --for or --fake."
             raise StepError(
@@ -170,10 +170,12 @@ class CaseSearch:
         if refusal := case.search.refusal():
             raise StepError(
                 f"the model runs at batch {case.search.batch} only{case.text}: {refusal}",
-                hint="Write no batch size into its code (x.shape[0] instead); export it with dynamic_shapes.",
+                hint="Use x.shape[0] in its code, not a fixed batch size, and export it with dynamic_shapes.",
             )
         if case.search.model.predict is None:
-            self.notes.append(f"The step cannot run on tensors without data{case.text}; the fit is of runs alone.")
+            self.notes.append(
+                f"The step cannot run on tensors without data{case.text}, so peaks are extrapolated from runs alone."
+            )
 
     @property
     def left(self) -> int:

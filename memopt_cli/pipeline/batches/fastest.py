@@ -63,7 +63,9 @@ _TELLING_BATCH = 4
 """The smallest batch for dry runs: fewer samples do not show along which axes modules run in chunks."""
 
 
-_WITHOUT_CHECKPOINTS = "Batches without a plan are run with it off, too: turn it off where one of them is the answer."
+_WITHOUT_CHECKPOINTS = (
+    "Batches without a plan also run with it off: turn it off in your script if one of them is the answer."
+)
 
 
 def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraining:
@@ -255,7 +257,7 @@ class _Job:
             longest_s = self.limits.longest_step_s
             self.notes.append(f"No step was within {longest_s:g} s (--longest-step): the shortest is the answer.")
         if self.interrupted:
-            self.notes.append("Interrupted: what was still to be run may have given a better answer.")
+            self.notes.append("Interrupted: the runs that were left might have given a better answer.")
         return FastestTraining(
             header=file_header(self.prepared.at(pairs[chosen].batch)),
             budget_bytes=self.limits.budget_bytes,
@@ -303,11 +305,11 @@ class _Job:
         text = f"not even batch {unit} fits into {self.limits.text}"
         if self.probes.late():
             text += f" without a plan, and {self.probes.over}"
-            return NothingFitsError(text, hint="Give it more --search-time, or more --memory.")
+            return NothingFitsError(text, hint="Raise --search-time or --memory.")
         if self.pricing is None:
             text += f" without a plan, and none was tried: {self.untried}"
-            return NothingFitsError(text, hint="Give more --memory or smaller inputs.")
-        hint = "Give more --memory or smaller inputs, or a higher --level."
+            return NothingFitsError(text, hint="Raise --memory, or give smaller inputs.")
+        hint = "Raise --memory or --level, or give smaller inputs."
         plan = self.pricing.least(unit)
         run = self.trials.found.get((plan, unit))
         if run is not None and not isinstance(run, BatchProbe):

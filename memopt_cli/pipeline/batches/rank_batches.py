@@ -65,7 +65,7 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
         if not job.fitting:
             raise
         interrupted = True
-        job.notes.append("Interrupted: more ranks were still to be tried.")
+        job.notes.append("Interrupted before all numbers of ranks were tried.")
     job.check()
     return RanksRecommendation(
         header=file_header(prepared),

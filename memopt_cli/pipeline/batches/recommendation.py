@@ -148,7 +148,7 @@ class _Job:
             case.search.interrupt()
         self.search.runs = sum(len(case.search.runs) for case in self.search.searched)
         self.length_runs = 0
-        self.search.notes.append("Interrupted: what was still to be run may have given a better answer.")
+        self.search.notes.append("Interrupted: the runs that were left might have given a better answer.")
         cases = [case for case in reversed(self.search.searched) if case.search.runs.fitting]
         main = self._main(cases)
         return replace(self._answer(cases, main, self._accumulation(main), ()), interrupted=True)
@@ -201,7 +201,7 @@ class _Job:
         raise NothingFitsError(
             f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self.search.limits.text}: "
             f"{smallest.reason}",
-            hint="Give more --memory or smaller inputs, or a plan of memopt optimize with --plan.",
+            hint="Raise --memory, give smaller inputs, or add --plan with a plan of memopt optimize.",
         )
 
     def _worth(self, case: Case) -> float:
@@ -301,7 +301,7 @@ def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
         return
     if dim_range.symbol == BATCH:
         raise UsageError(
-            f"{BATCH} cannot have a range: it is what is looked for", hint=f"Give it a size: --dim {BATCH}=8."
+            f"{BATCH} cannot have a range: it is what the command looks for", hint=f"Give it a size: --dim {BATCH}=8."
         )
     symbols = {size for tensor in spec.tensors for size in tensor.shape if isinstance(size, str)}
     if spec.tensors and dim_range.symbol not in symbols:

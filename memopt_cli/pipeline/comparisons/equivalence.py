@@ -40,7 +40,7 @@ from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, 
 from memopt_cli.records.progress import Ask, Progress
 
 _TOLERANCE: Final = 1e-9
-"""Equal to :data:`memopt_cli.verification.equality.TOLERANCE`, whose module imports PyTorch."""
+"""Equal to :data:`memopt_cli.verification.effects.TOLERANCE`, whose module imports PyTorch."""
 
 
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
@@ -94,10 +94,10 @@ def _trained(found: Followed | Failure) -> Followed:
     found = required(found, "the reference's step could not be run: ")
     if found.failed:
         raise StepError(f"the reference's step fails: {found.failed}")
-    gradients = [tensor for tensor in found.steps[0].left if tensor.name.startswith("gradient of ")]
+    gradients = [tensor for tensor in found.steps[0].effects if tensor.name.startswith("gradient of ")]
     if gradients and all(is_nowhere_finite(tensor) for tensor in gradients):
         raise StepError(
-            "the reference's gradients hold NaN or infinity alone, which say nothing",
+            "the reference's gradients are all NaN or infinity, so there is nothing to compare",
             hint="torch.autograd.set_detect_anomaly(True) in the script says where they come from.",
         )
     return found
@@ -180,7 +180,7 @@ class _Judge:
         hooks, notes = _hooks(self.once, self.other)
         found = replace(
             blank,
-            compared=len(self.once.steps[0].left),
+            compared=len(self.once.steps[0].effects),
             worst=largest_gap(self.once, self.other),
             hooks=hooks,
             notes=(*blank.notes, *notes),
@@ -329,10 +329,10 @@ def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
     different = sorted(ours ^ theirs)
     if different:
         whose = "the reference" if different[0] in ours else "the candidate"
-        return (f"{different[0] or 'The model'} came in eval mode in {whose} alone.",)
+        return (f"{different[0] or 'The model'} was given in eval mode only in {whose}.",)
     if ours and "" not in ours:
         return (
-            f"{min(ours)} came in eval mode, and was put into training mode as all models are: a function that makes "
+            f"{min(ours)} was given in eval mode, but models are compared in training mode: a function that makes "
             "a step (memopt_cli.Step) keeps modes.",
         )
     return ()

@@ -147,9 +147,9 @@ def _refuse_reach(request: CheckRequest, before: Baseline, conditions: Condition
 def _unsafe(request: CheckRequest, what: str, missing: dict[str, str]) -> UnsafeFileError:
     flags = " ".join(quoted_flag(flag, value) for flag, value in missing.items())
     return UnsafeFileError(
-        f"{request.baseline_path} names {what}, which must be given by you: "
+        f"{request.baseline_path} names {what}, which you must give yourself: "
         f"{', '.join(value[:200] for value in missing.values())}",
-        hint=f"If it is yours, add: {flags}" if len(flags) <= _LONGEST_FLAGS else "Record one of your own.",
+        hint=f"If it is yours, add: {flags}" if len(flags) <= _LONGEST_FLAGS else "Record a baseline of your own.",
     )
 
 
@@ -209,15 +209,16 @@ def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> No
     nameless = next((step for step in before.shorter if step.dim not in now.header.spec.dims), None)
     if nameless is not None and not unlike:
         raise BaselineError(
-            f"{request.baseline_path} is not comparable: it has a step at {nameless.name}, too, and the inputs name no "
-            f"{nameless.dim}",
-            hint="Leave the inputs out, which are in the baseline, or name the dimension in their shapes.",
+            f"{request.baseline_path} is not comparable: it also has a step at {nameless.name}, but the inputs name "
+            f"no {nameless.dim}",
+            hint="Leave the inputs out (the baseline has them), or name the dimension in their shapes.",
         )
     if unlike:
         told = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
         raise BaselineError(
             f"{request.baseline_path} is not comparable: {told}",
-            hint=f"Check what was recorded, or record anew what is to be checked.\n{_record_anew(request)}",
+            hint=f"Check the step that was recorded, or record the one that you want to "
+            f"check.\n{_record_anew(request)}",
         )
 
 

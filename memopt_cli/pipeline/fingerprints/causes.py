@@ -32,38 +32,41 @@ CUT_SHORT = (
     "it draws random numbers into a tensor that it has saved already, and its recomputation stops before they are "
     "drawn: leave it out of the checkpoint"
 )
-RANDOM = "the two draw other random numbers"
+RANDOM = "the two draw different random numbers"
 RANDOM_ALIKE = (
-    "it gives something else of the same input and the same random numbers: another rate, or another way to draw"
+    "with the same input and the same random numbers it gives another output: it has another rate, or draws in "
+    "another way"
 )
 RANDOM_COMPILED = (
-    "torch.compile draws other random numbers than the model does without; with the same ones, "
-    "torch._inductor.config.fallback_random = True, the two agree"
+    "torch.compile draws other random numbers than the uncompiled model; with the same ones "
+    "(torch._inductor.config.fallback_random = True) the two agree"
 )
 RANDOM_IN_BACKWARD = (
     "wrong gradients: with the same random numbers the outputs agree and these do not, so backward recomputes with "
     "others (another dropout mask) than forward drew; try a memory budget of 1, "
     "torch._functorch.config.activation_memory_budget = 1"
 )
-EVAL = "it is in eval mode in the {} alone: call train() where that is made, or before it is saved"
+EVAL = "it is in eval mode only in the {}: call train() where that is made, or before it is saved"
 TWICE = "its recomputation changes it a second time: leave it out of the checkpoint, or let it skip recomputations"
 OVERWRITTEN = (
-    "its recomputation is given another input than forward was: that has changed since, as a tensor that is written "
-    "over, or a cache that grows"
+    "its recomputation is given another input than forward was: the input has changed since, like a tensor that is "
+    "written over, or a cache that grows"
 )
-OTHERWISE = "its recomputation gives something else of the same input: it reads what forward has changed"
+OTHERWISE = "its recomputation gives another output for the same input: it reads what forward has changed"
 OTHER_WAY = "its recomputation calls {}, which forward did not: it chooses by something that forward has changed"
 RAISES = "its recomputation raises what forward did not: it, or a hook of it, reads what forward has changed"
 OTHER_TENSORS = (
     "the recomputation of a checkpoint saves other tensors than its forward did: it reads what forward has changed (a "
     "cache, a counter, a choice)"
 )
-TIES = "values that are equal, or nearly, fall otherwise: a choice among them is not stable"
+TIES = "values are equal, or nearly, and a choice among them falls otherwise: it is not stable"
 MISSING = "no gradient reaches it"
-FROZEN = "it is frozen in the candidate alone: call requires_grad_() there"
+FROZEN = "it is frozen only in the candidate: call requires_grad_() there"
 UPDATE = "the gradients agree, and the update does not: the optimizers differ"
-ELSEWHERE = "it gives something else of the same input"
-KEEPS_OTHERWISE = "it gives the same and keeps something else: a setting of it differs, as the momentum of a batch norm"
+ELSEWHERE = "it gives another output for the same input"
+KEEPS_OTHERWISE = (
+    "it gives the same output and keeps other values: a setting of it differs, such as the momentum of a batch norm"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

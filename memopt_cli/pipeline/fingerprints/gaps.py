@@ -41,7 +41,7 @@ class Apart:
 def first_gap(reference: Followed, other: Followed, tolerance: float = 0.0) -> Apart | None:
     """Where ``other`` is further from the reference than that; zero: where a bit differs."""
     for index, (one, another) in enumerate(zip(reference.steps, other.steps, strict=True)):
-        gaps = gaps_between(one.left, another.left, tolerance)
+        gaps = gaps_between(one.effects, another.effects, tolerance)
         if gaps:
             return Apart(step=index, gaps=gaps)
     return None
@@ -50,12 +50,12 @@ def first_gap(reference: Followed, other: Followed, tolerance: float = 0.0) -> A
 def largest_gap(reference: Followed, other: Followed) -> float:
     """Return the largest gap between all tensors in all steps."""
     pairs = zip(reference.steps, other.steps, strict=True)
-    return max((gap.apart for one, another in pairs for gap in gaps_between(one.left, another.left)), default=0.0)
+    return max((gap.apart for one, another in pairs for gap in gaps_between(one.effects, another.effects)), default=0.0)
 
 
 def is_in_double(found: Followed) -> bool:
     """Whether all that it leaves is in float64 already: no other dtype tells more."""
-    tensors = (tensor for step in found.steps for tensor in step.left if not tensor.name.startswith("input"))
+    tensors = (tensor for step in found.steps for tensor in step.effects if not tensor.name.startswith("input"))
     return all(tensor.epsilon in (0.0, _DOUBLE) for tensor in tensors)
 
 
@@ -73,13 +73,13 @@ def first_step_apart(reference: Followed, other: Followed) -> float:
 
     Adam makes steps of a whole rate of gradients that are rounding alone.
     """
-    gaps = gaps_between(reference.steps[0].left, other.steps[0].left)
+    gaps = gaps_between(reference.steps[0].effects, other.steps[0].effects)
     return max((gap.apart for gap in gaps if not gap.name.startswith("parameter")), default=0.0)
 
 
 def half_of_digits(found: Followed, epsilon: float) -> float:
     """Return the relative difference of floating tensors whose digits agree by half; ``epsilon`` is autocast's."""
-    digits = (tensor.epsilon for step in found.steps for tensor in step.left if tensor.epsilon)
+    digits = (tensor.epsilon for step in found.steps for tensor in step.effects if tensor.epsilon)
     return math.sqrt(max((epsilon, *digits)))
 
 
@@ -140,7 +140,8 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
             alike = any(_is_within(lacking[0], name) or _is_within(name, lacking[0]) for name in lack)
             raise StepError(
                 f"the {which} has no {lacking[0]}",
-                hint="A model is not compared with a step of its own, or with a model around it: give two of a kind."
+                hint="memopt does not compare a model with a step, or with a model around it: give two of the same "
+                "kind."
                 if alike
                 else "Compare two ways to train the same model.",
             )
@@ -148,7 +149,7 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
     different = next((name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]), None)
     if different is not None:
         raise StepError(
-            f"the two start from different values of {different}",
+            f"the two start with different values of {different}",
             hint="Save both from one model, or seed at the top of the functions that make them.",
         )
 
@@ -182,10 +183,10 @@ def _step_with_others(
     one: StepPrint, other: StepPrint, shared: Set[str], without: Set[str]
 ) -> tuple[StepPrint, StepPrint]:
     ours, theirs = ({held.name: held for held in step.others if held.name not in without} for step in (one, other))
-    known = {tensor.name for tensor in one.left}
-    left = tuple(tensor for tensor in other.left if tensor.name in known or not tensor.name.startswith("state"))
-    return replace(one, left=one.left + _others(ours, theirs, shared)), replace(
-        other, left=left + _others(theirs, ours, shared)
+    known = {tensor.name for tensor in one.effects}
+    effects = tuple(tensor for tensor in other.effects if tensor.name in known or not tensor.name.startswith("state"))
+    return replace(one, effects=one.effects + _others(ours, theirs, shared)), replace(
+        other, effects=effects + _others(theirs, ours, shared)
     )
 
 
@@ -226,7 +227,7 @@ def _named(found: Followed, rename: _Rename) -> Followed:
 def _renamed_step(step: StepPrint, rename: _Rename) -> StepPrint:
     return replace(
         step,
-        left=_renamed(step.left, rename),
+        effects=_renamed(step.effects, rename),
         others=_renamed(step.others, rename),
         hooks=tuple(map(rename, step.hooks)),
         calls=tuple(replace(call, path=rename(f"{call.path}.")[:-1]) for call in step.calls),

@@ -49,11 +49,12 @@ def _sharded(group: object) -> tuple[Any, Any]:
 
     if not dist.is_available() or not dist.is_initialized():
         raise OptionError(
-            "process_group is given, and this process has none", hint="Call torch.distributed.init_process_group first."
+            "process_group is given, but this process has no group",
+            hint="Call torch.distributed.init_process_group first.",
         )
     if not isinstance(group, dist.ProcessGroup):
         raise OptionError(
-            f"process_group is a {type(group).__name__}, no group of this process",
+            f"process_group is a {type(group).__name__}, not a group of this process",
             hint="Give torch.distributed.group.WORLD, or a group that this process is in.",
         )
     from memopt_cli.training.sharded import parameters_of, ranks_of  # takes seconds to import

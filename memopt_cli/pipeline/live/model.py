@@ -46,7 +46,7 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.apply import remove_plan
 from memopt_cli.training.step import Step, place
 from memopt_cli.training.wrappers import compiled_notes, unwrapped
-from memopt_cli.verification.equality import gradients_kept
+from memopt_cli.verification.effects import gradients_kept
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
 """Arguments of a model's forward, by position or by name."""
@@ -74,7 +74,7 @@ def prepared_model(
 def left_out_note(model: nn.Module) -> list[str]:
     """Return what is said of a wrapper around ``model``, and of parts of it that are compiled."""
     name, within = type(model).__name__, unwrapped(model)
-    left_out = [f"The step is measured without {name}, and what that holds is not counted."]
+    left_out = [f"The step is measured without {name}, and the memory of {name} is not counted."]
     return [*(left_out if within is not model else ()), *compiled_notes(within)]
 
 

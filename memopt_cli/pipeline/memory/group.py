@@ -67,12 +67,12 @@ def _device(request: MeasureRequest) -> str:
     """
     if not is_factory(request.source.location):
         raise UsageError(
-            f"{request.source.location} is no function, and every rank builds the model that it spreads",
+            f"{request.source.location} is not a function, but every rank must build the model that it spreads",
             hint="Name what builds the model: package.module:callable, or file.py:function.",
         )
     if ":" in request.settings.device:
         raise UsageError(
-            f"--device {request.settings.device} is one device, and every rank has its own",
+            f"--device {request.settings.device} is one device, but every rank has its own",
             hint="Write --device cuda or cpu; LOCAL_RANK says which is whose.",
         )
     found = resolve_device(request.settings.device)

@@ -72,7 +72,7 @@ def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) ->
     """
     backend, card = request.backend, request.card
     if backend is not None and prepared.facts.format == STEP:
-        raise StepError("a step of one's own calls its models itself", hint="Compile them in its function.")
+        raise StepError("a step of your own calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
     with Sessions(prepared, "full size" if request.runs else prepared.dry_data, notes) as sessions:
         measured = _measure(sessions(), plan, prepared.progress, notes) if request.runs else None
@@ -83,7 +83,7 @@ def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) ->
         smaller = sessions.smaller if isinstance(measured, Measurement) else None
         traced = record_step(sessions(), plan, measured, notes, smaller=smaller)
     if not request.runs and plan.has_chunks:
-        notes.append("Whether modules can run in chunks is not tried here; where one cannot, it runs whole.")
+        notes.append("memopt does not try here whether modules can run in chunks; one that cannot runs whole.")
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))
     compiled = None if backend is None else _compiled(prepared, plan, backend)

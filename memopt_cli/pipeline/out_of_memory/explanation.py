@@ -121,7 +121,7 @@ def _error_of(path: str) -> OutOfMemoryText:
     found = read_oom(text)
     if found is None:
         raise UsageError(
-            f"{path} holds no message of memory that ran out",
+            f"{path} has no out-of-memory message",
             hint='PyTorch\'s begins with "CUDA out of memory. Tried to allocate".',
         )
     return found
@@ -251,7 +251,7 @@ class _Trial:
         if stays_bytes >= self._limit_bytes:
             taken = format_bytes(stays_bytes)
             self.refused.append(
-                f"Nothing that memopt can do: parameters, gradients, optimizer state and buffers take {taken}."
+                f"memopt cannot make it fit: parameters, gradients, optimizer state and buffers take {taken}."
             )
             return ()
         found = [
@@ -388,7 +388,7 @@ class _Trial:
     def _require_step_of_ours(self) -> None:
         """Refuse a step that takes its samples, and chooses its precision, by itself.  Raises :class:`UsageError`."""
         if self._prepared.facts.format == STEP:
-            raise UsageError("a step of one's own is changed in its own code")
+            raise UsageError("change a step of your own in its code")
 
     def _recommends(self, *, planned: bool) -> str:
         """Return the command that finds the micro-batches; under a plan, after the one that writes it."""

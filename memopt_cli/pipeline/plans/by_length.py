@@ -86,7 +86,7 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
         position += tensor.name is None
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(
-        f"which dimension of which input {symbol} is must be known, and no shape names it ({shapes})",
+        f"memopt must know which dimension of which input {symbol} is, but no shape names it ({shapes})",
         hint=f"Write it into a shape, as in Bx{symbol}@int64=0..32000.",
     )
 
@@ -101,12 +101,12 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     """
     if prepared.facts.format == STEP:
         raise UsageError(
-            "a plan by length looks at an input of a model's forward, and a step of one's own has none",
+            "a plan by length looks at an input of a model's forward, but a step of your own has none",
             hint="Give the dimension one size.",
         )
     if varied.symbol == BATCH:
         raise UsageError(
-            f"a plan by length is for another dimension than the batch, {BATCH}", hint="Give the batch one size."
+            f"a plan by length needs another dimension than the batch, {BATCH}", hint="Give the batch one size."
         )
     by = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
@@ -123,11 +123,11 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
         plan = Plan()
         found.notes.append(f"The original fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
     elif len(parts) == 1 and not search.interrupted:
-        found.notes.append(f"One plan does at every {varied.symbol}: none that is faster at shorter inputs was found.")
+        found.notes.append(f"One plan serves every {varied.symbol}: no faster one was found for shorter inputs.")
     rows = list(search.rows(parts)) if plan.ranges else []
     found.notes.extend(search.estimate(parts))
     if request.lengths is None and plan.ranges:
-        found.notes.append("All lengths are taken to be as frequent; --lengths says how frequent each is.")
+        found.notes.append("All lengths count as equally frequent; --lengths says how often each occurs.")
     return replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
 
 

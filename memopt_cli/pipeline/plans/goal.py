@@ -291,7 +291,7 @@ def what_stays(least: Counted, operators: Sequence[OpTrace]) -> Iterator[str]:
     }
     named = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
     if named:
-        yield f"No plan makes smaller what it holds: {named}."
+        yield f"It holds what no plan can make smaller: {named}."
     workspace_bytes = least.allocated_peak_bytes - least.tensor_peak_bytes
     if workspace_bytes < _MUCH * least.allocated_peak_bytes:
         return

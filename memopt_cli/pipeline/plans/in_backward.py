@@ -34,9 +34,10 @@ _LEAST_SAVING = 0.02
 """The share of the peak that it must save to be worth the restrictions that it puts on the training script."""
 
 IN_BACKWARD = (
-    "The optimizer runs in backward if the training script gives it: "
-    "memopt_cli.apply_plan(model, PLAN, optimizer=optimizer), where of a saved model PLAN is "
-    "memopt_cli.Plan(in_backward=True). The script must then not accumulate, clip or scale gradients, nor read .grad."
+    "The optimizer runs in backward if the training script passes it: "
+    "memopt_cli.apply_plan(model, PLAN, optimizer=optimizer), and for a saved model, PLAN is "
+    "memopt_cli.Plan(in_backward=True)."
+    " The script must then not accumulate, clip or scale gradients, or read .grad."
 )
 
 

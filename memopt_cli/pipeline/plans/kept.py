@@ -149,7 +149,7 @@ class Kept:
         """Choose other names if files have appeared since the search began: none is replaced, and no plan is lost."""
         paths = self.paths.free()
         if paths != self.paths:
-            note = f"Files of {self.paths.model.stem} have come to exist meanwhile; these are {paths.model.stem}."
+            note = f"Files of {self.paths.model.stem} appeared meanwhile, so these are named {paths.model.stem}."
             self.found.notes.append(note)
             self.prepared.progress.note(note)
             self.paths = paths

@@ -92,7 +92,9 @@ class PlanMeasurements:
         original, planned = self._found.get(ORIGINAL), self._found.get(plan.of_model)
         if not isinstance(original, Measured) or not isinstance(planned, Measured):
             return None
-        return MeasuredSteps(original=original.left, planned=planned.left, original_s=original.measurement.step_s)
+        return MeasuredSteps(
+            original=original.fingerprint, planned=planned.fingerprint, original_s=original.measurement.step_s
+        )
 
 
 def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> bool:

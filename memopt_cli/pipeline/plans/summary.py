@@ -109,7 +109,7 @@ def _codecs_left_out(found: Findings) -> list[str]:
     for path in plain:
         by_reason.setdefault(misfits.get(path) or "", []).append(path)
     others = [path for path in found.asked_codecs if path not in codecs] if options.modules is not None else []
-    no_segments = [f"x_compressor is not used by {_named(others)}, which is no segment."] if others else []
+    no_segments = [f"x_compressor is not used by {_named(others)}, which is not a segment."] if others else []
     return [*(_codec_left_out(paths, misfit) for misfit, paths in by_reason.items()), *no_segments]
 
 
@@ -172,7 +172,7 @@ def _what_stays(rows: list[LevelRow]) -> str:
     if original is None:
         return ""
     share = original.resident_bytes / original.allocated_peak_bytes
-    return f"What no plan makes smaller (parameters, gradients, buffers, inputs and the like) is {share:.0%} of it."
+    return f"Parameters, gradients, buffers, inputs and the like, which no plan makes smaller, are {share:.0%} of it."
 
 
 def _measured_sentence(found: Findings) -> str:

@@ -186,7 +186,7 @@ def _check_state(module: LiftedModule) -> None:
         raise BadProgram("its state is not that of a module")
     children = state["_modules"]
     if not all(isinstance(child, nn.Module) for child in children.values()):
-        raise BadProgram("a lifted module holds a child that is no module")
+        raise BadProgram("a lifted module holds a child that is not a module")
     registered = [(nn.Parameter, state["_parameters"]), (Tensor, state["_buffers"])]
     if not all(t is None or isinstance(t, kind) for kind, tensors in registered for t in tensors.values()):
         raise BadProgram("a parameter or buffer is not a tensor")
@@ -198,7 +198,7 @@ def _check_state(module: LiftedModule) -> None:
     if type(constants) is not tuple or not all(isinstance(constant, Tensor) for constant in constants):
         raise BadProgram("a constant tensor is not a tensor")
     if not isinstance(state.get("_device"), torch.device | None):
-        raise BadProgram("its device is no device")
+        raise BadProgram("its device is not a device")
 
 
 def _is_of_class(module: nn.Module, name: str) -> bool:

@@ -119,7 +119,7 @@ def check_size(program: Any) -> None:
         containers = [item for item in level if type(item) is tuple]
         size += sum(map(len, containers)) + sum(len(item) for item in level if type(item) is str)
         _require(size <= _LARGEST, "it is too large")
-        _require(all(map(_is_plain, level)), "it holds what is no data, or too long a number")
+        _require(all(map(_is_plain, level)), "it holds something that is not data, or too long a number")
         if not containers:
             return
         level = tuple(item for container in containers for item in container)
@@ -137,10 +137,10 @@ def check_program(program: Any) -> None:
 
     It must have passed :func:`check_size`.
     """
-    _require(_is_tuple(program, 4), "it is no program")
+    _require(_is_tuple(program, 4), "it is not a program")
     version, name, methods, functions = program
     _require(version == VERSION, f"it has version {version!r}; this memopt reads version {VERSION}")
-    _require(is_name(name), f"{name!r} is no name of a class")
+    _require(is_name(name), f"{name!r} is not the name of a class")
     checker = _Checker(_names(methods), _names(functions))
     for method in (*methods, *functions):
         checker.check(*method)
@@ -208,7 +208,7 @@ def _is_tuple(value: Any, length: int | None = None, kind: type | None = None) -
 def _names(items: Any) -> frozenset[str]:
     _require(_is_tuple(items, kind=tuple) and all(len(item) == 4 for item in items), "its methods are malformed")
     names = [item[0] for item in items]
-    _require(all(map(is_method, names)), f"one of {', '.join(map(repr, names))} is no name of a method")
+    _require(all(map(is_method, names)), f"one of {', '.join(map(repr, names))} is not the name of a method")
     _require(len(set(names)) == len(names), "two methods have one name")
     return frozenset(names)
 
@@ -319,7 +319,7 @@ class _Checker:
     def _check_node(self, kind: str, detail: Any, operands: Any, outputs: Any, blocks: Any) -> None:
         expected = _KINDS.get(kind)
         if expected is None:
-            raise BadProgram(f"{kind!r} is no kind of node")
+            raise BadProgram(f"{kind!r} is not a kind of node")
         allowed = f"the operator {detail} is not allowed" if kind == "operator" else f"{detail!r} in a node of {kind}"
         _require(expected.detail(detail), allowed)
         self._check_operands(operands)

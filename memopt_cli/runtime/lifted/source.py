@@ -250,10 +250,10 @@ def _bind_outputs(writer: _Writer, node: Node, outputs: dict[str, int]) -> None:
 def _branches(writer: _Writer, node: Node, outputs: dict[str, int], after: Needed, *, tail: bool) -> None:
     condition, branches = writer.expressions.text(node[2][0]), []
     for block in node[4]:
-        mark = writer.variables.mark()
+        position = writer.variables.position()
         targets = {name: block[2][position] for name, position in outputs.items()}
         branches.append(writer.inner(block, after, after.ending, targets, tail=tail))
-        writer.variables.back(mark)
+        writer.variables.rewind(position)
     then, otherwise = branches
     if then or not otherwise:
         writer.line(f"if {condition}:")
@@ -278,8 +278,8 @@ def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
     writer.assign(dict(zip(carried, starts, strict=True)))
     for name, value in zip(carried, parameters[1:], strict=True):
         writer.variables.bind(name, value)
-    mark = writer.variables.mark()
-    outer = _NeededInLoop(writer.variables, mark, frozenset(parameters), after)
+    position = writer.variables.position()
+    outer = _NeededInLoop(writer.variables, position, frozenset(parameters), after)
     targets = dict(zip(carried, results[1:], strict=True))
     conditional = (condition, results[0]) != ((True,), (True,))
     keep = writer.fresh("keep") if conditional else ""
@@ -291,7 +291,7 @@ def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
     if counted:
         writer.variables.bind(index, parameters[0])
     inner = writer.inner(node[4][0], outer, parameters, targets)
-    writer.variables.back(mark)
+    writer.variables.rewind(position)
     for name, value in zip(carried, node[3], strict=True):
         writer.variables.bind(name, value)
     if rounds == (FOREVER,) and not counted:
@@ -324,7 +324,7 @@ class _NeededInLoop:
     """The values needed after a round of a loop: all from before the loop, since the next round may use them."""
 
     variables: Variables
-    mark: int
+    position: int
     own: frozenset[int]
     """The values that are parameters of the block."""
     after: Needed
@@ -332,7 +332,7 @@ class _NeededInLoop:
     def __contains__(self, value: object) -> bool:
         if value in self.own or not isinstance(value, int):
             return False
-        return self.variables.holds_since(value, self.mark) or value in self.after
+        return self.variables.holds_since(value, self.position) or value in self.after
 
 
 def _known_data(block: Block, known: set[int]) -> set[int]:

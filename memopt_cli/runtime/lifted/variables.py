@@ -40,9 +40,9 @@ class Variables:
         found = [value for value in values if value in self._names]
         return sorted(found, key=lambda value: self._since[self._names[value]])
 
-    def holds_since(self, value: int, mark: int) -> bool:
-        """Tell whether a variable held ``value`` at ``mark``, and still does."""
-        return value in self._names and self._bound[value] < mark
+    def holds_since(self, value: int, position: int) -> bool:
+        """Tell whether a variable held ``value`` at ``position``, and still does."""
+        return value in self._names and self._bound[value] < position
 
     def bind(self, name: str, value: int) -> None:
         """Make the variable ``name`` hold ``value``, and no other, from now on."""
@@ -54,14 +54,14 @@ class Variables:
         if name in self._values:
             self._change(name, None, 0)
 
-    def mark(self) -> int:
-        """Return the present moment, to go back to."""
+    def position(self) -> int:
+        """Return the present position, to which :meth:`rewind` goes back."""
         self._trail.append(("", None, 0))  # so that what is bound from now on is later
         return len(self._trail)
 
-    def back(self, mark: int) -> None:
-        """Make every variable hold what it held at ``mark``."""
-        while len(self._trail) > mark:
+    def rewind(self, position: int) -> None:
+        """Make every variable hold what it held at ``position``."""
+        while len(self._trail) > position:
             name, value, since = self._trail.pop()
             if name:
                 self._put(name, value, since)

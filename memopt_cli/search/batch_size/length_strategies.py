@@ -127,7 +127,7 @@ def read_lengths(path: str | Path) -> list[int]:
 
     Raises :class:`UsageError` that names the line which is not a length.
     """
-    return [int(match[0]) for match in _matches(path, _LENGTH, "Write one number above 0 a line.")]
+    return [int(match[0]) for match in _matches(path, _LENGTH, "Write one number above 0 per line.")]
 
 
 def read_histogram(path: str | Path) -> dict[int, int]:
@@ -137,7 +137,7 @@ def read_histogram(path: str | Path) -> dict[int, int]:
     :class:`UsageError` that names the line which is none of these.
     """
     counts: dict[int, int] = {}
-    hint = "Write one number above 0 a line, or two: a length and how often it occurs."
+    hint = "Write one number above 0 per line, or two: a length and how often it occurs."
     for match in _matches(path, _COUNTED, hint):
         length = int(match[1])
         counts[length] = counts.get(length, 0) + int(match[2] or 1)

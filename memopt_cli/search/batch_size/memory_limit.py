@@ -57,7 +57,7 @@ def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_o
     if card is not None and budget > card.memory_bytes:
         raise UsageError(
             f"{card.name} has {format_bytes(card.memory_bytes)} for a process, less than {exact_bytes(budget)}",
-            hint="Give less --memory, or a larger card.",
+            hint="Lower --memory, or choose a larger card.",
         )
     return Limits(
         budget_bytes=budget,

@@ -31,7 +31,7 @@ class LengthSampler(Sampler[list[int]]):
             raise UsageError(f"rank {rank} of {ranks} does not exist", hint="Ranks count from 0.")
         if not lengths or min(lengths) < 1:
             raise BatchShapeError(
-                "every sequence needs at least one step, and there must be one", hint="Drop empty ones."
+                "there must be at least one sequence, and each needs at least one step", hint="Drop empty ones."
             )
         self._lengths = list(lengths)
         self._seed, self._shuffle = seed, shuffle

@@ -79,7 +79,7 @@ class Ranks:
 
     def _gathered(self, mine: Found) -> list[Found]:
         results: list[Any] = [None] * self.count
-        with lost_ranks_told():
+        with reporting_lost_ranks():
             dist.all_gather_object(results, mine, group=self._group)
         return results
 
@@ -110,7 +110,7 @@ def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Rank
     if group is not None and group is not dist.group.WORLD:
         yield Ranks(group)
         return
-    with lost_ranks_told():
+    with reporting_lost_ranks():
         ours = dist.new_group(timeout=limit, backend="gloo")
     assert isinstance(ours, dist.ProcessGroup), "all are in it"
     try:
@@ -120,7 +120,7 @@ def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Rank
 
 
 @contextlib.contextmanager
-def lost_ranks_told() -> Iterator[None]:
+def reporting_lost_ranks() -> Iterator[None]:
     """Turn an error that a backend raises in the block because another rank is gone into a :class:`RankLostError`."""
     try:
         yield

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.records import Layout
 from memopt_cli.runtime.private_torch import start_fake_group
-from memopt_cli.training.sharded.agreement import lost_ranks_told
+from memopt_cli.training.sharded.agreement import reporting_lost_ranks
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def real_group(layout: Layout, device: str, timeout_s: float) -> Iterator[Device
     if device.startswith("cuda"):
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    with lost_ranks_told():
+    with reporting_lost_ranks():
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     yield _mesh(device.partition(":")[0], layout)
     dist.destroy_process_group()  # not after a failure: it would wait for a rank that is gone

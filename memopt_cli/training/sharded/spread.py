@@ -55,7 +55,7 @@ def _spread(
         made = _called(function or _BUILT_IN[layout.parallel], model, mesh, layout)
     _refuse(made, what)
     if not isinstance(made, nn.Module):
-        raise UsageError(f"{layout.parallel} returned {_kind(made)}, no nn.Module", hint=_RETURN)
+        raise UsageError(f"{layout.parallel} returned {_kind(made)}, not an nn.Module", hint=_RETURN)
     if parts.isdisjoint(made.modules()):
         raise UsageError(f"{layout.parallel} returned another model than it was given", hint=_RETURN)
     if any(map(is_compiled, made.modules())):
@@ -65,7 +65,7 @@ def _spread(
         )
     if not _is_spread(made):
         raise UsageError(
-            f"{layout.parallel} left every parameter of {type(made).__name__} whole: it spreads nothing",
+            f"{layout.parallel} left every parameter of {type(made).__name__} whole: it shards nothing",
             hint="Call fully_shard, parallelize_module or DistributedDataParallel in it.",
         )
     return made

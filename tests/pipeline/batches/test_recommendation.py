@@ -425,7 +425,9 @@ class Reading(Parts, inner=lambda: nn.Linear(64, 64)):
 
 
 def test_passes_that_are_asked_for_and_passes_that_are_looked_for_contradict_each_other() -> None:
-    with pytest.raises(UsageError, match="--global-batch 512 asks how many passes make it up, and --accumulate 4"):
+    with pytest.raises(
+        UsageError, match="--global-batch 512 asks how many micro-batches make it up, but --accumulate 4"
+    ):
         recommended("net.pt", "4x1", global_batch=512, settings=StepSettings(micro_batches=4))
 
 

@@ -781,7 +781,7 @@ def test_updates_in_float16_are_taken() -> None:
     )
     assert isinstance(followed, Followed)
     start = {tensor.name: tensor.bits for tensor in followed.start}
-    assert any(start.get(tensor.name, tensor.bits) != tensor.bits for tensor in followed.steps[0].left)
+    assert any(start.get(tensor.name, tensor.bits) != tensor.bits for tensor in followed.steps[0].effects)
 
 
 # ---------------------------------------------------------------------------------------------- what is no difference
@@ -848,7 +848,7 @@ def test_eval_mode_in_one_of_the_two_is_a_difference(inner: nn.Module, module: s
         found = verified(reference, candidate, steps=1)
         assert not found.passed
         assert (found.cause.module, found.cause.text) == (module, causes.EVAL.format(whose))
-        assert f"blocks came in eval mode in the {whose} alone." in found.notes
+        assert f"blocks was given in eval mode only in the {whose}." in found.notes
 
 
 def in_mode(inner: nn.Module, training: bool) -> nn.Module:
@@ -861,7 +861,7 @@ def in_mode(inner: nn.Module, training: bool) -> nn.Module:
 def test_eval_mode_that_changes_nothing_is_noted() -> None:
     found = verified(lambda: in_mode(nn.Tanh(), True), lambda: in_mode(nn.Tanh(), False), steps=1)
     assert found.alike == "to the bit"
-    assert found.notes == ("blocks came in eval mode in the candidate alone.",)
+    assert found.notes == ("blocks was given in eval mode only in the candidate.",)
 
 
 @pytest.mark.slow
@@ -874,7 +874,7 @@ def test_both_in_eval_mode_are_trained() -> None:
     assert not wrong.passed
     both = verified(lambda: in_mode(nn.Dropout(0.4), False), lambda: in_mode(nn.Dropout(0.4), False), steps=1)
     assert both.passed
-    assert "blocks came in eval mode, and was put into training mode" in both.notes[0]
+    assert "blocks was given in eval mode, but models are compared in training mode" in both.notes[0]
 
 
 class InAnyOrder(Varied):

@@ -137,7 +137,7 @@ class TestInProcess:
         assert len(online.points) == 3
         table = peak_table(found)
         assert list(table.columns[1].cells)[1:3] == ["–"] * 2
-        assert "growth not known, as T=4 alone was measured" in next(verdicts(found))
+        assert "growth not known, as only T=4 was measured" in next(verdicts(found))
 
     def test_the_second_size_is_within_the_limits_too(self, tmp_path: Path) -> None:
         steps = DimRange(symbol="T", low=16, high=256)

@@ -142,7 +142,7 @@ def test_what_cannot_fit_is_told_at_once(recorded: StepTrace, explained: Callabl
     assert "memory runs out before the first operator runs" in text.getvalue()
     assert not found.suggestions
     assert found.refused[0].startswith(
-        "Nothing that memopt can do: parameters, gradients, optimizer state and buffers take "
+        "memopt cannot make it fit: parameters, gradients, optimizer state and buffers take "
     )
 
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_explained_is_said(options: dict[str, str], said: str) ->
 def test_a_log_without_an_error_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("loss 0.3\n")
-    with pytest.raises(UsageError, match="no message of memory that ran out"):
+    with pytest.raises(UsageError, match="no out-of-memory message"):
         explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress())
 
 
@@ -224,7 +224,7 @@ def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="no message of memory that ran out"):
+    with pytest.raises(UsageError, match="no out-of-memory message"):
         explain(ExplainRequest(source=None, log_path=str(tmp_path / "pipe")), progress=Progress())
 
 

@@ -128,7 +128,7 @@ def test_without_lengths_all_are_alike(optimize: Memopt) -> None:
     done = optimize(*RANGE, *BY_SEGMENTS, "--json", "--dry-run")
     summary = summary_of(done)
     assert done.changed == set()
-    assert any("All lengths are taken to be as frequent" in note for note in summary.notes)
+    assert any("All lengths count as equally frequent" in note for note in summary.notes)
     assert summary.ranges[-1].up_to == HIGH
 
 
@@ -180,7 +180,7 @@ def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_proce
     ("flags", "said"),
     [
         (("--dim", "S=64", "--lengths", "lengths.txt", "--budget", "60%"), "--lengths says how long inputs are"),
-        ((*RANGE, "--lengths", "lengths.txt"), "a range of S asks for plans that meet a budget"),
+        ((*RANGE, "--lengths", "lengths.txt"), "a range of S needs a budget that the plans meet"),
         (("--dim", "S=512:16", "--budget", "60%"), "the range S=512:16 is empty"),
         (("--dim", "S=16:x", "--budget", "60%"), "'S=16:x' is not NAME=LOW:HIGH"),
         (("--dim", "S=16", "--dim", "T=16:64", "--budget", "60%"), "--dim T: no input has a dimension T"),
@@ -208,7 +208,7 @@ def test_bad_input_is_one_sentence(flags: tuple[str, ...], said: str, optimize: 
 def test_the_batch_is_no_length(optimize: Memopt) -> None:
     done = optimize("--dim", "B=2:8", "--budget", "60%", spec=("-i", "Bx5x64"))
     assert done.code == 2
-    assert "a plan by length is for another dimension than the batch, B" in done.err
+    assert "a plan by length needs another dimension than the batch, B" in done.err
 
 
 def test_a_model_that_does_not_run_at_another_length(optimize: Memopt) -> None:
@@ -231,7 +231,7 @@ def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
     Path("inputs.py").write_text("import torch\n\ndef make(batch, s):\n    return (torch.randn(batch, s, 64),)\n")
     done = optimize(*RANGE, "--budget", "60%", spec=("--input-script", "inputs.py:make", "--dim", "B=4"))
     assert done.code == 2
-    assert "which dimension of which input S is must be known, and no shape names it" in done.err
+    assert "memopt must know which dimension of which input S is, but no shape names it" in done.err
 
 
 def test_the_root_of_a_plan_by_length_knows_where_the_length_stands() -> None:

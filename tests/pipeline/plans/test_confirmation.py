@@ -146,7 +146,7 @@ def test_the_report() -> None:
 def test_the_report_of_a_cpu_confirms_nothing() -> None:
     lines = shown(device="cpu", allocated_off=-0.1, step_off=-0.5)
     assert not any("reserved" in line for line in lines)
-    assert "this is no a100-40gb: its estimate is not confirmed; run this there, with --device cuda:0" in lines
+    assert "this device is not a100-40gb, so nothing is confirmed; run this there, with --device cuda:0" in lines
 
 
 def test_the_report_says_what_is_not_in_it() -> None:
@@ -205,10 +205,7 @@ class Asked:
         self.subject, self.facts, self.progress = subject, SimpleNamespace(trainable_bytes=0), Progress()
 
     def ask(self, job: object) -> Measured:
-        return Measured(
-            measurement=MEASURED,
-            left=Fingerprint(tensors=(), put_off=(), repeats=True),
-        )
+        return Measured(measurement=MEASURED, fingerprint=Fingerprint(tensors=(), put_off=(), repeats=True))
 
 
 @pytest.mark.usefixtures("in_process")

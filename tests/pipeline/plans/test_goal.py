@@ -247,7 +247,7 @@ def test_what_would_not_help_is_not_proposed(can_rise: bool, can_shrink: bool, s
 
 def test_what_stays_is_named() -> None:
     least = counted(1000, gradients=300)
-    assert list(what_stays(least, ())) == ["No plan makes smaller what it holds: 300 B of gradients."]
+    assert list(what_stays(least, ())) == ["It holds what no plan can make smaller: 300 B of gradients."]
     operators = [
         OpTrace(name=name, module=module, phase="forward", workspace_bytes=size)
         for name, module, size in (("aten::mm", "fc", 10), ("aten::convolution", "features.0", 400))

@@ -144,7 +144,7 @@ def test_a_file_that_has_come_to_exist_meanwhile(
             f"net.memopt-2.{end}" for end in ("pt", "plan.yaml", "summary.json", "batch.yaml")
         }
         assert Path("net.memopt.pt").read_text() == "theirs"
-        assert "Files of net.memopt have come to exist meanwhile; these are net.memopt-2." in done.out
+        assert "Files of net.memopt appeared meanwhile, so these are named net.memopt-2." in done.out
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_what_a_subprocess_returns_in_place_of_the_model(
     assert {path.name for path in Path().iterdir()} == {"net.pt", *(() if sandbox else ("out.pt",))}
 
 
-RETURNED = "^no model is written: the subprocess returned what is no optimized model: the file .*posix.system runs"
+RETURNED = "^no model is written: the subprocess returned something that is not an optimized model: .*posix.system runs"
 
 
 def test_nobody_is_sent_to_run_elsewhere_what_crashed_here() -> None:

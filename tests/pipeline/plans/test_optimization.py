@@ -64,7 +64,7 @@ from memopt_cli.records.progress import Progress
 from memopt_cli.runtime import GCContainer, named_parts, segment_of
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.search.plan.policy import resolve
-from memopt_cli.verification.equality import TOLERANCE
+from memopt_cli.verification.effects import TOLERANCE
 from tests.zoo.models import Parts
 from tests.zoo.records import verified
 

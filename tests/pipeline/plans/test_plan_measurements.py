@@ -37,7 +37,7 @@ class FakePrepared:
             return self.in_turns
         assert isinstance(job, MeasureJob)
         step_s = 1.0 if job.plan == ORIGINAL else self.planned_s
-        return Measured(measurement=measured(8, step_s), left=Fingerprint(tensors=(), put_off=(), repeats=True))
+        return Measured(measurement=measured(8, step_s), fingerprint=Fingerprint(tensors=(), put_off=(), repeats=True))
 
 
 def measurements_of(prepared: FakePrepared) -> PlanMeasurements:

@@ -75,7 +75,7 @@ def test_a_file(file: Path) -> None:
         (GOOD.replace("8.0e+13", ".nan"), "flops_per_s.fp32 is nan"),
         (GOOD.replace("8.0e+13", "-5"), "flops_per_s.fp32 is -5"),
         (GOOD.replace("fp32", "fp8"), "must be one of fp64"),
-        (GOOD.replace("fp32", "tf32"), "flops_per_s must say fp32"),
+        (GOOD.replace("fp32", "tf32"), "flops_per_s needs an entry fp32"),
         (GOOD.replace("fp32: 8.0e+13", "[1]: 2"), "mine.yaml"),
         (GOOD + "launch_s: -1", "launch_s is -1"),
         (GOOD + "launch_s: .nan", "launch_s is nan"),

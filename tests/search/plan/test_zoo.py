@@ -15,7 +15,7 @@ from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.trace import count
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
-from memopt_cli.verification.equality import bit_equal, effects
+from memopt_cli.verification.effects import bit_equal, effects
 from tests.search.plan.subjects import Subject
 
 WIDTH, ROWS = 16, 64

@@ -94,9 +94,9 @@ def test_a_baseline_tells_a_layout_as_a_user_could(script: Path, capsys: pytest.
     written = json.loads(path.read_text())
     lies: dict[str, dict[str, object]] = {
         "the mesh has 8 = 8 ranks, not 4": {"ranks": 4},
-        "it is of 1099511627776 ranks": {"ranks": 2**40},
-        "'dp=-8' is no NAME=SIZE": {"mesh": {"dp": -8}},
-        "is no mesh": {"mesh": {}},
+        "it has 1099511627776 ranks": {"ranks": 2**40},
+        "'dp=-8' is not NAME=SIZE": {"mesh": {"dp": -8}},
+        "is not a mesh": {"mesh": {}},
     }
     for reason, lie in lies.items():
         layout = written["conditions"]["layout"] | {"parallel": "fsdp", **lie}

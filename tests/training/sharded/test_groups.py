@@ -106,5 +106,5 @@ def test_what_is_no_group_is_refused(group: Any, reason: str) -> None:
 
 
 def test_a_process_without_a_group_is_told_so() -> None:
-    with pytest.raises(OptionError, match="this process has none"):
+    with pytest.raises(OptionError, match="this process has no group"):
         memopt_cli.optimize(Net(), "4x16", process_group=object())  # type: ignore[arg-type]

@@ -154,7 +154,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     [
         ("", "--parallel fsdp, ddp or FILE.py:NAME is missing"),
         ("--parallel fsdp --mesh dp=3", "the mesh has 3 = 3 ranks, not 2"),
-        ("--parallel fsdp --device cuda:1", "--device cuda:1 is one device, and every rank has its own"),
+        ("--parallel fsdp --device cuda:1", "--device cuda:1 is one device, but every rank has its own"),
         ("--parallel missing.py:shard", "there is no file 'missing.py'"),
     ],
 )
@@ -168,7 +168,7 @@ def test_flags_that_make_no_sense(flags: str, reason: str, capsys: pytest.Captur
 def test_every_rank_builds_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.pt").write_bytes(b"x")
     assert main(["measure", str(tmp_path / "model.pt"), "--parallel", "fsdp"]) == 2
-    assert "every rank builds the model that it spreads" in capsys.readouterr().err
+    assert "every rank must build the model that it spreads" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("launch")

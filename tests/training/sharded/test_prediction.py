@@ -188,7 +188,7 @@ def test_a_rank_is_made_once_for_all_sizes_of_its_batch(case: Case) -> None:
 @pytest.mark.parametrize(
     ("function", "exit_code", "reason"),
     [
-        (wrong.nothing, 2, "returned nothing, no nn.Module"),
+        (wrong.nothing, 2, "returned nothing, not an nn.Module"),
         (wrong.whole, 2, "left every parameter of Transformer whole"),
         (wrong.another_model, 2, "returned another model than it was given"),
         (wrong.failing, 2, "LookupError: no such layer"),
@@ -239,7 +239,7 @@ def test_a_forward_that_depends_on_values() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_an_optimizer_in_backward_is_not_predicted() -> None:
-    with pytest.raises(StepError, match="in backward is not predicted"):
+    with pytest.raises(StepError, match="in backward cannot be predicted"):
         replace(FULLY_SHARDED, plan=Plan(in_backward=True), optimizer="sgd").predicted()
 
 

@@ -91,7 +91,7 @@ def _check(data: Any, dtype: Any, shape: Any) -> None:
 
     is_plain = isinstance(dtype, np.dtype) and not dtype.hasobject
     if not is_plain or type(data) not in (bytes, bytearray) or type(shape) is not tuple:
-        raise Broken("an array is made of something else")
+        raise Broken("an array is built from unexpected arguments")
     if len(data) != _items(shape) * dtype.itemsize:
         raise Broken(f"an array of the shape {quoted(shape)} has {len(data)} bytes")
 
@@ -100,7 +100,7 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
     import numpy as np
 
     if not isinstance(dtype, np.dtype) or not dtype.hasobject or type(shape) is not tuple:
-        raise Broken("an array is made of something else")
+        raise Broken("an array is built from unexpected arguments")
     if len(data) != _items(shape):
         raise Broken(f"an array of the shape {quoted(shape)} has {len(data)} items")
 

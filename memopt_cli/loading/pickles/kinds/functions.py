@@ -83,7 +83,7 @@ class Functions:
             return found
         python = _in_function_module(use.name.module)
         if not callable(found) or (python and not _in_function_module(str(getattr(found, "__module__", "")))):
-            return Denied("is no function that memopt knows only to compute")
+            return Denied("is not a function that memopt knows to do nothing but compute")
         return Recipe(make=lambda: found, role="callable")
 
 

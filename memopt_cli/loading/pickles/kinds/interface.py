@@ -119,7 +119,7 @@ def resolve(wanted: Global) -> Any | Denied | Missing:
         found: Any = importlib.import_module(wanted.module)
         for part in wanted.name.split("."):
             if not (isinstance(found, type) or found is importlib.import_module(wanted.module)) or is_dunder(part):
-                return Denied("is no class or function by itself")
+                return Denied("is not a class or function by itself")
             found = getattr(found, part)
         return found
     except (Exception, SystemExit) as err:  # importing runs the package's code, which may raise anything

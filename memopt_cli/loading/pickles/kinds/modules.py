@@ -140,9 +140,9 @@ class Libraries:
 
 _LAYERS: Final = (nn.Module, torch.optim.Optimizer)
 _REASONS: Final = {
-    "created": "is no nn.Module class",
+    "created": "is not an nn.Module class",
     "called": "is called with arguments from the file",
-    "held": "is no layer, and kept as something to call",
+    "held": "is not a layer, but is stored as something to call",
 }
 
 
@@ -151,7 +151,7 @@ def _created(found: type) -> Recipe | Denied | None:
     if issubclass(found, _PROGRAMS) or any(not _COPYING.isdisjoint(vars(base)) for base in bases):
         own = found.__module__.partition(".")[0] == "torch"
         remedy = None if own else Trust(globals=(f"{found.__module__}.{found.__qualname__}",))
-        return Denied("makes itself anew from its attributes when it is copied or saved", remedy)
+        return Denied("rebuilds itself from its attributes when it is copied or saved", remedy)
     if issubclass(found, nn.Module):
         return module_recipe(found)
     if found.__name__ in _HOOKS.get(found.__module__, ()):
@@ -236,7 +236,7 @@ def _check_attributes(node: Built | None, graph: Graph) -> str:
     entries, kind = plain_entries(node.state), graph.class_of(node)
     assert kind is not None
     if entries is None:
-        return "has a state of another kind"
+        return "has a state of an unexpected type"
     # A dict of the class is a rule for all its settings, such as ``attribute_map``, which renames them.
     wanted = [name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), dict)]
     return f"has {wanted[0]} among its attributes" if wanted else shadowing(kind, entries, graph)
@@ -248,7 +248,7 @@ def _check_training(node: Built | None, graph: Graph) -> str:
     groups = dict(plain_entries(node.state) or ()).get("param_groups")
     held = [] if groups is None else _items_of(groups)
     known = held is not None and all(_items_of(dict(entries_of(group)).get("params")) is not None for group in held)
-    return _check_attributes(node, graph) if known else "has groups of parameters that are no lists"
+    return _check_attributes(node, graph) if known else "has groups of parameters that are not lists"
 
 
 def _items_of(value: Any) -> list[Any] | None:
@@ -266,7 +266,7 @@ def _check_hook(node: Built | None, graph: Graph) -> str:
     entries = plain_entries(node.state) if node else []
     roles = {name: graph.role_of(value) for name, value in entries or ()}
     wrong = [name for name, role in roles.items() if role == "callable" or (role == "module" and name != "module")]
-    return f"calls its {wrong[0]}, which is no hook" if wrong else _check_attributes(node, graph)
+    return f"calls its {wrong[0]}, which is not a hook" if wrong else _check_attributes(node, graph)
 
 
 # ---------------------------------------------------------------------------------------------- modules
@@ -286,7 +286,7 @@ def check_module(node: Built | None, graph: Graph) -> str:
         return "has no state"
     entries = plain_entries(node.state)
     if entries is None:
-        return "has a state of another kind"
+        return "has a state of an unexpected type"
     return _check_layers(kind, entries) or check_attributes(kind, entries, graph)
 
 

@@ -80,7 +80,7 @@ class Own:
         if isinstance(found, type) and issubclass(found, nn.Module):
             return replace(module_recipe(found), fill=_fill_script) if found is ScriptLeaf else module_recipe(found)
         if found not in map(type, COMPRESSORS.values()):
-            return Denied("is no part of the format of memopt's files")
+            return Denied("is not part of the format of memopt's files")
         return Recipe(make=lambda: object.__new__(found), kind=found)  # codecs hold no state
 
 
@@ -122,9 +122,9 @@ def _check_segment(node: Built | None, graph: Graph) -> str:
             if isinstance(original, Built) and original.callee == RESTORE_LIFTED and not node.has_state:
                 return ""
             if not isinstance(original, Global) or kind is None or not issubclass(kind, nn.Module):
-                return "makes a segment of what is no module"
-            return "has a state of another kind" if entries is None else check_attributes(kind, entries, graph)
-    return "makes a segment of something else"
+                return "makes a segment of something that is not a module"
+            return "has a state of an unexpected type" if entries is None else check_attributes(kind, entries, graph)
+    return "makes a segment from unexpected arguments"
 
 
 def _is_plain(settings: Built) -> bool:
@@ -172,5 +172,9 @@ def _check_lifted(node: Built | None, graph: Graph) -> str:
     match node.given():
         case (Tuple(), Built() as state):
             entries = plain_entries(state)
-            return "has a state of another kind" if entries is None else check_attributes(LiftedModule, entries, graph)
+            return (
+                "has a state of an unexpected type"
+                if entries is None
+                else check_attributes(LiftedModule, entries, graph)
+            )
     return "lifts something else"

@@ -43,7 +43,7 @@ def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[
 
     def checked(*arguments: Any) -> Any:
         if len(arguments) > most or not all(type(argument) in given for argument in arguments):
-            raise Broken(f"a {getattr(make, '__name__', 'value')} is made of something else")
+            raise Broken(f"a {getattr(make, '__name__', 'value')} is built from unexpected arguments")
         return make(*arguments)
 
     return checked
@@ -65,14 +65,14 @@ def _check_defaultdict(node: Built | None, graph: Graph) -> str:
     assert node is not None
     factory, *more = node.given() or (None,)
     if more:
-        return "is made of something else"
+        return "is built from unexpected arguments"
     plain = factory is None or (isinstance(factory, Global) and factory.package in ("builtins", "collections"))
-    return "" if plain or graph.role_of(factory) == "trusted" else "makes its values of something else"
+    return "" if plain or graph.role_of(factory) == "trusted" else "builds its values from unexpected arguments"
 
 
 def _deque(items: Any = (), longest: Any = None) -> Any:
     if type(items) not in (list, tuple) or type(longest) not in (int, type(None)):
-        raise Broken("a deque is made of something else")
+        raise Broken("a deque is built from unexpected arguments")
     return collections.deque(items, longest)
 
 
@@ -93,13 +93,13 @@ def _logger(name: str = "root") -> logging.Logger:
 
 def _pattern(text: Any, flags: Any = 0) -> Any:
     if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _LONGEST_PATTERN:
-        raise Broken("a regular expression is made of something else")
+        raise Broken("a regular expression is built from unexpected arguments")
     return re.compile(text, flags & ~re.DEBUG)  # DEBUG prints
 
 
 def _decimal(text: Any) -> decimal.Decimal:
     if type(text) is not str or len(text) > _LONGEST_PATTERN:
-        raise Broken("a decimal number is made of something else")
+        raise Broken("a decimal number is built from unexpected arguments")
     return decimal.Decimal(text)
 
 
@@ -118,7 +118,7 @@ def _set_random(generator: random.Random, state: Any) -> None:
         case (3, tuple(numbers), None | float()) if all(type(number) is int for number in numbers):
             generator.setstate(state)
         case _:
-            raise Broken("a random generator has a state of another kind")
+            raise Broken("a random generator has a state of an unexpected type")
 
 
 def _type_of(value: Any) -> type:
@@ -141,17 +141,17 @@ def _check_partial(node: Built | None, graph: Graph) -> str:
     assert node is not None
     given = node.given()
     if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
-        return "calls what is no function that only computes"
+        return "calls something that is not a function that only computes"
     match node.state:
         case Tuple(items=(function, Tuple(items=arguments), named, attributes)) if function is given[0]:
             entries = plain_entries(named)
             if entries is None:
-                return "is handed arguments of another kind"
+                return "is given arguments of an unexpected type"
             values = (*arguments, *(value for _, value in entries))
             if graph.class_of(function) is None and any(graph.role_of(value) != "data" for value in values):
                 return "hands a function something to call"
             return "has attributes" if isinstance(attributes, Built) and attributes.entries else ""
-    return "has a state of another kind"
+    return "has a state of an unexpected type"
 
 
 def _role_of_partial(node: Built, graph: Graph) -> Role:
@@ -168,7 +168,7 @@ def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built | None, Graph
     def check(node: Built | None, graph: Graph) -> str:
         entries = plain_entries(node.state) if node is not None and node.has_state else []
         if entries is None:
-            return "has a state of another kind"
+            return "has a state of an unexpected type"
         return next((f"has an attribute {quoted(name)}" for name, _ in entries if not allowed(name)), "")
 
     return check

@@ -65,7 +65,7 @@ class Stored:
 
     def _nested(self, data: Any) -> Storage:
         if type(data) is not bytes:
-            raise Broken("a storage is made of something else")
+            raise Broken("a storage is built from unexpected arguments")
         identity, storages = self.nested(data)
         return Stored(storages, self.nested)._storage(identity)
 
@@ -76,7 +76,7 @@ class Stored:
                     raise Broken("it was saved by a PyTorch before 0.4, whose storages are views of others")
                 dtype = getattr(torch, STORAGE_DTYPES[kind])
                 return Storage(self.storages.get(key, count * dtype.itemsize), dtype)
-        raise Broken("it refers to something beside it that is no storage")
+        raise Broken("it refers to something beside it that is not a storage")
 
 
 # ---------------------------------------------------------------------------------------------- dense
@@ -153,7 +153,7 @@ def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tenso
 
 def _sparse_tensor(layout: Any, data: Any) -> Tensor:
     if not all(isinstance(part, Tensor | tuple | bool | type(None)) for part in data):
-        raise Broken("a sparse tensor is made of something else")
+        raise Broken("a sparse tensor is built from unexpected arguments")
     # The indices are checked once, here.  They are copied, so that no other tensor of the file can change them later.
     if layout is torch.sparse_coo:
         indices, values, size, *is_coalesced = data
@@ -174,7 +174,7 @@ def _quantized_tensor(
     _without_hooks(hooks)
     dtype = getattr(storage, "dtype", None)
     if dtype not in (torch.qint8, torch.quint8, torch.qint32):
-        raise Broken("a quantized tensor is made of something else")
+        raise Broken("a quantized tensor is built from unexpected arguments")
     _check_place(storage, dtype, offset, size, stride)
     match quantizer:
         case (torch.per_tensor_affine, float(scale), int(zero_point)):
@@ -197,7 +197,7 @@ def _quantized_by_channel(
     """
     is_of_rows = zeros.is_floating_point()
     if not 0 <= axis < len(sizes) or any(given.shape != (sizes[axis],) for given in (scales, zeros)):
-        raise Broken("a quantized tensor has not one scale for each channel")
+        raise Broken("a quantized tensor does not have one scale for each channel")
     if is_of_rows and axis:
         raise Broken("a quantized tensor of embeddings has no scale for each of its rows")
     kinds = (torch.float, torch.float) if is_of_rows else (torch.double, torch.long)
@@ -211,7 +211,7 @@ def _quantized_by_channel(
 def _parameter(data: Any, requires_grad: Any, hooks: Any = None) -> nn.Parameter:
     _without_hooks(hooks)
     if not isinstance(data, Tensor):
-        raise Broken("a parameter is made of something else")
+        raise Broken("a parameter is built from unexpected arguments")
     return nn.Parameter(data, bool(requires_grad))
 
 
@@ -231,7 +231,7 @@ def _check_attributes(given: tuple[Any, ...], graph: Graph) -> str:
     if given in ((), (None,)):
         return ""
     entries = plain_entries(given[0])
-    return "has a state of another kind" if entries is None else shadowing(nn.Parameter, entries, graph)
+    return "has a state of an unexpected type" if entries is None else shadowing(nn.Parameter, entries, graph)
 
 
 def _uninitialized(kind: Any) -> Callable[..., Tensor]:
@@ -280,7 +280,7 @@ def _device(kind: Any = "cpu", index: Any = None) -> torch.device:
 
 def _version(text: Any) -> Any:
     if type(text) is not str:
-        raise Broken("a version is made of something else")
+        raise Broken("a version is built from unexpected arguments")
     return TorchVersion(text)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.records import StepSettings
 from memopt_cli.training import step as step_module
 from memopt_cli.training.step import Step, seed_torch
-from memopt_cli.verification.equality import (
+from memopt_cli.verification.effects import (
     TOLERANCE,
     Difference,
     bit_equal,

@@ -1,4 +1,4 @@
-"""A plan on a model that is there, compared with the model without it before it stays."""
+"""Application of a plan to a live model, which is compared with the model without it before the plan stays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memopt_cli.training.step import Step
 from memopt_cli.training.user_step import Step as UserStep
 from memopt_cli.training.user_step import models_of
 from memopt_cli.training.wrappers import unwrapped
-from memopt_cli.verification.equality import generators_kept, gradients_kept
+from memopt_cli.verification.effects import generators_kept, gradients_kept
 from memopt_cli.verification.further_steps import first_samples
 from memopt_cli.verification.recorded_step import verify as compared
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memopt_cli.records import Counted, Plan, SegmentPlan, StepSettings
-from memopt_cli.runtime import lumps
+from memopt_cli.runtime import stand_ins
 from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.trace import FakeStep
 from memopt_cli.training.apply import apply_plan, remove_plan
@@ -142,7 +142,7 @@ def step_of(model: nn.Module, *args: Any, optimizer: str = "", precision: Any = 
 @pytest.fixture
 def all_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Called, no chunk is left out any longer."""
-    return lambda: monkeypatch.setattr(lumps, "_LEAST", ALL)
+    return lambda: monkeypatch.setattr(stand_ins, "_LEAST", ALL)
 
 
 @contextlib.contextmanager
@@ -155,7 +155,7 @@ def applied(step: FakeStep, plan: Plan) -> Iterator[None]:
 
 
 def told(step: FakeStep, plan: Plan) -> Counted:
-    """All that is counted but who holds what, which of a lump is its module, and how many operators ran."""
+    """All that is counted but who holds what, which of a stand-in is its module, and how many operators ran."""
     with applied(step, plan):
         return replace(step.count(), holders=(), operators=0)
 
@@ -264,7 +264,7 @@ def test_of_segments_in_others(name: str, all_run: Callable[[], None]) -> None:
 
 @pytest.mark.slow
 def test_few_of_equal_chunks_run() -> None:
-    """Three on either side of each lump, of the longer and of the shorter ones, in forward and in recomputation."""
+    """Three on either side of each stand-in, of the longer and of the shorter ones, in forward and in recomputation."""
     step = CASES["mlp"].step()
     assert runs(step, CASES["mlp"].plan(27, 1), "1.0") == 2 * (1 + 6)  # one of two samples, 26 of one
     assert runs(step, CASES["mlp"].plan(18, 1), "1.0") == 2 * (6 + 6)  # ten of two samples, eight of one

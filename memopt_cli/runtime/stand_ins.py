@@ -1,18 +1,19 @@
-"""Lumps: the middle ones of many equal chunks, which a dry run stands in for without running them.
+"""Stand-ins for the middle ones of many equal chunks, which a dry run does without.
 
-A step on tensors without data takes time by the number of its operators, and 256 chunks have many.  Equal chunks that
-move no state allocate the same tensors, each on top of what the chunks before it have left, which grows, or shrinks, by
-the same bytes from one to the next.  So the bytes at any instant of a chunk in the middle lie between those at the same
-instant of an earlier and of a later chunk, and the peak is at either end.  The middle is one *lump*, which runs
-nothing: in forward it makes tensors like those its chunks would leave, and in backward the gradients of their inputs::
+A dry run takes time by the number of its operators, and 256 chunks have many.  Equal chunks that move no state allocate
+the same tensors, each on top of what the chunks before it left, which grows or shrinks by the same bytes from one to
+the next.  So the bytes at any instant of a chunk in the middle lie between those at the same instant of an earlier
+and of a later chunk, and the peak is at either end.  One *stand-in* takes the place of all chunks in the middle, and
+runs nothing: in forward it makes tensors like those that its chunks would leave, and in backward the gradients of their
+inputs::
 
     chunks    0  1  2  3  4  5  6  7  8  9 10 11     of length 5
-    run       0  1  2  [3 4  5  6  7  8] 9 10 11     the lump is of length 30
+    run       0  1  2  [3 4  5  6  7  8] 9 10 11     the stand-in is of length 30
 
-Where chunks have two lengths, which differ by one, each length has a lump of its own.  The two chunks before a lump
-show what it leaves, and the chunk after it shows its gradients, since backward comes to that first.  If they show that
-chunks are not alike, or that their tensors cannot be made in one piece, the step ends there with :class:`ChunksDiffer`;
-it is to be run again, and then all chunks of that module run.
+Where chunks have two lengths, which differ by one, each length has a stand-in of its own.  The two chunks before a
+stand-in show what it leaves.  The chunk after it shows its gradients, since backward comes to that chunk first.  If
+these show that chunks are not alike, or that their tensors cannot be made in one piece, the step ends there with
+:class:`ChunksDiffer`.  Then the step must be run again, with all chunks of that module.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from memopt_cli.runtime.private_torch import is_fake, with_function_modes
 from memopt_cli.runtime.running import is_nested, is_recomputing
 
 _EDGE: Final = 3
-"""Equal chunks that run on either side of a lump: the first that adds to a gradient makes another tensor than the
+"""Equal chunks that run on either side of a stand-in: the first that adds to a gradient makes another tensor than the
 second, and that than all that follow."""
 _LEAST: Final = 2
-"""Chunks of a lump, at least."""
+"""Fewest chunks that a stand-in replaces."""
 
 
 class ChunksDiffer(BaseException):
     """Chunks are not alike.  It is no ``Exception``, which a model might catch."""
 
 
-class Lumps:
+class StandIns:
     """The modules of one model, which nobody else runs, and which of them have chunks that are not alike."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,7 +57,7 @@ class Lumps:
 
     @contextlib.contextmanager
     def counting(self, live_bytes: Callable[[], int]) -> Iterator[None]:
-        """Let chunks be lumped in the block; ``live_bytes`` returns the bytes of all tensors there are now.
+        """Let stand-ins replace chunks in the block; ``live_bytes`` returns the bytes of all tensors that are alive.
 
         Raises :class:`ChunksDiffer`; tried again from the start, only another module can raise it.
         """
@@ -67,35 +68,35 @@ class Lumps:
             self._live_bytes = None
 
     def of(self, module: nn.Module) -> Callable[[], int] | None:
-        """Return the counter of live bytes if chunks of ``module`` may be lumped; otherwise ``None``."""
+        """Return the counter of live bytes if ``module`` may have stand-ins; otherwise ``None``."""
         return None if module in self._unlike else self._live_bytes
 
     def refuse(self, module: nn.Module) -> NoReturn:
-        """Raise :class:`ChunksDiffer`, and never lump chunks of ``module`` again."""
+        """Raise :class:`ChunksDiffer`, and run all chunks of ``module`` from now on."""
         self._unlike.add(module)
         raise ChunksDiffer
 
 
-_known: MutableMapping[nn.Module, Lumps] = WeakKeyDictionary()
+_known: MutableMapping[nn.Module, StandIns] = WeakKeyDictionary()
 
 
-def lumped(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> LumpedCall | None:
-    """Return a call of ``module`` in chunks of ``lengths`` with lumps; ``None`` if all chunks are to run.
+def abridged(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> AbridgedCall | None:
+    """Return a call of ``module`` in chunks of ``lengths`` with stand-ins; ``None`` if all chunks must run.
 
     ``pieces``: the tensors that are cut along ``axis``.
     """
     # Consecutive layers that are one segment are in a module of their own, which is made later.
-    lumps = next((found for part in module.modules() if (found := _known.get(part)) is not None), None)
-    live_bytes = lumps.of(module) if lumps is not None else None
-    if lumps is None or live_bytes is None or not all(map(is_fake, pieces)):
+    stand_ins = next((found for part in module.modules() if (found := _known.get(part)) is not None), None)
+    live_bytes = stand_ins.of(module) if stand_ins is not None else None
+    if stand_ins is None or live_bytes is None or not all(map(is_fake, pieces)):
         return None
-    counts = [count for _, group in itertools.groupby(lengths) for count in _in_lumps(len([*group]))]
+    counts = [count for _, group in itertools.groupby(lengths) for count in _abridged_counts(len([*group]))]
     if len(counts) == len(lengths):
         return None
-    return LumpedCall(module, lumps, live_bytes, counts, axis)
+    return AbridgedCall(module, stand_ins, live_bytes, counts, axis)
 
 
-def _in_lumps(count: int) -> list[int]:
+def _abridged_counts(count: int) -> list[int]:
     """Return how many of ``count`` equal chunks each piece stands for: 12 are 1, 1, 1, 6, 1, 1, 1."""
     if count < 2 * _EDGE + _LEAST:
         return [1] * count
@@ -143,27 +144,27 @@ def _form_of(tensor: Any, axis: int) -> _Form | None:
     return _Form(tuple(tensor.shape), order, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-class LumpedCall:
-    """One call of a module in chunks: what its chunks show, and its lumps."""
+class AbridgedCall:
+    """One call of a module in chunks, with its stand-ins and what the chunks that run show of them."""
 
     def __init__(
-        self, module: nn.Module, lumps: Lumps, live_bytes: Callable[[], int], counts: Sequence[int], axis: int
+        self, module: nn.Module, stand_ins: StandIns, live_bytes: Callable[[], int], counts: Sequence[int], axis: int
     ) -> None:
         self.counts = counts
-        """How many chunks each piece of the input stands for: one, or those of a lump."""
+        """How many chunks each piece of the input stands for: one, or those of a stand-in."""
         self.axis = axis
-        self._module, self._lumps, self._live_bytes = module, lumps, live_bytes
+        self._module, self._stand_ins, self._live_bytes = module, stand_ins, live_bytes
         self._moves = Moves(module)
         self._live = live_bytes()
-        self._left: list[int] = []
+        self._grown: list[int] = []
         """The bytes that each chunk has left in forward."""
         self._outputs: list[_Form] = []
         self._gradients: dict[int, list[_Form | None]] = {}
-        """Place of a lump -> the gradients of inputs of the chunk after it."""
+        """Place of a stand-in -> the gradients of inputs of the chunk after it."""
         self._held: dict[int, int] = {}
-        """Place of a lump -> the bytes that each of its chunks leaves beside its outputs until its backward."""
+        """Place of a stand-in -> the bytes that each of its chunks leaves beside its outputs until its backward."""
         self._began: dict[int, int] = {}
-        """Place of a lump -> the bytes that there were when backward came to the chunk after it."""
+        """Place of a stand-in -> the bytes that there were when backward came to the chunk after it."""
 
     def lengths(self, lengths: Sequence[int]) -> list[int]:
         """Return the lengths of the pieces, given the ``lengths`` of all chunks."""
@@ -171,7 +172,7 @@ class LumpedCall:
         return [sum(lengths[start : start + count]) for start, count in zip(starts, self.counts, strict=False)]
 
     def noting_gradients(self, index: int, piece: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return ``piece``, that of the chunk at ``index``; after a lump, its gradients are noted."""
+        """Return ``piece``, that of the chunk at ``index``; after a stand-in, its gradients are noted."""
         if not index or self.counts[index - 1] == 1:
             return piece
         found = self._gradients[index - 1] = [None] * len(piece)
@@ -182,37 +183,37 @@ class LumpedCall:
         live, before = self._live_bytes(), self._live
         parts = output if isinstance(output, tuple) else (output,)
         if len(parts) > outputs or self._moves.now():
-            self._lumps.refuse(self._module)
+            self._stand_ins.refuse(self._module)
         self._live = live
-        self._left.append(live - before)
+        self._grown.append(live - before)
         self._outputs = [self._form_or_refuse(part) for part in parts]
         if index and self.counts[index - 1] > 1:
             self._watch_backward(index - 1, parts)
 
-    def lump(self, index: int, pieces: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """Return the outputs of the lump at ``index``, which holds until its backward what its chunks would hold."""
+    def stand_in(self, index: int, pieces: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """Return the outputs of the stand-in at ``index``; until its backward, it holds what its chunks would hold."""
         held_bytes = self._held[index] = self._held_bytes()
         count = self.counts[index]
         moves = any(form.is_differentiable for form in self._outputs)
         anchor = torch.empty(0, device=pieces[0].device, requires_grad=moves)
-        made: tuple[Any, ...] = _Lump.apply(self, index, count * held_bytes, anchor, *pieces)  # type: ignore[no-untyped-call]
+        made: tuple[Any, ...] = _StandIn.apply(self, index, count * held_bytes, anchor, *pieces)  # type: ignore[no-untyped-call]
         self._live = self._live_bytes()
         return made
 
     def new_outputs(self, index: int) -> list[Tensor]:
-        """Return new outputs of the lump at ``index``."""
+        """Return new outputs of the stand-in at ``index``."""
         return [form.times(self.counts[index], self.axis) for form in self._outputs]
 
     def new_gradients(self, index: int) -> list[Tensor | None]:
-        """Return new gradients of the inputs of the lump at ``index``."""
+        """Return new gradients of the inputs of the stand-in at ``index``."""
         count, forms = self.counts[index], self._gradients[index]
         return [None if form is None else form.times(count, self.axis) for form in forms]
 
     def check_backward(self, index: int) -> None:
-        """Check, as backward comes to a lump, that the chunk after it has left gradients of inputs, and no more."""
+        """Check, as backward comes to a stand-in, that the chunk after it left its inputs' gradients and no more."""
         left = sum(form.nbytes for form in self._gradients[index] if form is not None) - self._held[index]
         if self._live_bytes() - self._began.get(index, 0) != left:
-            self._lumps.refuse(self._module)
+            self._stand_ins.refuse(self._module)
 
     def differentiable(self) -> list[bool]:
         """Return whether each output is differentiable."""
@@ -220,24 +221,24 @@ class LumpedCall:
 
     def _held_bytes(self) -> int:
         """Return the bytes that each chunk leaves beside its outputs until its backward."""
-        *_, last, left = self._left
+        *_, last, left = self._grown
         held_bytes = left - sum(form.nbytes for form in self._outputs)
-        # A segment around would make again what chunks hold; a lump holds it at both times, so it is refused.
+        # A segment around would make again what chunks hold; a stand-in holds it at both times, so it is refused.
         is_within = is_nested() or is_recomputing()
         if last != left or held_bytes < 0 or (held_bytes and is_within):
-            self._lumps.refuse(self._module)
+            self._stand_ins.refuse(self._module)
         return held_bytes
 
-    def _watch_backward(self, lump: int, outputs: Sequence[Tensor]) -> None:
+    def _watch_backward(self, stand_in: int, outputs: Sequence[Tensor]) -> None:
         def begin(gradient: Tensor) -> None:
-            self._began.setdefault(lump, self._live_bytes())
+            self._began.setdefault(stand_in, self._live_bytes())
 
         for output in outputs:
             if output.requires_grad:
                 _watch(output, begin)
 
     def _form_or_refuse(self, tensor: Any) -> _Form:
-        return _form_of(tensor, self.axis) or self._lumps.refuse(self._module)
+        return _form_of(tensor, self.axis) or self._stand_ins.refuse(self._module)
 
     def _noting(self, tensor: Tensor, found: list[_Form | None], place: int) -> Tensor:
         if not tensor.requires_grad:
@@ -256,11 +257,11 @@ def _watch(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
         tensor.register_hook(hook)
 
 
-class _Lump(torch.autograd.Function):
-    """The node of a lump in autograd's graph."""
+class _StandIn(torch.autograd.Function):
+    """The node of a stand-in in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: LumpedCall, index: int, held_bytes: int, anchor: Tensor, *pieces: Tensor) -> Any:
+    def forward(ctx: Any, call: AbridgedCall, index: int, held_bytes: int, anchor: Tensor, *pieces: Tensor) -> Any:
         ctx.call, ctx.index = call, index
         outputs = call.new_outputs(index)
         ctx.held = torch.empty(held_bytes, dtype=torch.uint8, device=anchor.device) if held_bytes else None
