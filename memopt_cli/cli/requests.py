@@ -47,7 +47,7 @@ def check_ranges(request: OptimizeRequest) -> None:
             )
         return
     others = {
-        "--frontier": request.goal.frontier and request.goal.pick is None,
+        "--frontier": request.goal.frontier,
         "--pick": request.goal.pick is not None,
     }
     for flag, is_given in others.items():

@@ -111,7 +111,14 @@ from memopt_cli.records.measurement import (
     describe,
 )
 from memopt_cli.records.model import STEP, LoadedModel, ModelFacts, ModelSource, Trust, WantedGlobal
-from memopt_cli.records.optimization import ApplyRequest, ApplyResult, OptimizeRequest, OptimizeResult, RecordedSteps
+from memopt_cli.records.optimization import (
+    ApplyRequest,
+    ApplyResult,
+    OptimizeRequest,
+    OptimizeResult,
+    RecordedSteps,
+    ShownFrontier,
+)
 from memopt_cli.records.plan import (
     MOST_NORMS,
     MOST_RANGES,
@@ -312,6 +319,7 @@ __all__ = [
     "SelftestReport",
     "SelftestRow",
     "ShorterStep",
+    "ShownFrontier",
     "SnapshotFacts",
     "StepFailed",
     "StepMemory",

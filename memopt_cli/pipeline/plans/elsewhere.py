@@ -44,7 +44,7 @@ _GRADIENTS = 2
 def check_request(request: OptimizeRequest) -> None:
     """Raise :class:`OptionError` for options of ``request`` that need a measurement where nothing is measured."""
     wanted = {
-        "--frontier": request.goal.frontier or request.goal.pick is not None,
+        "--frontier": request.goal.needs_frontier,
         "--measure-levels": request.measure_levels,
         "--html (or --snapshot)": request.layout is not None and request.record_steps,
         "--dim with a range": request.layout is not None and request.dim_range is not None,
