@@ -130,7 +130,18 @@ from memopt_cli.records.plan import (
     Refused,
     SegmentPlan,
 )
-from memopt_cli.records.profile import CompiledStep, Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
+from memopt_cli.records.profile import (
+    PACKING,
+    SEGMENT,
+    CompiledStep,
+    Instant,
+    ModuleUse,
+    ProfileRequest,
+    SavedTensor,
+    StepProfile,
+    TimeUse,
+    TimeUseName,
+)
 from memopt_cli.records.rank import (
     GroupMeasurement,
     MeasureRequest,
@@ -188,9 +199,11 @@ __all__ = [
     "MOST_RANGES",
     "NOT_FINITE",
     "ONLINE_RULES",
+    "PACKING",
     "PRECISIONS",
     "RATES",
     "SCHEMA_VERSION",
+    "SEGMENT",
     "STEP",
     "STRATEGIES",
     "UPDATE_PHASES",
@@ -340,6 +353,8 @@ __all__ = [
     "TensorKind",
     "TensorPrint",
     "TensorSpec",
+    "TimeUse",
+    "TimeUseName",
     "TimedOut",
     "TooSlow",
     "Trust",

@@ -78,6 +78,7 @@ class TextReport:
             *exchanged,
             profiling.phase_table(found),
             profiling.category_table(found),
+            *([profiling.time_table(found)] if found.times else []),
             profiling.module_table(found),
             profiling.saved_table(found),
         )

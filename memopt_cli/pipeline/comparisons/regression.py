@@ -327,7 +327,7 @@ class _Step:
             breakdown=breakdown,
             peak=PeakPlace(op=peak.name, module=peak.module, phase=peak.phase),
             modules=_modules(trace, peak.op),
-            saved=saved_tensors(trace)[:KEPT],
+            saved=saved_tensors(trace, self.plan.longest)[:KEPT],
         )
 
 
