@@ -53,15 +53,20 @@ _MOST_READ = 1 << 22
 
 
 def find_spec(
-    source: ModelSource, module: nn.Module, given: InputSpec | None, carried: InputSpec | None = None
+    source: ModelSource,
+    module: nn.Module,
+    given: InputSpec | None,
+    carried: InputSpec | None = None,
+    remembered: InputSpec | None = None,
 ) -> InputSpec:
     """Return the description of the inputs, from the first of these that there is.
 
     1. ``given``, if it describes inputs and not only dimensions;
     2. ``model.inputs.yaml`` beside ``model.pt``;
-    3. ``carried``, the example inputs in the model file;
-    4. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
-    5. a guess from the layers of ``module``.
+    3. ``remembered``, those that were given for an earlier command;
+    4. ``carried``, the example inputs in the model file;
+    5. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
+    6. a guess from the layers of ``module``.
 
     Dimensions in ``given`` replace those of the description that was found.
     Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
@@ -73,7 +78,7 @@ def find_spec(
         stem = path.name if path.is_dir() else path.stem
         of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
         guessed = None if isinstance(module, StepModels) else guessed_spec(module)
-        found = _beside(source, stem) or carried or _beside(source, of_origin) or guessed
+        found = _beside(source, stem) or remembered or carried or _beside(source, of_origin) or guessed
         if found is None:
             raise UsageError(
                 f"nothing is known of the inputs of {source.location}",

@@ -69,7 +69,9 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         _refuse_without_memory(model)
     carried = plan_of(model)
     remove_plan(model)
-    spec = find_spec(loaded.source, model, job.spec, loaded.example_spec) if job.inputs else None
+    spec = None
+    if job.inputs:
+        spec = find_spec(loaded.source, model, job.spec, loaded.example_spec, job.remembered)
     if job.replicas:
         refuse_unsupported(model)
     if job.plan != ORIGINAL:

@@ -82,7 +82,7 @@ from memopt_cli.records.explanation import (
 )
 from memopt_cli.records.fastest import FastestTraining, PairRun
 from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
-from memopt_cli.records.inputs import GUESS, InputSpec, TensorSpec
+from memopt_cli.records.inputs import GUESS, REMEMBERED, TYPED, InputSpec, TensorSpec
 from memopt_cli.records.inspection import GlobalVerdict, Inspection, StoredModule, StoredTensor, TensorKind
 from memopt_cli.records.layout import BUILT_IN, Collective, Layout
 from memopt_cli.records.learning import (
@@ -202,10 +202,12 @@ __all__ = [
     "PACKING",
     "PRECISIONS",
     "RATES",
+    "REMEMBERED",
     "SCHEMA_VERSION",
     "SEGMENT",
     "STEP",
     "STRATEGIES",
+    "TYPED",
     "UPDATE_PHASES",
     "Accumulation",
     "AllocatorRules",

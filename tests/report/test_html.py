@@ -431,6 +431,13 @@ def test_the_plan_is_on_the_module_tree() -> None:
     assert "1.00 s → 1.25 s" in text
 
 
+def test_the_page_has_the_details_that_the_text_keeps_for_v() -> None:
+    pytest.importorskip("plotly")
+    result = a_result()
+    result.summary.details = [f"A detail of {EVIL}."]
+    assert f"A detail of {EVIL}." in " ".join(Strict(optimize_page(result)).texts)
+
+
 def test_modules_have_their_times_where_they_were_timed() -> None:
     pytest.importorskip("plotly")
     result = a_result()

@@ -73,7 +73,7 @@ def optimize_page(result: OptimizeResult) -> str:
         page.steps(traces)
         page.modules(traces, plan.longest)
     page.frontier(points_of(summary))
-    page.remarks((*unapplied(summary), *summary.notes))
+    page.remarks((*unapplied(summary), *summary.notes, *summary.details))
     return page.html()
 
 
