@@ -367,7 +367,7 @@ def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
 
 
 def batch_of(spec: InputSpec) -> int:
-    """Return the batch size of ``spec``: the symbol ``B``, else dimension 0 of the first tensor.
+    """Return the batch size of ``spec``: the symbol ``B``, else dimension 0 of the first tensor, which a script makes.
 
     Raises :class:`UsageError` if there is neither.
     """
@@ -376,15 +376,20 @@ def batch_of(spec: InputSpec) -> int:
     if spec.tensors and spec.tensors[0].shape:
         return _sizes(spec.tensors[0], spec.dims)[0]
     if spec.data_file is not None:
-        first = next(_tensors_in(_read_data(spec.data_file, spec.data_sha256)), None)
-        if first is not None and first.dim():
-            return first.shape[0]
-        raise UsageError(
-            f"{spec.data_file} holds no tensor with a batch: its first one has no dimensions, or there is none",
-            hint="Save the arguments of forward in it, as a list or a dict of tensors.",
-        )
-    hint = NO_BATCH_ARGUMENT if spec.script is not None else "Write it into a shape, as in -i Bx3x224x224 --dim B=8."
-    raise UsageError("the batch size of the inputs is not known", hint=hint)
+        made, where = _read_data(spec.data_file, spec.data_sha256), spec.data_file
+        hint = "Save the arguments of forward in it, as a list or a dict of tensors."
+    elif spec.script is not None:  # by whatever name its function takes the size
+        made, where = _run_script(spec.script, spec.dims, seed=0), spec.script
+        hint = NO_BATCH_ARGUMENT
+    else:
+        hint = "Write it into a shape, as in -i Bx3x224x224 --dim B=8."
+        raise UsageError("the batch size of the inputs is not known", hint=hint)
+    first = next(_tensors_in(made), None)
+    if first is not None and first.dim():
+        return first.shape[0]
+    raise UsageError(
+        f"{where} gives no tensor with a batch: its first one has no dimensions, or there is none", hint=hint
+    )
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
