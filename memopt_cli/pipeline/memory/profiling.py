@@ -176,7 +176,7 @@ def _profile(
     notes: list[str],
     card: DeviceProfile | None,
 ) -> StepProfile:
-    trace = _no_longer_than(measured, traced.trace)
+    trace = no_longer_than(measured, traced.trace)
     live = live_bytes(trace)
     peak = allocated_peak(trace, live)
     alive = [s for s in trace.storages if is_alive(s, peak.op)]
@@ -201,7 +201,7 @@ def _profile(
     )
 
 
-def _no_longer_than(measured: Measurement | OutOfMemory | None, trace: StepTrace) -> StepTrace:
+def no_longer_than(measured: Measurement | Failure | None, trace: StepTrace) -> StepTrace:
     """Return ``trace`` with the seconds of its operators scaled down to those of the ``measured`` step, if more.
 
     Operators are timed one by one, in one step: on a busy machine that takes longer than the shortest of many steps.

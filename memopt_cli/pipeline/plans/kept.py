@@ -13,7 +13,7 @@ from memopt_cli.inputs.spec_text import parse_factory
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batches.batch_advice import advise
 from memopt_cli.pipeline.batches.recommendation import batch_file
-from memopt_cli.pipeline.memory.profiling import record_step
+from memopt_cli.pipeline.memory.profiling import no_longer_than, record_step
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.shown import frontier_path, keep_shown
 from memopt_cli.pipeline.plans.summary import summarize
@@ -206,5 +206,6 @@ class Kept:
         for row in found.rows:
             if row.level in (0, found.applied_level):
                 with self.prepared.session(data) as session:
-                    traces[row.level] = record_step(session, row.plan, row.outcome, found.notes).trace
+                    trace = record_step(session, row.plan, row.outcome, found.notes).trace
+                traces[row.level] = no_longer_than(row.outcome, trace)
         return RecordedSteps(original=traces[0], optimized=traces[found.applied_level])
