@@ -36,7 +36,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("answers", "runner"), ("worker",), ("local", "server")),
     ),
     "pipeline": (
-        ("failures", "fingerprints"),
+        ("failures", "fingerprints", "terms"),
         ("prepare", "search_probes"),
         ("own_checkpoints", "prediction", "sessions", "verification"),
         *(("memory",), ("batches",), ("plans",)),

@@ -58,9 +58,7 @@ def optimize(
         spec=given.spec(context, sizes),
         settings=step.settings(),
         search=resolve(search),
-        goal=SearchGoal(
-            budget=None if budget is None else Budget.of(budget), frontier=frontier or pick is not None, pick=pick
-        ),
+        goal=SearchGoal(budget=None if budget is None else Budget.of(budget), frontier=frontier, pick=pick),
         dim_range=dim_range,
         lengths=lengths,
         output=output,

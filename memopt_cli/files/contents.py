@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from memopt_cli.errors import BaselineError, OptionError, UsageError, for_message, shortened
 from memopt_cli.inputs.spec_text import check_layout, check_spec
@@ -27,6 +27,7 @@ from memopt_cli.records import (
     ReplicaAdvice,
     SegmentPlan,
     ShorterStep,
+    ShownFrontier,
     StepMemory,
     from_data,
     refuse_unknown,
@@ -152,6 +153,44 @@ def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
     return header
 
 
+def frontier_json(shown: ShownFrontier) -> bytes:
+    """Return the content of ``*.frontier.json``: the keys of the header, then the other fields of ``shown``.
+
+    :func:`read_frontier` reads it.
+    """
+    data = to_data(shown)
+    return json_text({**data.pop("header"), **data}).encode()
+
+
+def read_frontier(path: Path) -> ShownFrontier:
+    """Read the plans that ``--frontier`` showed from the file at ``path``.
+
+    Raises :class:`FileNotFoundError` if there is none, and :class:`UsageError` for one that memopt did not write: it
+    may have come with the model, so it is read as strictly as a plan.
+    """
+    try:
+        data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION or isinstance(version, bool | float):
+            raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads {SCHEMA_VERSION}")
+        header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
+        parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
+        shown = _measurable(from_data(ShownFrontier, {"header": to_data(header), **parts}, where="the file"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, UsageError) as err:
+        reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
+        raise UsageError(
+            f"{path} does not hold the plans of a frontier: {reason}",
+            hint="memopt optimize --frontier --force writes it anew.",
+        ) from err
+    if any(point.plan.by is not None for point in shown.points):
+        raise UsageError(
+            f"{path} holds a plan by length, which no frontier has", hint="--frontier --force replaces it."
+        )
+    return shown
+
+
 def baseline_json(baseline: Baseline) -> bytes:
     """Return the content of a baseline file: the header's keys, ``conditions``, ``memory``, and any ``shorter`` steps.
 
@@ -187,7 +226,7 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         raise BaselineError(f"{path} is not a baseline: {reason}", hint=_RECORD) from err
 
 
-def _measurable(found: Baseline) -> Baseline:
+def _measurable(found: _Record) -> _Record:
     """Return ``found`` if none of its bytes and seconds is negative.  Raises :class:`UsageError` that names one."""
     pending: list[tuple[str, Any]] = [("", found)]
     while pending:
@@ -245,6 +284,7 @@ def _as_of_today(data: Any) -> Any:
     return values
 
 
+_Record = TypeVar("_Record")
 _MOST_LEVELS = 200
 _RECORD = "Record one with memopt baseline MODEL -o FILE."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]

@@ -44,6 +44,11 @@ class OutputPaths:
         """Path of the batch configuration: ``model.memopt.batch.yaml``."""
         return self.model.with_name(f"{self.model.stem}.batch.yaml")
 
+    @property
+    def frontier(self) -> Path:
+        """Path of the plans that ``--frontier`` showed: ``model.memopt.frontier.json``."""
+        return self.model.with_name(f"{self.model.stem}.frontier.json")
+
     def all(self) -> tuple[Path, ...]:
         """Return the paths that are written, the model's first."""
         others = self.summary, self.plan, self.batch

@@ -53,15 +53,20 @@ _MOST_READ = 1 << 22
 
 
 def find_spec(
-    source: ModelSource, module: nn.Module, given: InputSpec | None, carried: InputSpec | None = None
+    source: ModelSource,
+    module: nn.Module,
+    given: InputSpec | None,
+    carried: InputSpec | None = None,
+    remembered: InputSpec | None = None,
 ) -> InputSpec:
     """Return the description of the inputs, from the first of these that there is.
 
     1. ``given``, if it describes inputs and not only dimensions;
     2. ``model.inputs.yaml`` beside ``model.pt``;
-    3. ``carried``, the example inputs in the model file;
-    4. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
-    5. a guess from the layers of ``module``.
+    3. ``remembered``, those that were given for an earlier command;
+    4. ``carried``, the example inputs in the model file;
+    5. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
+    6. a guess from the layers of ``module``.
 
     Dimensions in ``given`` replace those of the description that was found.
     Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
@@ -73,7 +78,7 @@ def find_spec(
         stem = path.name if path.is_dir() else path.stem
         of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
         guessed = None if isinstance(module, StepModels) else guessed_spec(module)
-        found = _beside(source, stem) or carried or _beside(source, of_origin) or guessed
+        found = _beside(source, stem) or remembered or carried or _beside(source, of_origin) or guessed
         if found is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
@@ -363,7 +368,7 @@ def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
 
 
 def batch_of(spec: InputSpec) -> int:
-    """Return the batch size of ``spec``: the symbol ``B``, else dimension 0 of the first tensor.
+    """Return the batch size of ``spec``: the symbol ``B``, else dimension 0 of the first tensor, which a script makes.
 
     Raises :class:`UsageError` if there is neither.
     """
@@ -372,15 +377,20 @@ def batch_of(spec: InputSpec) -> int:
     if spec.tensors and spec.tensors[0].shape:
         return _sizes(spec.tensors[0], spec.dims)[0]
     if spec.data_file is not None:
-        first = next(_tensors_in(_read_data(spec.data_file, spec.data_sha256)), None)
-        if first is not None and first.dim():
-            return first.shape[0]
-        raise UsageError(
-            f"{spec.data_file} holds no tensor with a batch: its first one has no dimensions, or there is none",
-            hint="Save the arguments of forward in it, as a list or a dict of tensors.",
-        )
-    hint = NO_BATCH_ARGUMENT if spec.script is not None else "Write it into a shape, as in -i Bx3x224x224 --dim B=8."
-    raise UsageError("the batch size of the inputs is not known", hint=hint)
+        made, where = _read_data(spec.data_file, spec.data_sha256), spec.data_file
+        hint = "Save the arguments of forward in it, as a list or a dict of tensors."
+    elif spec.script is not None:  # by whatever name its function takes the size
+        made, where = _run_script(spec.script, spec.dims, seed=0), spec.script
+        hint = NO_BATCH_ARGUMENT
+    else:
+        hint = "Write it into a shape, as in -i Bx3x224x224 --dim B=8."
+        raise UsageError("the batch size of the inputs is not known", hint=hint)
+    first = next(_tensors_in(made), None)
+    if first is not None and first.dim():
+        return first.shape[0]
+    raise UsageError(
+        f"{where} gives no tensor with a batch: its first one has no dimensions, or there is none", hint=hint
+    )
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -63,7 +63,8 @@ def no_model(path: str, tensors: int) -> FileFormatError:
     """Return the error for a file that holds nothing but ``tensors`` weights."""
     return FileFormatError(
         f"{path} holds {counted(tensors, 'tensor')} but no model",
-        hint=f"Name the code that builds the model: package.module:callable --weights {quoted_path(path)}",
+        hint="Name the function that builds the model, as build.py:build for build() in build.py: "
+        f"build.py:build --weights {quoted_path(path)}",
     )
 
 

@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from re import _parser as sre_parser  # type: ignore[attr-defined]
@@ -470,11 +470,24 @@ def _containers(settings: Any) -> Iterator[dict[str, Any] | list[Any]]:
             pending.extend(value.values() if isinstance(value, dict) else value)
 
 
-def _weights(folder: Path, digest: Any) -> dict[str, Tensor]:
-    found = next((name for name in _WEIGHTS if (folder / name).is_file()), None)
+def files_of_weights(folder: Path) -> list[str]:
+    """Return the names of the files in ``folder`` that hold the weights of its adapter, or else of its model.
+
+    Raises :class:`FileFormatError` if there are none.
+    """
+    is_adapter = (folder / ADAPTER_SETTINGS).is_file()
+    return _files_of_weights(folder, (_ADAPTER_WEIGHTS,) if is_adapter else _WEIGHTS)
+
+
+def _files_of_weights(folder: Path, known: Sequence[str]) -> list[str]:
+    found = next((name for name in known if (folder / name).is_file()), None)
     if found is None:
-        raise FileFormatError(f"{folder} has no weights: no model.safetensors", hint=_SAVE)
-    names = _shards(folder / found) if found.endswith(".json") else [found]
+        raise FileFormatError(f"{folder} has no weights: no {known[0]}", hint=_SAVE)
+    return _shards(folder / found) if found.endswith(".json") else [found]
+
+
+def _weights(folder: Path, digest: Any) -> dict[str, Tensor]:
+    names = _files_of_weights(folder, _WEIGHTS)
     weights: dict[str, Tensor] = {}
     for name in names:
         data = _read(folder / name, digest)

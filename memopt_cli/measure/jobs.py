@@ -139,6 +139,8 @@ class DescribeJob(Job[ModelFacts]):
     """Whether to find the inputs of its step."""
     spec: InputSpec | None = None
     """The description of the inputs that the user gave; ``None`` if they gave none."""
+    remembered: InputSpec | None = None
+    """The description that the user gave for an earlier command; ``None`` if none is known."""
     plan: Plan = ORIGINAL
     """A plan that must suit the model."""
     replicas: bool = False

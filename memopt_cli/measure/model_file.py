@@ -8,17 +8,20 @@ import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from memopt_cli.errors import StepError, first_line
+from memopt_cli.errors import StepError, UsageError, first_line
+from memopt_cli.inputs.spec_text import is_pretrained
 from memopt_cli.loading import description, load_model, read_file
 from memopt_cli.loading.input_spec import batch_of, find_spec
 from memopt_cli.loading.memory_snapshot import read_snapshot
 from memopt_cli.loading.pickles.kinds.modules import imported_libraries
+from memopt_cli.loading.pretrained import files_of_weights
 from memopt_cli.loading.returned import check_returned
 from memopt_cli.measure.jobs import (
     ORIGINAL,
@@ -37,6 +40,7 @@ from memopt_cli.model_batching.stacked import refuse_unsupported
 from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan, SnapshotFacts
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
 from memopt_cli.runtime.private_torch import is_fake
+from memopt_cli.text.documents import quoted_path
 from memopt_cli.trace import built_without_data, codec_paths, fake_mode
 from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
@@ -60,8 +64,21 @@ def _environment() -> dict[str, str]:
 
 
 def inspect(subject: Subject, job: InspectJob) -> Inspection:
-    """Describe the file at the path of ``job``.  Raises :class:`MemoptError`."""
-    return description.describe(read_file(job.path))
+    """Describe the file at the path of ``job``; of a folder of ``save_pretrained``, its weights.
+
+    Raises :class:`MemoptError`, of a folder whose weights are split into several files too.
+    """
+    if not is_pretrained(job.path):
+        return description.describe(read_file(job.path))
+    folder = Path(job.path)
+    first, *others = files_of_weights(folder)
+    if others:
+        raise UsageError(
+            f"{job.path} has its weights in {1 + len(others)} files, and inspect reads one",
+            hint=f"Name one of them: memopt inspect {quoted_path(str(folder / first))}",
+        )
+    found = description.describe(read_file(str(folder / first)))
+    return replace(found, notes=(*found.notes, f"The weights of {job.path}; its settings are beside it."))
 
 
 def snapshot(subject: Subject, job: SnapshotJob) -> SnapshotFacts:
@@ -83,7 +100,9 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         _refuse_without_memory(model)
     carried = plan_of(model)
     remove_plan(model)
-    spec = find_spec(loaded.source, model, job.spec, loaded.example_spec) if job.inputs else None
+    spec = None
+    if job.inputs:
+        spec = find_spec(loaded.source, model, job.spec, loaded.example_spec, job.remembered)
     if job.replicas:
         refuse_unsupported(model)
     if job.plan != ORIGINAL:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from memopt_cli.errors import UnsafeFileError, UsageError
+from memopt_cli.files.contents import read_frontier, read_plan
+from memopt_cli.files.write import output_paths
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.inputs.spec_text import format_tensor, is_factory
 from memopt_cli.measure import processes
@@ -19,8 +21,10 @@ from memopt_cli.measure.runner import Session, import_path
 from memopt_cli.measure.sizes import is_confined
 from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.records import (
+    REMEMBERED,
     SCHEMA_VERSION,
     STEP,
+    TYPED,
     DeviceProfile,
     Failure,
     FileHeader,
@@ -161,6 +165,24 @@ def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:
     return InputSpec(tensors=spec.tensors, dims=spec.dims, source=source) if spec.tensors else None
 
 
+def remembered_inputs(location: str) -> InputSpec | None:
+    """Return the inputs that were typed last for the model at ``location``; ``None`` if no file beside it has any.
+
+    They are in the plan, or the frontier, that ``memopt optimize`` wrote.  Such a file may have come with the model: it
+    is read as strictly as a plan that is applied, and names no code and no other file.  Raises :class:`UsageError`.
+    """
+    paths = output_paths(location, None)
+    own = Path(location)
+    written = [paths.plan, paths.frontier, own.with_name(f"{own.stem}.plan.yaml")]
+    there = sorted((path for path in written if path.is_file()), key=lambda path: -path.stat().st_mtime)
+    for path in there:
+        header = read_plan(path)[0] if path.suffix == ".yaml" else read_frontier(path).header
+        is_its = os.path.exists(location) or header.model == location
+        if is_its and (header.spec.source == TYPED or header.spec.is_remembered):
+            return inputs_of_file(header.spec, f"{REMEMBERED}{path}")
+    return None
+
+
 def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """Load the model of ``opening`` in a subprocess, without the plan that it may carry; find its inputs and device.
 
@@ -173,7 +195,9 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
     """Load the model of ``opening`` as :func:`prepare` does, and keep the plan that its file carries."""
     progress.stage("loading")
     settings = replace(opening.settings, device=resolve_device(opening.settings.device))
-    job = DescribeJob(spec=opening.spec, plan=opening.plan, replicas=opening.replicas)
+    is_given = opening.spec is not None and bool(opening.spec.tensors or opening.spec.data_file or opening.spec.script)
+    remembered = None if is_given else remembered_inputs(opening.source.location)
+    job = DescribeJob(spec=opening.spec, remembered=remembered, plan=opening.plan, replicas=opening.replicas)
     source, facts = open_model(opening.source, job, opening.timeout_s, ask=ask, data=opening.data)
     assert facts.spec is not None
     if facts.format == STEP:

@@ -82,7 +82,7 @@ from memopt_cli.records.explanation import (
 )
 from memopt_cli.records.fastest import FastestTraining, PairRun
 from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
-from memopt_cli.records.inputs import GUESS, InputSpec, TensorSpec
+from memopt_cli.records.inputs import GUESS, REMEMBERED, TYPED, InputSpec, TensorSpec
 from memopt_cli.records.inspection import GlobalVerdict, Inspection, StoredModule, StoredTensor, TensorKind
 from memopt_cli.records.layout import BUILT_IN, Collective, Layout
 from memopt_cli.records.learning import (
@@ -111,7 +111,14 @@ from memopt_cli.records.measurement import (
     describe,
 )
 from memopt_cli.records.model import STEP, LoadedModel, ModelFacts, ModelSource, Trust, WantedGlobal
-from memopt_cli.records.optimization import ApplyRequest, ApplyResult, OptimizeRequest, OptimizeResult, RecordedSteps
+from memopt_cli.records.optimization import (
+    ApplyRequest,
+    ApplyResult,
+    OptimizeRequest,
+    OptimizeResult,
+    RecordedSteps,
+    ShownFrontier,
+)
 from memopt_cli.records.plan import (
     MOST_NORMS,
     MOST_RANGES,
@@ -123,7 +130,18 @@ from memopt_cli.records.plan import (
     Refused,
     SegmentPlan,
 )
-from memopt_cli.records.profile import CompiledStep, Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
+from memopt_cli.records.profile import (
+    PACKING,
+    SEGMENT,
+    CompiledStep,
+    Instant,
+    ModuleUse,
+    ProfileRequest,
+    SavedTensor,
+    StepProfile,
+    TimeUse,
+    TimeUseName,
+)
 from memopt_cli.records.rank import (
     GroupMeasurement,
     MeasureRequest,
@@ -182,11 +200,15 @@ __all__ = [
     "MOST_RANGES",
     "NOT_FINITE",
     "ONLINE_RULES",
+    "PACKING",
     "PRECISIONS",
     "RATES",
+    "REMEMBERED",
     "SCHEMA_VERSION",
+    "SEGMENT",
     "STEP",
     "STRATEGIES",
+    "TYPED",
     "UPDATE_PHASES",
     "Accumulation",
     "AllocatorRules",
@@ -314,6 +336,7 @@ __all__ = [
     "SelftestReport",
     "SelftestRow",
     "ShorterStep",
+    "ShownFrontier",
     "SnapshotFacts",
     "StepFailed",
     "StepMemory",
@@ -334,6 +357,8 @@ __all__ = [
     "TensorKind",
     "TensorPrint",
     "TensorSpec",
+    "TimeUse",
+    "TimeUseName",
     "TimedOut",
     "TooSlow",
     "Trust",

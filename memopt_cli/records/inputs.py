@@ -9,6 +9,12 @@ from memopt_cli.errors import UsageError
 GUESS = "a guess from "
 """Beginning of the source of inputs that memopt has guessed."""
 
+TYPED = "--input"
+"""Source of inputs that the command line describes."""
+
+REMEMBERED = "as typed last, from "
+"""Beginning of the source of inputs that were typed for the model before, and that a file beside it has kept."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
@@ -51,6 +57,11 @@ class InputSpec:
     def is_guess(self) -> bool:
         """Whether memopt guessed the inputs."""
         return self.source.startswith(GUESS)
+
+    @property
+    def is_remembered(self) -> bool:
+        """Whether the inputs were typed for an earlier command."""
+        return self.source.startswith(REMEMBERED)
 
     def __post_init__(self) -> None:
         sources = {"tensors": self.tensors, "data_file": self.data_file, "script": self.script}

@@ -12,11 +12,28 @@ from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import Layout
 from memopt_cli.records.request import StepRequest
-from memopt_cli.records.search import ResolvedSearch, SearchGoal
+from memopt_cli.records.search import ResolvedSearch, SearchGoal, SearchOptions
 from memopt_cli.records.settings import StepSettings
-from memopt_cli.records.summary import MemOptSummary
+from memopt_cli.records.summary import MemOptSummary, ParetoPoint
 from memopt_cli.records.trace import StepTrace
 from memopt_cli.records.verification import Verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownFrontier:
+    """The plans that ``--frontier`` showed, and the step that they were shown for; kept in a file beside the model."""
+
+    header: FileHeader
+    """Origin of the plans: the model and its inputs."""
+    weights_sha256: str | None
+    """Hash of the file of weights; ``None`` without one."""
+    key: str | None
+    """Entry of the model's file (``--key``); ``None`` for the file itself."""
+    settings: StepSettings
+    options: SearchOptions
+    """Limits of the search that found the plans."""
+    points: tuple[ParetoPoint, ...]
+    """Plans in the order in which they are numbered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +46,8 @@ class OptimizeRequest(StepRequest):
     settings: StepSettings = StepSettings()
     search: ResolvedSearch
     goal: SearchGoal = SearchGoal()
+    shown: ShownFrontier | None = None
+    """Frontier that an earlier command showed, from which the goal picks a plan; ``None`` to search."""
     dim_range: DimRange | None = None
     """Least and largest size of a dimension, for a plan with a few ranges of it within the goal's budget; the inputs
     have the largest.  ``None`` for a plan at one size."""
@@ -109,7 +128,7 @@ class OptimizeRequest(StepRequest):
 
     def _check_without_runs(self) -> None:
         wanted = {
-            "--frontier": self.goal.frontier,
+            "--frontier": self.goal.needs_frontier,
             "--measure-levels": self.measure_levels,
             "--html (or --snapshot)": self.layout is not None and self.record_steps,
             "--dim with a range": self.layout is not None and self.dim_range is not None,

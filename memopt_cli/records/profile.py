@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from memopt_cli.errors import OptionError
 from memopt_cli.records.device import DeviceEstimate, DeviceProfile
@@ -87,9 +88,28 @@ class ModuleUse:
     """Seconds of its operators in forward and backward; 0 where only tensors without data ran."""
 
 
+SEGMENT, PACKING = "a segment", "packing"
+"""Parts of a plan that keep tensors for backward, in place of autograd."""
+
+TimeUseName = Literal[
+    "forward", "backward", "clip", "update", "recomputation", "packing and copies", "beside operators"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeUse:
+    """One part of the time of a step."""
+
+    name: TimeUseName
+    """Phase, without what a plan adds to it; or what a plan adds; or the time in which no operator runs."""
+    segment: str | None = None
+    """Path of the segment that is recomputed; ``None`` for the other parts."""
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """A storage that autograd keeps for backward."""
+    """A storage that autograd, or the plan in its place, keeps for backward."""
 
     nbytes: int
     made_by: str
@@ -97,9 +117,9 @@ class SavedTensor:
     module: str
     """Path of the module of the operator that saved it first."""
     op: str
-    """Operator that saved it first."""
+    """Operator that saved it first, or else :data:`SEGMENT` or :data:`PACKING`: part of a plan that keeps it."""
     savers: int
-    """Number of operators that saved it."""
+    """Number of operators or segments that keep it."""
     compressor: CompressorName
     """Smallest codec that holds its contents exactly."""
     packed_bytes: int
@@ -131,6 +151,8 @@ class StepProfile:
     live_bytes: tuple[int, ...]
     """Bytes alive before the first operator, and after each."""
     flops: int
+    times: tuple[TimeUse, ...]
+    """Parts of the time of a step, recomputation by segment; empty where only tensors without data ran."""
     notes: tuple[str, ...]
     trace: StepTrace
     estimate: DeviceEstimate | None = None

@@ -121,9 +121,14 @@ class SearchGoal:
     budget: Budget | None = None
     """Budget, within which the fastest plan is looked for; ``None`` for no budget."""
     frontier: bool = False
-    """Whether plans from the fastest to the smallest are looked for."""
+    """Whether plans from the fastest to the smallest are looked for, and shown."""
     pick: int | None = None
     """Plan of the frontier to apply, from 1; ``None`` for none."""
+
+    @property
+    def needs_frontier(self) -> bool:
+        """Whether the plan is picked from the frontier, or the frontier is asked for by itself."""
+        return self.frontier or self.pick is not None
 
     @property
     def applies(self) -> bool:

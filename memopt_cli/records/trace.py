@@ -69,6 +69,10 @@ class OpTrace:
     """Storages that it makes; an operator that gives a view makes none."""
     mutates: tuple[int, ...] = ()
     """Storages modified in place."""
+    recomputes: str | None = None
+    """Path of the segment whose forward it recomputes; ``None`` for all other operators."""
+    packs: bool = False
+    """Whether it packs, unpacks or copies tensors for memopt, and is not one of the model's."""
     random: bool = False
     """Whether it draws from a random generator."""
     flops: int = 0

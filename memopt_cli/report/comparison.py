@@ -53,7 +53,7 @@ def reasons(found: Comparison) -> Iterator[str]:
     if found.unlike:
         yield f"not like for like: {_listed(found.unlike)}"
     yield from _causes(found)
-    yield from _circumstances(found)
+    yield from circumstances(found)
 
 
 def _causes(found: Comparison) -> Iterator[str]:
@@ -130,7 +130,8 @@ def _places(found: Comparison) -> Iterator[str]:
         yield f"the tensor peak is reached in {_place(after)}, as before"
 
 
-def _circumstances(found: Comparison) -> Iterator[str]:
+def circumstances(found: Comparison) -> Iterator[str]:
+    """Yield what differs beside the model, such as the version of PyTorch, and what to do about it."""
     if Path(found.before.model).name != Path(found.after.model).name:
         yield f"another file than before: {found.before.model} → {found.after.model}"
     if found.surroundings:

@@ -8,7 +8,7 @@ from typing import TextIO
 from memopt_cli.errors import WriteError, printable, printable_lines
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
-from memopt_cli.report.comparison import growth, headline, judged, reasons
+from memopt_cli.report.comparison import circumstances, growth, headline, judged, reasons
 from memopt_cli.report.lines import guarded
 from memopt_cli.report.markdown import MarkdownReport, markdown
 
@@ -31,7 +31,8 @@ class GithubReport:
                 if verdict.exceeded:
                     lines.command(_annotation("error", f"memopt: {found.after.model}", [judged(verdict), *why]))
         if not found.exceeded:
-            lines.command(_annotation("notice", f"memopt: {found.after.model}", list(headline(found))))
+            said = [*headline(found), *circumstances(found)]
+            lines.command(_annotation("notice", f"memopt: {found.after.model}", said))
         self._append(markdown(found))
 
     def verified(self, found: Equivalence, stream: TextIO) -> None:

@@ -13,12 +13,18 @@ _KEPT = 4096
 """Most characters of an unfinished line that are examined again when more of it is written."""
 
 
-def guess(spec: InputSpec) -> str:
-    """Return what a headline adds where nobody gave the inputs of ``spec``: an answer is only as good as they are."""
-    if not spec.is_guess:
+def not_typed(spec: InputSpec) -> str:
+    """Return what a headline adds where nobody typed the inputs of ``spec`` now: an answer is only as good as they are.
+
+    They are a guess, or were typed for an earlier command.
+    """
+    if not spec.is_guess and not spec.is_remembered:
         return ""
     sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())
-    return f"; the inputs are a guess: {', '.join(map(format_tensor, spec.tensors))}{sizes} (-i gives yours)"
+    inputs = ", ".join(map(format_tensor, spec.tensors)) + sizes
+    if spec.is_remembered:
+        return f"; the inputs are {spec.source}: {inputs} (-i gives others)"
+    return f"; the inputs are a guess: {inputs} (-i gives yours)"
 
 
 class GuardedStream:

@@ -104,7 +104,7 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
         yield plan_table(summary)
     if summary.ranges:
         yield ranges(summary)
-    if summary.frontier:
+    if summary.frontier and (verbose or summary.verification is None):
         yield frontier(summary)
 
 
@@ -329,7 +329,9 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
     if summary.advice:
         yield _batch(summary.advice)
     if summary.frontier and summary.verification is None:
-        yield "nothing is applied; choose a plan with --budget, or with --pick N, which searches again"
+        is_kept = any(path.endswith(".frontier.json") for path in result.files)
+        again = "" if is_kept else ", which searches again"
+        yield f"nothing is applied; choose a plan with --budget, or with --pick N{again}"
     elif result.use:
         yield f"use it: {result.use}"
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from memopt_cli.records import DeviceEstimate, Measurement, ModuleUse, Phase, SavedTensor, StepProfile, to_data
+from memopt_cli.records import (
+    DeviceEstimate,
+    Measurement,
+    ModuleUse,
+    Phase,
+    SavedTensor,
+    StepProfile,
+    TimeUse,
+    to_data,
+)
 from memopt_cli.report import rank
 from memopt_cli.text.units import format_bytes, format_seconds
 
@@ -15,7 +24,9 @@ _ROWS = 6
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _MODULES = 24
 _SAVED = 10
-"""Most rows in the table of saved tensors; :data:`_MODULES` are those in the table of modules."""
+_SEGMENTS = 8
+"""Most rows in the table of saved tensors, and of segments in that of times; :data:`_MODULES` are those in the table of
+modules."""
 
 
 def headline(found: StepProfile) -> Iterator[str]:
@@ -116,6 +127,29 @@ def phase_table(found: StepProfile) -> Table:
     return table
 
 
+def time_table(found: StepProfile) -> Table:
+    """Return a table of what the time of a step goes to, recomputation by segment; without rows if it was not timed."""
+    table = _table("time of the step", "", "")
+    total = sum(part.seconds for part in found.times)
+    for name, seconds in time_rows(found.times):
+        table.add_row(name, format_seconds(seconds), _share(seconds, total))
+    return table
+
+
+def time_rows(times: Sequence[TimeUse]) -> Iterator[tuple[str, float]]:
+    """Yield the name and the seconds of each part in ``times``; of segments, the longest are named, indented."""
+    parts: dict[str, list[TimeUse]] = {}
+    for part in times:
+        parts.setdefault(part.name, []).append(part)
+    for name, uses in parts.items():
+        yield name, sum(use.seconds for use in uses)
+        segments = sorted((use for use in uses if use.segment is not None), key=lambda use: -use.seconds)
+        for use in segments[:_SEGMENTS]:
+            yield f"  of {use.segment or '(model)'}", use.seconds
+        if others := segments[_SEGMENTS:]:
+            yield f"  {len(others)} more", sum(use.seconds for use in others)
+
+
 def module_table(found: StepProfile) -> Table:
     """Return a table of the module tree, opened where most memory is held."""
     timed = any(use.seconds for use in found.modules)
@@ -175,7 +209,7 @@ def _depth_first(path: str, children: dict[str, list[ModuleUse]]) -> Iterator[st
 
 def saved_table(found: StepProfile) -> Table:
     """Return a table of the largest tensors that autograd keeps for backward."""
-    table = _table("kept for backward", "", "", "", numbers=())
+    table = _table("kept for backward", "", "in", "", numbers=())
     for saved in found.saved[:_SAVED]:
         others = f" and {saved.savers - 1} more" if saved.savers > 1 else ""
         made = f"from {_short(saved.made_by)}" if saved.made_by else "an input"
@@ -227,7 +261,7 @@ def _table(*headings: str, numbers: tuple[int, ...] | None = None) -> Table:
     return table
 
 
-def _share(part: int, whole: int) -> str:
+def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
 
 

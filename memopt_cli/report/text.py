@@ -41,7 +41,7 @@ from memopt_cli.report import (
     recommendation,
     strategies,
 )
-from memopt_cli.report.lines import guarded, guess
+from memopt_cli.report.lines import guarded, not_typed
 from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_bytes, format_seconds
 
@@ -78,6 +78,7 @@ class TextReport:
             *exchanged,
             profiling.phase_table(found),
             profiling.category_table(found),
+            *([profiling.time_table(found)] if found.times else []),
             profiling.module_table(found),
             profiling.saved_table(found),
         )
@@ -265,9 +266,9 @@ def _console(stream: TextIO) -> Console:
 
 
 def _print_headline(console: Console, lines: Iterable[str], spec: InputSpec | None = None) -> None:
-    """Print ``lines``, the first one in bold, with the inputs of ``spec`` if they are a guess."""
+    """Print ``lines``, the first one in bold, with the inputs of ``spec`` if nobody typed them now."""
     first, *others = lines
-    _print(console, first + (guess(spec) if spec is not None else ""), style="bold")
+    _print(console, first + (not_typed(spec) if spec is not None else ""), style="bold")
     for line in others:
         _print(console, line)
 

@@ -563,6 +563,12 @@ def store(codec: SpikeCompressor, x: Tensor) -> Packed:
         return codec.compress(x)
 
 
+def load(codec: SpikeCompressor, packed: Packed) -> Tensor:
+    """Return ``codec.decompress(packed)``, run :class:`beside_the_model`."""
+    with beside_the_model():
+        return codec.decompress(packed)
+
+
 class beside_the_model:  # it reads as a statement
     """A block in which :func:`is_beside_the_model` holds."""
 

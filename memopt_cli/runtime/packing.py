@@ -26,6 +26,7 @@ from memopt_cli.runtime.compressor import (
     Packed,
     SpikeCompressor,
     is_dense,
+    load,
     note_stored,
     store,
 )
@@ -276,7 +277,7 @@ class PackedSaves:
         # Only the engine: a recomputation that the node has started reads the elements.
         if _takes_shape_alone(saved.packed) and is_engine(sys._getframe().f_back):
             return torch.empty_strided(shape, stride, dtype=saved.packed.dtype, device=saved.packed.data[0].device)
-        return saved.codec.decompress(saved.packed).as_strided(shape, stride)
+        return load(saved.codec, saved.packed).as_strided(shape, stride)
 
     def _known(self, tensor: Tensor) -> _Saved | None:
         entry = self._seen.get(memory_of(tensor))

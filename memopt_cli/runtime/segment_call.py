@@ -17,6 +17,7 @@ from memopt_cli.runtime.compressor import (
     OwnCompressor,
     SpikeCompressor,
     beside_the_model,
+    load,
     note_stored,
     store,
 )
@@ -262,4 +263,4 @@ class PackedInputs:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that were stored."""
-        return [s if isinstance(s, Tensor) else self._codec.decompress(s) for s in self._stored]
+        return [s if isinstance(s, Tensor) else load(self._codec, s) for s in self._stored]

@@ -214,7 +214,12 @@ OPTIONS: Final[Mapping[str, Option]] = {
         python="memopt_cli.frontier",
     ),
     "pick": Option(
-        "Apply the Nth plan of the frontier.", SEARCH, "N", Whole(1), common=True, python="memopt_cli.apply_plan"
+        "Apply the Nth plan that --frontier showed last. If it has shown none, search first.",
+        SEARCH,
+        "N",
+        Whole(1),
+        common=True,
+        python="memopt_cli.apply_plan",
     ),
     "max_slowdown": Option(
         "The longest step that a plan may have, as a multiple of the original's. none: the least memory, however long "

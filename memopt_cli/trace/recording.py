@@ -177,6 +177,8 @@ class _Records:
                 reads=op.reads,
                 makes=tuple(made[index]),
                 mutates=op.mutates,
+                recomputes=op.recomputes,
+                packs=op.packs,
                 random=op.random,
                 flops=op.flops,
                 dtype=op.dtype,

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.records import CompressorName, Phase
+from memopt_cli.runtime import named_parts
+from memopt_cli.runtime.compressor import is_beside_the_model
 from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, parts_of, running_node, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
@@ -63,6 +65,9 @@ class RanOp:
     workspace_bytes: int
     fixed_workspace_bytes: int
     line: str
+    recomputes: str | None = None
+    """Path of the segment that is being recomputed."""
+    packs: bool = False
 
 
 class StepLog(StorageLog):
@@ -74,6 +79,8 @@ class StepLog(StorageLog):
         self.ops: list[RanOp] = []
         self.calls: list[CalledModule] = []
         self._innermost = -1
+        self._path_of: dict[int, str] = {}
+        """Id of a module -> its path."""
         self._turns: list[tuple[int, int]] = [(0, -1)]
         """Pairs of a node of autograd and the call that was the innermost from it on."""
         self.op_of_node: dict[int, int] = {}
@@ -109,6 +116,8 @@ class StepLog(StorageLog):
                 workspace_bytes=workspace_bytes,
                 fixed_workspace_bytes=fixed,
                 line=line_of_the_model() if self.phase == "forward" else "",
+                recomputes=self._path_of.get(id(recomputing_module())),
+                packs=is_beside_the_model(),
             )
         )
 
@@ -152,6 +161,7 @@ class StepLog(StorageLog):
     def watching(self, model: nn.Module, contents: Contents | None) -> Iterator[None]:
         """Note calls of modules, and tensors that autograd saves, which ``contents`` looks into."""
         self._contents = contents
+        self._path_of = {id(module): path for path, module in named_parts(model)}
 
         def enter(path: str, module: nn.Module, inputs: Any) -> None:
             if self.phase == "forward":

@@ -323,7 +323,7 @@ def test_data_files_without_data(tmp_path: Path) -> None:
         made(InputSpec(data_file=str(tmp_path / "meta.pt"), source="--input-data"))
     for name, held in {"number": [torch.tensor(1.0)], "empty": {}, "text": "x"}.items():
         torch.save(held, tmp_path / f"{name}.pt")
-        with pytest.raises(UsageError, match="holds no tensor with a batch") as raised:
+        with pytest.raises(UsageError, match="gives no tensor with a batch") as raised:
             batch_of(InputSpec(data_file=str(tmp_path / f"{name}.pt"), source="--input-data"))
         assert "--dim" not in raised.value.hint
 
@@ -482,7 +482,7 @@ def test_the_batch_is_the_symbol_or_dimension_0() -> None:
     assert batch_of(spec("TxBx3", dims={"T": 5, "B": 7})) == 7
     assert batch_of(spec("4x3", "2x3")) == 4
     with pytest.raises(UsageError, match="batch size"):
-        batch_of(InputSpec(script="a.py:f", source=""))
+        batch_of(InputSpec(source=""))
 
 
 def test_another_batch() -> None:
@@ -491,3 +491,13 @@ def test_another_batch() -> None:
     assert [t.shape for t in resized.tensors] == [(9, 3), (9,), (5, 4)]
     with pytest.raises(UsageError, match="cannot be resized"):
         with_batch(InputSpec(data_file="x.pt", source=""), 2)
+
+
+def test_a_script_takes_sizes_by_its_own_names(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import torch\n\ndef make(samples):\n    return torch.ones(samples, 3)\n")
+    spec = InputSpec(script=f"{tmp_path}/own.py:make", dims={"samples": 5}, source="--input-script")
+    assert made(spec)[0][0].shape == (5, 3)
+    assert batch_of(spec) == 5
+    (tmp_path / "none.py").write_text("def make():\n    return {}\n")
+    with pytest.raises(UsageError, match="gives no tensor with a batch"):
+        batch_of(InputSpec(script=f"{tmp_path}/none.py:make", source="--input-script"))

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,21 @@ def test_its_hash_is_that_of_settings_and_weights(folder: Path) -> None:
     assert load_model(ModelSource(location=str(folder))).sha256 == before
     rewrite(folder / "config.json", lambda settings: settings.update(resid_pdrop=0.5))
     assert load_model(ModelSource(location=str(folder))).sha256 != before
+
+
+def test_inspect_describes_the_weights_of_a_folder(
+    folder: Path, adapter: Path, tmp_path: Path, memopt: Callable[..., Any]
+) -> None:
+    done = memopt("inspect", str(folder))
+    assert done.out.startswith(f"{folder / 'model.safetensors'}: safetensors, ")
+    assert f"The weights of {folder}; its settings are beside it." in done.out
+    assert str(adapter / "adapter_model.safetensors") in memopt("inspect", str(adapter)).out
+    gpt2().save_pretrained(tmp_path / "shards", max_shard_size="2KB")
+    done = memopt("inspect", str(tmp_path / "shards"))
+    assert done.code == 2
+    assert re.search(r"has its weights in \d+ files, and inspect reads one", done.err)
+    (folder / "model.safetensors").unlink()
+    assert "has no weights: no model.safetensors" in memopt("inspect", str(folder)).err
 
 
 def test_weights_in_shards_and_as_pickles(folder: Path, tmp_path: Path) -> None:

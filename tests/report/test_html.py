@@ -46,6 +46,7 @@ from memopt_cli.records import (
     StepProfile,
     StepTrace,
     StorageTrace,
+    TimeUse,
 )
 from memopt_cli.report.fastest import headline, remarks, run_rows
 from memopt_cli.report.html import fastest_page, optimize_page, profile_page, require_plotly
@@ -134,6 +135,7 @@ def a_profile() -> StepProfile:
         phases=(),
         live_bytes=(),
         flops=0,
+        times=(TimeUse(name="backward", seconds=1.2), TimeUse(name="recomputation", segment=EVIL, seconds=0.3)),
         notes=(f"A note on {EVIL}.", "/a/long/path" * 20),
         trace=trace,
     )
@@ -377,6 +379,34 @@ def test_the_plan_is_on_the_module_tree() -> None:
     assert "117.0 MiB → 69.0 MiB" in text
     assert "0.59× of the original" in text
     assert "1.00 s → 1.25 s" in text
+
+
+def test_the_page_has_the_details_that_the_text_keeps_for_v() -> None:
+    pytest.importorskip("plotly")
+    result = a_result()
+    result.summary.details = [f"A detail of {EVIL}."]
+    assert f"A detail of {EVIL}." in " ".join(Strict(optimize_page(result)).texts)
+
+
+def test_modules_have_their_times_where_they_were_timed() -> None:
+    pytest.importorskip("plotly")
+    result = a_result()
+    assert result.steps is not None
+    traces = [
+        replace(trace, ops=tuple(replace(op, seconds=0.25 * times) for op in trace.ops))
+        for times, trace in ((1, result.steps.original), (2, result.steps.optimized))
+    ]
+    steps = RecordedSteps(original=traces[0], optimized=traces[1])
+    text = " ".join(Strict(optimize_page(replace(result, steps=steps))).texts)
+    assert "packed: bit 48.0 MiB → 16.0 MiB, 500.0 ms → 1.00 s" in text
+    assert "module by module, with the time of its operators" in text
+
+
+def test_the_time_of_a_step_is_a_table_of_its_own() -> None:
+    pytest.importorskip("plotly")
+    text = " ".join(Strict(profile_page(a_profile())).texts)
+    assert "part time of it backward 1.20 s 80%" in text
+    assert f"of {EVIL} 300.0 ms 20%" in text
 
 
 def by_length() -> OptimizeResult:

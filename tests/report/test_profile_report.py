@@ -18,6 +18,7 @@ from memopt_cli.records import (
     SavedTensor,
     StepProfile,
     StepTrace,
+    TimeUse,
     from_data,
 )
 from memopt_cli.report.json import JsonReport
@@ -81,6 +82,12 @@ def a_profile() -> StepProfile:
         ),
         live_bytes=(10 * MIB, 40 * MIB, 70 * MIB, 80 * MIB, 20 * MIB),
         flops=2_000_000_000,
+        times=(
+            TimeUse(name="forward", seconds=0.25),
+            TimeUse(name="backward", seconds=0.5),
+            *(TimeUse(name="recomputation", segment=f"body.{i}", seconds=0.01 * i) for i in range(10)),
+            TimeUse(name="beside operators", seconds=0.3),
+        ),
         notes=("Something to know.",),
         trace=StepTrace(modules=(), tensor_peak_bytes=80 * MIB, resident_bytes=10 * MIB, batch=4, ops=ops),
     )
@@ -121,7 +128,7 @@ def test_the_module_tree() -> None:
     assert [line.split()[0] for line in lines[start : start + 4]] == ["(model)", "body", "deep", "head"]
     assert [len(line) - len(line.lstrip()) for line in lines[start : start + 4]] == [0, 2, 4, 2]
     assert "70.0 MiB" in lines[start]
-    assert not any("time" in line for line in lines)
+    assert not any(line.endswith("time") for line in lines)
     timed = replace(a_profile(), modules=(use("", 70, seconds=1.5),))
     assert any(line.startswith("(model)") and line.endswith("1.50 s") for line in shown(timed))
 
@@ -134,6 +141,17 @@ def test_a_large_tree_is_opened_where_most_is_held() -> None:
     start = next(i for i, line in enumerate(lines) if line.startswith("(model)"))
     names = [line.split()[0] for line in lines[start : lines.index("", start)]]
     assert names == ["(model)", "blocks", *map(str, range(8)), *map(str, range(6)), *map(str, range(8, 12))]
+
+
+def test_the_time_of_a_step_and_the_segments_that_take_most_of_it() -> None:
+    lines = shown(a_profile())
+    at = next(i for i, line in enumerate(lines) if line.startswith("time of the step"))
+    assert lines[at + 1].split() == ["forward", "250.0", "ms", "17", "%"]
+    assert lines[at + 3].split() == ["recomputation", "450.0", "ms", "30", "%"]
+    assert lines[at + 4].split() == ["of", "body.9", "90.0", "ms", "6", "%"]
+    assert lines[at + 12].split() == ["2", "more", "10.0", "ms", "1", "%"]
+    assert lines[at + 13].split() == ["beside", "operators", "300.0", "ms", "20", "%"]
+    assert not any(line.startswith("time of the step") for line in shown(replace(a_profile(), times=())))
 
 
 def test_saved_tensors_and_what_they_pack_into() -> None:

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from memopt_cli.inputs.spec_text import format_layout, format_tensor
+from memopt_cli.inputs.spec_text import format_layout
+from memopt_cli.pipeline.terms import differences, inputs_term, step_terms
 from memopt_cli.records import (
     METRICS,
     Baseline,
     Change,
     Comparison,
-    Difference,
-    InputSpec,
     Layout,
     Limit,
     Metric,
@@ -51,7 +50,7 @@ def terms(measured: Baseline) -> dict[str, str]:
     header, conditions = measured.header, measured.conditions
     of_any = {
         "device kind": header.device.partition(":")[0],
-        "inputs": _inputs(header.spec),
+        "inputs": inputs_term(header.spec),
         "shorter inputs": ", ".join(step.name for step in measured.shorter) or "none",
         "seed": str(header.seed),
     }
@@ -59,11 +58,7 @@ def terms(measured: Baseline) -> dict[str, str]:
         return of_any
     return of_any | {
         "backend": " + ".join(conditions.backend) or "none",
-        "precision": conditions.settings.precision,
-        "optimizer": conditions.settings.optimizer or "none",
-        "micro-batches": str(conditions.settings.micro_batches),
-        "clipping": "none" if conditions.settings.clip_norm is None else f"{conditions.settings.clip_norm:g}",
-        "loss": conditions.settings.loss or "default",
+        **step_terms(conditions.settings),
         "ranks": _spread(conditions.layout),
     }
 
@@ -82,26 +77,8 @@ def surroundings(measured: Baseline) -> dict[str, str]:
     return versions | machine
 
 
-def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Difference, ...]:
-    """Return the names that both have, with different texts."""
-    return tuple(
-        Difference(name=name, before=text, after=after[name])
-        for name, text in before.items()
-        if name in after and text != after[name]
-    )
-
-
 def _spread(layout: Layout | None) -> str:
     return "one device" if layout is None else f"{layout.ranks}, {format_layout(layout)}"
-
-
-def _inputs(spec: InputSpec) -> str:
-    """Return the inputs as text, sizes in place of symbols: equal for specs that make the same tensors."""
-    if spec.tensors:
-        sized = (replace(t, shape=tuple(spec.dims.get(str(size), size) for size in t.shape)) for t in spec.tensors)
-        return ", ".join(map(format_tensor, sized))
-    dims = (f"{name}={size}" for name, size in sorted(spec.dims.items()))
-    return " ".join((spec.data_file or spec.script or "none", *dims))
 
 
 # ---------------------------------------------------------------------------------------------- the comparison

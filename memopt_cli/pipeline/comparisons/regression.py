@@ -15,11 +15,12 @@ from memopt_cli.inputs.spec_text import is_built_in
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.comparisons.baselines import KEPT, compare, differences, terms
+from memopt_cli.pipeline.comparisons.baselines import KEPT, compare, terms
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.memory.step_peaks import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.pipeline.prediction import predicted_ranks
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
+from memopt_cli.pipeline.terms import differences
 from memopt_cli.records import (
     Baseline,
     BaselineRequest,
@@ -312,7 +313,7 @@ class _Step:
             breakdown=breakdown,
             peak=PeakPlace(op=peak.name, module=peak.module, phase=peak.phase),
             modules=_modules(trace, peak.op),
-            saved=saved_tensors(trace)[:KEPT],
+            saved=saved_tensors(trace, self.plan.longest)[:KEPT],
         )
 
 

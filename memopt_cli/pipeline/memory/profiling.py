@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from memopt_cli.errors import StepError
@@ -30,6 +30,8 @@ from memopt_cli.records import (
     StepProfile,
     StepTrace,
     StorageTrace,
+    TimeUse,
+    TimeUseName,
     ancestry,
     break_down,
 )
@@ -157,7 +159,7 @@ def _profile(
     notes: list[str],
     card: DeviceProfile | None,
 ) -> StepProfile:
-    trace = traced.trace
+    trace = no_longer_than(measured, traced.trace)
     live = live_bytes(trace)
     peak = allocated_peak(trace, live)
     alive = [s for s in trace.storages if is_alive(s, peak.op)]
@@ -171,14 +173,47 @@ def _profile(
         breakdown=break_down((s.kind, s.nbytes) for s in alive),
         workspace_bytes=peak.allocated_bytes - live[peak.op + 1],
         modules=_modules(trace, alive),
-        saved=saved_tensors(trace),
+        saved=saved_tensors(trace, plan.at(prepared.subject.spec.dims)),
         phases=phase_peaks(trace, live),
         live_bytes=live,
         flops=sum(op.flops for op in trace.ops),
+        times=tuple(_times(trace, measured)),
         notes=tuple(notes),
         trace=trace,
         estimate=None if card is None else estimate(trace, card),
     )
+
+
+def no_longer_than(measured: Measurement | Failure | None, trace: StepTrace) -> StepTrace:
+    """Return ``trace`` with the seconds of its operators scaled down to those of the ``measured`` step, if more.
+
+    Operators are timed one by one, in one step: on a busy machine that takes longer than the shortest of many steps.
+    """
+    total = sum(op.seconds for op in trace.ops)
+    if not isinstance(measured, Measurement) or total <= measured.step_s:
+        return trace
+    share = measured.step_s / total
+    return replace(trace, ops=tuple(replace(op, seconds=op.seconds * share) for op in trace.ops))
+
+
+def _times(trace: StepTrace, measured: Measurement | OutOfMemory | None) -> Iterator[TimeUse]:
+    """Yield the parts of the time of the step in ``trace``, those of the model first; nothing if it was not timed.
+
+    The rest of the ``measured`` step is the time in which no operator runs: Python, and waiting.
+    """
+    seconds: dict[tuple[TimeUseName, str | None], float] = defaultdict(float)
+    for op in trace.ops:
+        if op.packs:
+            seconds["packing and copies", None] += op.seconds
+        elif op.recomputes is not None:
+            seconds["recomputation", op.recomputes] += op.seconds
+        else:
+            seconds[op.phase, None] += op.seconds
+    total = sum(seconds.values())
+    if total and isinstance(measured, Measurement) and measured.step_s > total:
+        seconds["beside operators", None] = measured.step_s - total
+    for (name, segment), spent in seconds.items() if total else ():
+        yield TimeUse(name=name, segment=segment, seconds=spent)
 
 
 def _modules(trace: StepTrace, alive: Iterable[StorageTrace]) -> tuple[ModuleUse, ...]:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from memopt_cli.records import Instant, Phase, PhasePeak, SavedTensor, StepTrace, StorageTrace
+from memopt_cli.records import (
+    PACKING,
+    SEGMENT,
+    Instant,
+    Phase,
+    PhasePeak,
+    Plan,
+    SavedTensor,
+    StepTrace,
+    StorageTrace,
+    ancestry,
+)
 
 
 def live_bytes(trace: StepTrace) -> tuple[int, ...]:
@@ -53,21 +66,63 @@ def instant_at(trace: StepTrace, levels: Sequence[int], index: int) -> Instant:
     return Instant(allocated_bytes=levels[index], op=index - 1, name=op.name, phase=op.phase, module=op.module)
 
 
-def saved_tensors(trace: StepTrace) -> tuple[SavedTensor, ...]:
-    """Return the tensors that autograd keeps for backward besides parameters, largest first."""
-    saved = sorted((s for s in trace.storages if s.saved_by), key=lambda s: -s.nbytes)
-    return tuple(
-        SavedTensor(
-            nbytes=s.nbytes,
-            made_by=trace.ops[s.born].name if s.born >= 0 else "",
-            module=trace.ops[s.saved_by[0]].module,
-            op=trace.ops[s.saved_by[0]].name,
-            savers=len(s.saved_by),
-            compressor=s.compressor,
-            packed_bytes=s.packed_bytes,
-        )
-        for s in saved
+def saved_tensors(trace: StepTrace, plan: Plan) -> tuple[SavedTensor, ...]:
+    """Return the tensors that autograd, or ``plan`` in its place, keeps for backward besides parameters, largest first.
+
+    Autograd tells what it saves.  Segments hold their inputs and packing holds what it has packed without telling
+    autograd: theirs are the other tensors of forward that are there until backward, the model's outputs left out.
+    """
+    kept = [_saved(trace, s) for s in trace.storages if s.saved_by]
+    if not plan.is_empty:
+        kept += _kept_by(plan, trace)
+    return tuple(sorted(kept, key=lambda s: -s.nbytes))
+
+
+def _saved(trace: StepTrace, s: StorageTrace) -> SavedTensor:
+    first = trace.ops[s.saved_by[0]]
+    return _kept(trace, s, by=first.name, module=first.module, keepers=len(s.saved_by))
+
+
+def _kept(trace: StepTrace, s: StorageTrace, *, by: str, module: str, keepers: int) -> SavedTensor:
+    return SavedTensor(
+        nbytes=s.nbytes,
+        made_by=trace.ops[s.born].name if s.born >= 0 else "",
+        module=module,
+        op=by,
+        savers=keepers,
+        compressor=s.compressor,
+        packed_bytes=s.packed_bytes,
     )
+
+
+def _kept_by(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
+    """Yield the tensors that segments or packing keep, and autograd does not."""
+    segments = {segment.path for segment in plan.segments}
+    holders: dict[int, list[str]] = defaultdict(list)
+    left: set[int] = set()  # by segments, for others to keep
+    for call in trace.calls:
+        if call.path in segments:
+            left.update(call.outputs)
+            for index in call.inputs:
+                holders[index].append(call.path)
+    outputs = {index for call in trace.calls if not call.path for index in call.outputs}
+    backward = [index for index, op in enumerate(trace.ops) if op.phase == "backward"]
+    for index, s in enumerate(trace.storages):
+        after = bisect.bisect_right(backward, s.born)
+        if s.saved_by or after == len(backward) or not is_alive(s, backward[after]):
+            continue
+        held_by = holders.get(index)
+        if held_by and s.kind in ("activations", "inputs"):
+            yield _kept(trace, s, by=SEGMENT, module=held_by[0], keepers=len(held_by))
+        elif s.kind == "activations" and s.died is not None and index not in outputs and _is_of_forward(trace, s):
+            around = () if index in left else ancestry(s.module)
+            within = next((path for path in around if path in segments), None)
+            by, module = (PACKING, s.module) if within is None else (SEGMENT, within)
+            yield _kept(trace, s, by=by, module=module, keepers=1)
+
+
+def _is_of_forward(trace: StepTrace, s: StorageTrace) -> bool:
+    return s.born >= 0 and trace.ops[s.born].phase == "forward"
 
 
 def is_alive(storage: StorageTrace, op: int) -> bool:

@@ -13,8 +13,9 @@ from memopt_cli.inputs.spec_text import parse_factory
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batches.batch_advice import advise
 from memopt_cli.pipeline.batches.recommendation import batch_file
-from memopt_cli.pipeline.memory.profiling import record_step
+from memopt_cli.pipeline.memory.profiling import no_longer_than, record_step
 from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.shown import frontier_path, keep_shown
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prepare import Prepared, file_header, reader_notes, saved_model
 from memopt_cli.records import (
@@ -55,11 +56,15 @@ class Kept:
         return OptimizeResult(
             header=file_header(self.prepared),
             summary=self._summary(),
-            files=tuple(str(path) for path in self.paths.all() if path in self.files),
+            files=tuple(map(str, self._files())),
             use=self._use(),
             steps=self.steps,
             ended_by=ended_by,
         )
+
+    def _files(self) -> list[Path]:
+        paths = [*self.paths.all(), frontier_path(self.request.source)]
+        return [path for path in paths if path in self.files]
 
     def _ended_by(self) -> MemoptError | None:
         try:
@@ -77,6 +82,8 @@ class Kept:
 
     def _go_on(self) -> None:
         """Run the stages, the most valuable first."""
+        if self.found.frontier and self.request.shown is None and not self.request.dry_run:
+            self._keep_shown()
         verification = self.found.verification
         passed = self.request.unverified if verification is None else verification.passed
         writes = passed and not self.request.dry_run
@@ -103,6 +110,11 @@ class Kept:
         return summarize(self.found, spent_s=time.monotonic() - self.started, advice=self.advice)
 
     # ------------------------------------------------------------------------------------------ to the disk
+
+    def _keep_shown(self) -> None:
+        path = keep_shown(self.request, self.prepared, self.found)
+        if path is not None:
+            self.files.append(path)
 
     def _keep_plan(self) -> None:
         self.prepared.progress.stage("writing the plan")
@@ -194,5 +206,6 @@ class Kept:
         for row in found.rows:
             if row.level in (0, found.applied_level):
                 with self.prepared.session(data) as session:
-                    traces[row.level] = record_step(session, row.plan, row.outcome, found.notes).trace
+                    trace = record_step(session, row.plan, row.outcome, found.notes).trace
+                traces[row.level] = no_longer_than(row.outcome, trace)
         return RecordedSteps(original=traces[0], optimized=traces[found.applied_level])

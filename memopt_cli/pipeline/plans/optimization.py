@@ -22,6 +22,7 @@ from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans, 
 from memopt_cli.pipeline.plans.kept import Kept
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.proof import Prover, applied_row
+from memopt_cli.pipeline.plans.shown import check_frontier_target, check_original, check_shown, with_shown_plans
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
@@ -36,6 +37,7 @@ from memopt_cli.records import (
     OutOfMemory,
     ParetoPoint,
     Plan,
+    ShownFrontier,
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.plan.targets import left_out, selected
@@ -48,12 +50,16 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     that fails verification is reported and not written.
     """
     started = time.monotonic()
+    request = with_shown_plans(request)
+    if request.goal.needs_frontier and request.shown is None and not request.dry_run:
+        check_frontier_target(request)
     paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
     try:
         opening = opening_of(request, request.settings, card=request.card, layout=request.layout)
         prepared = prepare(opening, progress=progress, ask=ask)
+        check_shown(request, prepared)
         found = find(request, prepared)
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
@@ -128,6 +134,9 @@ class _Job:
                 original = LevelRow(level=0, plan=ORIGINAL, outcome=outcome, dry_runs=0, search_s=spent_s)
                 if self.found.resolved.options.level == 0:
                     return [original]
+                if self.request.shown is not None:
+                    check_original(self.request, outcome)
+                    return self._picked(self.request.shown, original)
                 search = start_search(self.request, self.found, sessions, original)
                 rows = [search.original, *self._seek(search)]
                 if search.traced.has_dry_runs:
@@ -142,6 +151,24 @@ class _Job:
         if search.probes.over:
             self.found.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
+
+    def _picked(self, shown: ShownFrontier, original: LevelRow) -> list[LevelRow]:
+        """Measure the plan that was picked from the ``shown`` frontier; return its row below that of the original."""
+        assert self.request.goal.pick is not None, "else nothing is read"
+        point = shown.points[self.request.goal.pick - 1]
+        self.prepared.progress.stage("measuring the plan that was picked")
+        row = LevelRow(
+            level=shown.options.level,
+            plan=point.plan,
+            outcome=self.measurements.measure(point.plan),
+            predicted_allocated_peak_bytes=point.predicted_allocated_peak_bytes,
+            predicted_slowdown=point.predicted_slowdown,
+            dry_runs=0,
+            search_s=0.0,
+        )
+        row = self.measurements.confirm(row)
+        self.found.frontier = [self._as_timed(point, row) for point in shown.points]
+        return [replace(original, outcome=self.measurements.measure(ORIGINAL)), row]
 
     def _foresee(self, rows: list[LevelRow], sessions: Sessions) -> None:
         """Begin to look for the batch that fits, where ``request`` asks for it; Ctrl-C ends only this.
@@ -215,8 +242,11 @@ class _Job:
             most_slowdown=most_slowdown,
         )
         rows: list[LevelRow] = []
-        self.prepared.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
-        found = planned.worth_showing() if goal.frontier else []
+        shows = goal.needs_frontier
+        if goal.pick is not None and not goal.frontier:
+            self.found.notes.append(f"No plans of --frontier are kept beside the model: --pick {goal.pick} searched.")
+        self.prepared.progress.stage("searching the frontier" if shows else "searching within the budget")
+        found = planned.worth_showing() if shows else []
         if goal.pick is not None:
             check_pick(goal.pick, len(found))
         if goal.budget is not None:
@@ -224,7 +254,7 @@ class _Job:
             whole = measured if isinstance(measured, Measurement) else search.first
             self.found.budget_bytes = budget_bytes(goal.budget, whole.allocated_peak_bytes)
             rows.append(planned.within(self.found.budget_bytes))
-        if goal.frontier:
+        if shows:
             self.found.frontier = planned.frontier(found)
         if goal.pick is not None:
             check_pick(goal.pick, len(self.found.frontier))

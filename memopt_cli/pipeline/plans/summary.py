@@ -60,7 +60,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEst
         gc_selected_count=len(selection.selected) if selection else 0,
         gc_selection_policy=selection.policy if selection else "no_candidates",
         gc_selected_modules=[m.path for m in selection.selected] if selection else [],
-        gc_selection_explanation=selection.explanation if selection else "Level 0 makes no segments.",
+        gc_selection_explanation=selection.explanation if selection else "Nothing was searched.",
         recommendation=recommend(options, selection, measured=_measured_sentence(found), generic=_generic(found)),
         peak_memory_mb=measured.allocated_peak_bytes / 2**20 if measured else None,
         total_gc_count=len(plan.segments),

@@ -1,4 +1,4 @@
-"""Module tree as nested HTML lists: the bytes each module keeps for backward, and what the plan does there."""
+"""Module tree as nested HTML lists: what each module keeps for backward, its time, and what the plan does there."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from html import escape
 
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.report.html.modules import KeptByModule
-from memopt_cli.text.units import format_bytes
+from memopt_cli.text.units import format_bytes, format_seconds
 
 
 def module_tree(before: KeptByModule, after: KeptByModule | None, plan: Plan) -> str:
-    """Return the tree, opened down to the modules of ``plan``, with bytes ``before`` and, if given, ``after``."""
+    """Return the tree, opened down to the modules of ``plan``, with what was ``before`` it and, if given, ``after``."""
     planned = {segment.path: segment for segment in plan.segments}
-    now = None if after is None else {module.path: module.nbytes for module in after.walk()}
+    now = None if after is None else {module.path: module for module in after.walk()}
     return f'<ul class="tree">{_branch(before, planned, now)}</ul>'
 
 
-def _branch(module: KeptByModule, planned: dict[str, SegmentPlan], after: dict[str, int] | None) -> str:
+def _branch(module: KeptByModule, planned: dict[str, SegmentPlan], after: dict[str, KeptByModule] | None) -> str:
     line = _line(module, planned.get(module.path), after)
     if not module.children:
         return f"<li><div>{line}</div></li>"
@@ -26,11 +26,12 @@ def _branch(module: KeptByModule, planned: dict[str, SegmentPlan], after: dict[s
     return f"<li><details{' open' if wanted else ''}><summary>{line}</summary><ul>{below}</ul></details></li>"
 
 
-def _line(module: KeptByModule, segment: SegmentPlan | None, after: dict[str, int] | None) -> str:
+def _line(module: KeptByModule, segment: SegmentPlan | None, after: dict[str, KeptByModule] | None) -> str:
     badges = "".join(f'<span class="badge {kind}">{escape(label)}</span>' for kind, label in _badges(segment))
-    size = format_bytes(module.nbytes)
-    if after is not None:
-        size += f" → {format_bytes(after.get(module.path, 0))}"
+    shown = [module] if after is None else [module, after.get(module.path)]
+    size = " → ".join(format_bytes(m.nbytes if m else 0) for m in shown)
+    if any(m.seconds for m in shown if m):
+        size += ", " + " → ".join(format_seconds(m.seconds if m else 0.0) for m in shown)
     name = f"<b>{escape(module.name)}</b> <i>{escape(module.class_name)}</i>"
     title = escape(module.path)
     return f'<span class="line"><span title="{title}">{name}</span>{badges}<span class="size">{size}</span></span>'

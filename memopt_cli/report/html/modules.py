@@ -1,4 +1,4 @@
-"""Activations that each module keeps for backward, as a tree and as a treemap."""
+"""Activations that each module keeps for backward, and its time, as a tree and as a treemap."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class KeptByModule:
     class_name: str
     nbytes: int = 0
     """Bytes that it keeps, with those of the modules below it."""
+    seconds: float = 0.0
+    """Time of its operators in seconds, with those of the modules below it; 0 where only tensors without data ran."""
     operators: Counter[str] = field(default_factory=Counter)
     """Operator -> bytes that it made in this module itself, not below."""
     children: list[KeptByModule] = field(default_factory=list)
@@ -49,6 +51,8 @@ def kept_by_module(trace: StepTrace) -> KeptByModule:
             tree[_nearest(path.rpartition(".")[0], tree)].children.append(module)
     for nbytes, operator, path in _left_by_forward(trace):
         tree[_nearest(path, tree)].operators[operator] += nbytes
+    for op in trace.ops:
+        tree[_nearest(op.module, tree)].seconds += op.seconds
     _add_up(root)
     return root
 
@@ -67,9 +71,12 @@ def _nearest(path: str, tree: dict[str, KeptByModule]) -> str:
     return path
 
 
-def _add_up(module: KeptByModule) -> int:
-    module.nbytes = module.operators.total() + sum(map(_add_up, module.children))
-    return module.nbytes
+def _add_up(module: KeptByModule) -> None:
+    """Add what the modules below ``module`` keep, and their time, to its own."""
+    for child in module.children:
+        _add_up(child)
+    module.nbytes = module.operators.total() + sum(child.nbytes for child in module.children)
+    module.seconds += sum(child.seconds for child in module.children)
 
 
 @dataclass(slots=True)

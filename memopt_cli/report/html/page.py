@@ -24,6 +24,7 @@ from memopt_cli.records import (
     SavedTensor,
     StepProfile,
     StepTrace,
+    TimeUse,
     Verification,
 )
 from memopt_cli.report import fastest, rank
@@ -33,6 +34,7 @@ from memopt_cli.report.html.module_tree import module_tree
 from memopt_cli.report.html.modules import kept_by_module, treemap_figure
 from memopt_cli.report.html.timeline import CATEGORIES, timeline, timeline_figure
 from memopt_cli.report.optimization import range_headings, range_rows, unapplied
+from memopt_cli.report.profiling import time_rows
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _SAVED = 12
@@ -50,6 +52,7 @@ def profile_page(found: StepProfile) -> str:
     page = _Page(found.header)
     page.tiles(_profile_tiles(found))
     page.steps({"": found.trace})
+    page.times(found.times)
     page.modules({"": found.trace}, found.plan.at(found.header.spec.dims))
     page.saved(found.saved[:_SAVED])
     page.remarks(found.notes)
@@ -70,7 +73,7 @@ def optimize_page(result: OptimizeResult) -> str:
         page.steps(traces)
         page.modules(traces, plan.longest)
     page.frontier(points_of(summary))
-    page.remarks((*unapplied(summary), *summary.notes))
+    page.remarks((*unapplied(summary), *summary.notes, *summary.details))
     return page.html()
 
 
@@ -234,12 +237,25 @@ class _Page:
         lead = "Activations alive when forward has ended, by the module that made them. A module opens when clicked."
         self.section("What each module keeps for backward", lead, _side_by_side(plots))
         before, *after = kept.values()
-        lead = "The same, module by module" + (", and what the plan does there." if plan.segments else ".")
+        timed = any(op.seconds for trace in traces.values() for op in trace.ops)
+        lead = (
+            "The same, module by module"
+            + ", with the time of its operators" * timed
+            + (", and what the plan does there." if plan.segments else ".")
+        )
         if plan.packed:
             lead += " What is saved outside of segments is packed where that is lossless."
         if plan.in_backward:
             lead += " The optimizer runs in backward."
         self.section("Modules", lead, module_tree(before, after[0] if after else None, plan))
+
+    def times(self, times: Sequence[TimeUse]) -> None:
+        """Add the table of what the time of a step goes to, recomputation by segment, if it was timed."""
+        if times:
+            total = sum(part.seconds for part in times)
+            rows = [(name, format_seconds(s), f"{s / total:.0%}") for name, s in time_rows(times)]
+            lead = "What a plan adds is apart from the model's own operators."
+            self.section("Time of the step", lead, _table(("part", "time", "of it"), rows))
 
     def frontier(self, points: Sequence[FrontierPoint]) -> None:
         """Add the plot of peak against step time, if there are several ``points``."""
@@ -276,8 +292,12 @@ class _Page:
         """Add the table of ``tensors``, the largest that autograd keeps."""
         rows = [(format_bytes(s.nbytes), s.made_by or "an input", s.op, s.module or "(model)") for s in tensors]
         if rows:
-            table = _table(("bytes", "made by", "saved by", "in"), rows)
-            self.section("Largest tensors saved for backward", "What autograd holds until their gradients run.", table)
+            table = _table(("bytes", "made by", "kept by", "in"), rows)
+            self.section(
+                "Largest tensors saved for backward",
+                "What autograd, or the plan in its place, holds until their gradients run.",
+                table,
+            )
 
     def remarks(self, notes: Iterable[str]) -> None:
         """Add ``notes`` on how the numbers were found."""

@@ -19,6 +19,8 @@ from memopt_cli.pipeline.memory import profiling
 from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.prepare import opening_of, prepare
 from memopt_cli.records import (
+    PACKING,
+    SEGMENT,
     InputSpec,
     Measurement,
     ModelSource,
@@ -109,6 +111,23 @@ def test_spikes_are_known_to_pack(tmp_path: Path) -> None:
     assert (spikes.compressor, spikes.nbytes, spikes.packed_bytes) == ("bit", 96 * 64 * 4, 96 * 64 * 4 // 32)
 
 
+def test_what_packing_and_segments_keep_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "net.pt"
+    torch.save(
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Sequential(nn.Linear(64, 64), nn.Tanh()), nn.Linear(64, 4)), path
+    )
+    spec = InputSpec(tensors=(parse_tensor("96x64"),), source="here")
+    request = ProfileRequest(source=ModelSource(location=str(path)), spec=spec, fake=True)
+    prepared = prepare(opening_of(request, request.settings, fake=True), progress=Progress(), ask=None)
+    plans = Plan(packed=True), Plan(packed=True, segments=(SegmentPlan(path="2", compressor="sparse"),))
+    packed, segment = (profile_prepared(request, prepared, plan).saved for plan in plans)
+    assert [(s.op, s.module, s.nbytes) for s in packed if s.made_by] == [
+        (PACKING, "1", 96 * 64 * 4),
+        (PACKING, "2.1", 96 * 64 * 4),
+    ]
+    assert {(s.op, s.module) for s in segment if s.made_by} == {(SEGMENT, "2"), (PACKING, "2.1")}
+
+
 @pytest.mark.slow
 def test_under_a_plan(model_file: str, tmp_path: Path) -> None:
     segments = tuple(SegmentPlan(path=str(i)) for i in range(3))
@@ -122,6 +141,13 @@ def test_under_a_plan(model_file: str, tmp_path: Path) -> None:
     assert planned.fake
     assert planned.tensor_peak_bytes == planned.measurement.tensor_peak_bytes < plain.tensor_peak_bytes
     assert planned.modules[0].saved_bytes < plain.modules[0].saved_bytes
+    assert {use.segment for use in planned.times if use.name == "recomputation"} == {"0", "1", "2"}
+    assert "recomputation" not in {use.name for use in plain.times}
+    assert sum(use.seconds for use in planned.times) == pytest.approx(planned.measurement.step_s)
+    kept = {(s.op, s.module) for s in planned.saved}
+    assert kept == {("aten::addmm", "3"), *((SEGMENT, str(i)) for i in range(3))}
+    made = sum(s.nbytes for s in planned.saved if s.made_by)
+    assert made == planned.modules[0].saved_bytes - 2048 * 4 * 4  # less the output
     compiled, both = (
         profiled(model_file, "2048x256", plan_path=path, backend="aot_eager").compiled
         for path in (None, str(tmp_path / "p.plan.yaml"))

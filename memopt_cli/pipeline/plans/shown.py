@@ -1,0 +1,160 @@
+"""``--pick N`` after ``--frontier``: the plans that were shown are kept beside the model, and one of them is taken.
+
+A number means something only for the table that the user has seen, so plans of another model, of other inputs or of
+another step are refused, and not searched again under the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+
+from memopt_cli.errors import UsageError, WriteError
+from memopt_cli.files.contents import frontier_json, read_frontier
+from memopt_cli.files.write import check_targets, content, output_paths, write_all
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.goal import check_pick
+from memopt_cli.pipeline.prepare import Prepared, file_header
+from memopt_cli.pipeline.terms import differences, inputs_term, step_terms
+from memopt_cli.records import (
+    Measurement,
+    ModelSource,
+    OptimizeRequest,
+    SearchOptions,
+    ShownFrontier,
+)
+from memopt_cli.search.plan.policy import resolve
+from memopt_cli.text.units import format_bytes
+
+_AGAIN = "Show the plans of this step with --frontier, and pick one of those."
+_SHOWN_DIGITS = 12
+"""The number of digits of a hash that a message shows."""
+
+
+def frontier_path(source: ModelSource) -> Path:
+    """Return the path of the plans that were shown for the model of ``source``, wherever its other files go."""
+    return output_paths(source.location, None).frontier
+
+
+def check_frontier_target(request: OptimizeRequest) -> None:
+    """Raise as :func:`check_targets` for a file in the place of the frontier that is not one of memopt's.
+
+    The plans that were shown last are replaced without ``--force``: they can be searched again.
+    """
+    path = frontier_path(request.source)
+    if request.force or not os.path.lexists(path):
+        return
+    try:
+        read_frontier(path)
+    except FileNotFoundError:  # a link to nothing
+        check_targets([path], force=False)
+
+
+def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
+    """Return ``request`` with the plans to pick from, and the level that they were searched at.
+
+    Without any beside the model, or where ``--frontier`` asks for new ones, it stays as it is: they are searched for.
+    Raises :class:`UsageError` for a file that holds no frontier or lacks the plan, and for options of another search.
+    """
+    number = request.goal.pick
+    if number is None or request.goal.frontier:
+        return request
+    try:
+        shown = read_frontier(frontier_path(request.source))
+    except FileNotFoundError:
+        return request
+    check_pick(number, len(shown.points))
+    _check_options(request.search.options, shown.options)
+    is_exact = not any(segment.inexact for segment in shown.points[number - 1].plan.everywhere)
+    if not is_exact and not request.search.options.allow_inexact:
+        raise UsageError(f"the plan of --pick {number} is not exact", hint="Add --allow-inexact, or pick another plan.")
+    options = replace(request.search.options, level=shown.options.level)
+    return replace(request, search=replace(request.search, options=options), shown=shown)
+
+
+def _check_options(asked: SearchOptions, then: SearchOptions) -> None:
+    """Raise :class:`UsageError` where ``asked`` is something else than the options of the search ``then``."""
+    plain = resolve({}).options
+    for name in (f.name for f in fields(SearchOptions)):
+        value, before = getattr(asked, name), getattr(then, name)
+        if value not in (getattr(plain, name), before):
+            raise UsageError(
+                f"--pick takes a plan that was shown, and its {name.replace('_', ' ')} was {before}, not {value}",
+                hint=f"Leave the option out. {_AGAIN}",
+            )
+
+
+def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
+    """Raise :class:`UsageError` where the plans to pick from were shown for another step than that of ``prepared``."""
+    if request.shown is None:
+        return
+    found = differences(_terms(request.shown), _terms(_shown(request, prepared)))
+    if found:
+        raise UsageError(
+            f"the plans in {frontier_path(request.source)} were shown for another step: "
+            + "; ".join(f"{d.name} {d.before} → {d.after}" for d in found),
+            hint=_AGAIN,
+        )
+
+
+def check_original(request: OptimizeRequest, measured: object) -> None:
+    """Raise :class:`UsageError` where the original's step needs other bytes, ``measured``, than when plans were shown.
+
+    Code has no fingerprint: a function that builds the model or its inputs may do something else by now.
+    """
+    assert request.shown is not None, "a plan is picked from it"
+    then = [point.outcome for point in request.shown.points if point.plan.is_empty]
+    peaks = [found.tensor_peak_bytes for found in (*then, measured) if isinstance(found, Measurement)]
+    if len(set(peaks)) > 1:
+        before, now = (format_bytes(peak) for peak in peaks[-2:])
+        raise UsageError(
+            f"the plans in {frontier_path(request.source)} were shown for a step with a tensor peak of {before}, and "
+            f"that of the model as it is has {now}",
+            hint=_AGAIN,
+        )
+
+
+def _terms(shown: ShownFrontier) -> dict[str, str]:
+    header = shown.header
+    return {
+        "model": _short(header.sha256) or header.model,
+        "weights": _short(shown.weights_sha256) or "none",
+        "entry": shown.key or "none",
+        "inputs": inputs_term(header.spec),
+        "input data": _short(header.spec.data_sha256) or "none",
+        "device": header.device,
+        "seed": str(header.seed),
+        **step_terms(shown.settings),
+    }
+
+
+def _short(sha256: str | None) -> str:
+    return "" if sha256 is None else f"with hash {sha256[:_SHOWN_DIGITS]}"
+
+
+def keep_shown(request: OptimizeRequest, prepared: Prepared, found: Findings) -> Path | None:
+    """Write the frontier that was ``found`` beside the model and return its path; ``None``, with a note, if that fails.
+
+    Whoever looks at plans of a model on a disk that cannot be written to has lost nothing but time.
+    """
+    path = frontier_path(request.source)
+    text = frontier_json(replace(_shown(request, prepared), points=tuple(found.frontier)))
+    try:
+        check_frontier_target(request)
+        write_all({path: content(text)}, force=True)
+    except (UsageError, WriteError) as err:
+        found.notes.append(f"The plans are not kept, so --pick will search again: {err.message}.")
+        return None
+    return path
+
+
+def _shown(request: OptimizeRequest, prepared: Prepared) -> ShownFrontier:
+    return ShownFrontier(
+        header=file_header(prepared),
+        weights_sha256=prepared.facts.weights_sha256,
+        key=prepared.subject.source.key,
+        settings=prepared.subject.settings,
+        options=request.search.options,
+        points=(),
+    )

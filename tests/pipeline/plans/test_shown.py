@@ -1,0 +1,164 @@
+"""``--pick`` takes a plan that ``--frontier`` showed, and believes little of the file in which that is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memopt_cli.errors import WriteError
+from memopt_cli.files.contents import read_frontier
+from memopt_cli.pipeline.plans import optimization, shown
+from memopt_cli.records import MemOptSummary, from_data
+
+Memopt = Callable[..., Any]
+SPEC = ("-i", "Bx64", "--dim", "B=64")
+SHOWN = "net.memopt.frontier.json"
+
+
+@pytest.fixture
+def optimize(memopt: Memopt, in_process: None) -> Memopt:
+    """``memopt optimize`` without a recommended batch, profiling in this process."""
+    torch.manual_seed(0)
+    torch.save(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)), "net.pt")
+    return lambda *arguments: memopt("optimize", "net.pt", "--no-recommend-batch", *arguments)
+
+
+def test_a_plan_that_was_shown_is_applied_without_a_search(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = optimize(*SPEC, "--level", "1", "--frontier")
+    assert done.changed == {SHOWN}
+    assert done.out.endswith("nothing is applied; choose a plan with --budget, or with --pick N\n")
+    kept = read_frontier(Path(SHOWN))
+    assert kept.points[0].plan.is_empty
+    assert not kept.points[1].plan.is_empty
+    monkeypatch.setattr(optimization, "start_search", lambda *_: pytest.fail("it searched"))
+    done = optimize("-i", "64x64", "--pick", "2", "--json")  # the same inputs, in other words
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    assert summary.plan == kept.points[1].plan
+    assert summary.applied_level == summary.requested_level == 1
+    assert summary.verification is not None
+    assert summary.frontier[1].outcome == summary.levels[1].outcome != kept.points[1].outcome
+    assert "net.memopt.pt" in done.changed
+    assert SHOWN not in done.changed
+    done = optimize("-i", "64x64", "--pick", "1", "-o", "same.pt")
+    assert "the model stays as it is" in done.out
+    assert "pick" not in done.out  # the table has been seen
+
+
+def test_without_a_frontier_a_pick_searches_and_keeps_what_it_found(optimize: Memopt) -> None:
+    done = optimize(*SPEC, "--level", "1", "--pick", "2")
+    assert done.code == 0, done.err
+    assert "No plans of --frontier are kept beside the model: --pick 2 searched." in done.out
+    assert SHOWN in done.changed
+    done = optimize(*SPEC, "--level", "1", "--pick", "2", "--force")
+    assert "searched" not in done.out
+
+
+def made_up(**changes: Any) -> dict[str, Any]:
+    """Return the plans of a step of ``net.pt`` with inputs 64x64, without numbers that were measured."""
+    tensor = {"name": None, "shape": [64, 64], "dtype": "float32", "values": "normal"}
+    segment = {"path": "0", **changes.pop("segment", {})}
+    point = {
+        "plan": {"segments": [segment], **changes.pop("plan", {})},
+        "predicted_allocated_peak_bytes": 10,
+        "predicted_slowdown": 1.0,
+        "outcome": {"kind": "OutOfMemory", "detail": ""},
+    }
+    return {
+        "schema_version": 2,
+        "memopt": "0",
+        "torch": "0",
+        "model": "net.pt",
+        "sha256": None,
+        "spec": {"tensors": [tensor], "source": "--input"},
+        "seed": 0,
+        "device": "cpu",
+        "weights_sha256": None,
+        "key": None,
+        "settings": {},
+        "options": {"level": 3, "max_slowdown": 1.33},
+        "points": [{**point, **changes.pop("point", {})}],
+        **changes,
+    }
+
+
+BY_LENGTH = {"segments": [], "by": {"dim": "S", "argument": 0, "axis": 0}, "ranges": [{"up_to": 8}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        ({"schema_version": 1}, (), "does not hold the plans of a frontier: its schema_version is 1"),
+        ({"points": None}, (), "does not hold the plans of a frontier: the file.points must be a list"),
+        ({"point": {"predicted_slowdown": "x"}}, (), "points[0].predicted_slowdown must be float"),
+        ({"point": {"predicted_allocated_peak_bytes": -1}}, (), "predicted_allocated_peak_bytes is -1"),
+        ({"extra": 1}, (), "has an unknown key 'extra'"),
+        ({"plan": BY_LENGTH}, (), "holds a plan by length, which no frontier has"),
+        ({}, ("--pick", "2"), "--pick 2: plans on the frontier: 1"),
+        ({"segment": {"chunks": 2, "inexact": True}}, (), "the plan of --pick 1 is not exact"),
+        ({}, ("--level", "2"), "its level was 3, not 2"),
+        ({}, (), "were shown for another step: model net.pt → with hash "),
+    ],
+)
+def test_plans_that_are_not_of_this_step_are_refused(
+    changes: dict[str, Any], flags: tuple[str, ...], said: str, optimize: Memopt
+) -> None:
+    Path(SHOWN).write_text(json.dumps(made_up(**changes)))
+    done = optimize("-i", "64x64", "--pick", "1", *flags)
+    assert (done.code, done.out, done.changed) == (2, "", set())
+    assert said in done.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("-i", "32x64"), "inputs 64x64 → 32x64"),
+        (("-i", "64x64", "--clip-norm", "1"), "clipping none → 1"),
+        (("-i", "64x64", "--seed", "1"), "seed 0 → 1"),
+    ],
+)
+def test_plans_of_another_step_are_named(flags: tuple[str, ...], said: str, optimize: Memopt) -> None:
+    Path(SHOWN).write_text(json.dumps(made_up()))
+    done = optimize("--pick", "1", *flags)
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_code_that_builds_something_else_by_now_is_noticed(memopt: Memopt, in_process: None) -> None:
+    source = "from torch import nn\n\ndef make():\n    return nn.Sequential(nn.Linear(64, {0}), nn.Linear({0}, 4))\n"
+    Path("build.py").write_text(source.format(8))
+    assert memopt("optimize", "build.py:make", "-i", "64x64", "--frontier", "--level", "1").code == 0
+    Path("build.py").write_text(source.format(16))
+    done = memopt("optimize", "build.py:make", "-i", "64x64", "--pick", "1")
+    assert done.code == 2
+    assert "were shown for a step with a tensor peak of " in done.err
+
+
+def test_a_file_that_is_not_memopts_is_not_replaced(optimize: Memopt) -> None:
+    Path(SHOWN).write_text("mine")
+    done = optimize(*SPEC, "--level", "1", "--frontier")
+    assert (done.code, done.changed) == (2, set())
+    assert optimize(*SPEC, "--level", "1", "--frontier", "--force").changed == {SHOWN}
+    assert optimize(*SPEC, "--level", "1", "--frontier").changed == {SHOWN}  # its own are
+
+
+def test_a_folder_that_cannot_be_written_to_costs_only_the_file(
+    optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise WriteError(f"cannot write {SHOWN}: no space left on device")
+
+    monkeypatch.setattr(shown, "write_all", full)
+    done = optimize(*SPEC, "--level", "1", "--frontier")
+    assert (done.code, done.changed) == (0, set())
+    assert (
+        "The plans are not kept, so --pick will search again: cannot write net.memopt.frontier.json: no space"
+        in done.out
+    )
+    assert done.out.endswith("--pick N, which searches again\n")

@@ -1,0 +1,87 @@
+"""Inputs that were typed for a model are taken again from the plan beside it, are said, and name no code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memopt_cli.errors import UsageError
+from memopt_cli.files.contents import plan_yaml
+from memopt_cli.pipeline.prepare import remembered_inputs
+from memopt_cli.records import GUESS, SCHEMA_VERSION, TYPED, FileHeader, InputSpec, Plan, TensorSpec
+
+Memopt = Callable[..., Any]
+BESIDE = "net.memopt.plan.yaml"
+INPUTS = (TensorSpec(shape=("B", 64)),)
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(nn.Sequential(nn.Linear(64, 8)), "net.pt")
+
+
+def write(spec: InputSpec, path: str = BESIDE, model: str = "net.pt") -> None:
+    header = FileHeader(
+        schema_version=SCHEMA_VERSION, memopt="0", torch="2", model=model, sha256=None, spec=spec, seed=0, device="cpu"
+    )
+    Path(path).write_bytes(plan_yaml(header, Plan(), 1))
+
+
+def test_a_command_without_inputs_takes_those_of_the_last_plan_and_says_so(memopt: Memopt, in_process: None) -> None:
+    write(InputSpec(tensors=INPUTS, dims={"B": 4}, source=TYPED))
+    said = f"; the inputs are as typed last, from {BESIDE}: Bx64, B=4 (-i gives others)\n"
+    assert said in memopt("profile", "net.pt").out
+    assert said.replace("B=4", "B=6") in memopt("profile", "net.pt", "--dim", "B=6").out
+    done = memopt("profile", "net.pt", "-i", "5x64")
+    assert done.code == 0
+    assert "typed last" not in done.out
+
+
+def test_a_file_of_inputs_beside_the_model_comes_first(memopt: Memopt, in_process: None) -> None:
+    write(InputSpec(tensors=INPUTS, dims={"B": 4}, source=TYPED))
+    Path("net.inputs.yaml").write_text("inputs: [3x64]\n")
+    done = memopt("profile", "net.pt")
+    assert "Inputs: 3x64 (net.inputs.yaml)" in done.out
+    assert "typed last" not in done.out
+
+
+@pytest.mark.parametrize("location", ["net.pt", "net.memopt.pt"])
+def test_they_belong_to_the_model_and_to_the_one_with_the_plan(location: str) -> None:
+    write(InputSpec(tensors=INPUTS, dims={"B": 4}, source=TYPED))
+    Path(location).touch()
+    found = remembered_inputs(location)
+    assert found is not None
+    assert (found.tensors, found.dims) == (INPUTS, {"B": 4})
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        InputSpec(tensors=INPUTS, dims={"B": 4}, source=f"{GUESS}0 (Linear)"),
+        InputSpec(script="evil.py:make", source=TYPED),
+        InputSpec(data_file="/etc/passwd", source=TYPED),
+    ],
+    ids=lambda spec: spec.source if spec.tensors else spec.script or spec.data_file,
+)
+def test_guesses_code_and_other_files_are_not_taken(spec: InputSpec) -> None:
+    write(spec)
+    assert remembered_inputs("net.pt") is None
+
+
+def test_of_code_only_its_own_are_taken() -> None:
+    spec = InputSpec(tensors=INPUTS, dims={"B": 4}, source=TYPED)
+    write(spec, "build.memopt.plan.yaml", model="build.py:make")
+    assert remembered_inputs("build.py:other") is None
+    assert remembered_inputs("build.py:make") is not None
+
+
+def test_a_file_that_is_no_plan_is_an_error() -> None:
+    write(InputSpec(tensors=(TensorSpec(shape=(-1, 64)),), source=TYPED))
+    with pytest.raises(UsageError, match="an input cannot have the size -1"):
+        remembered_inputs("net.pt")
