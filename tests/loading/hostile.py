@@ -289,7 +289,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     loaded = TorchScript().load(ModelFile(path="model.ts", data=buffer.getvalue()), Trust())
     yield (
         "a lifted module whose child is taken away later",
-        _changed_later(loaded.module, "_modules", b"X\x01\x00\x00\x000N", REFUSED, "a child that is no module"),
+        _changed_later(loaded.module, "_modules", b"X\x01\x00\x00\x000N", REFUSED, "a child that is not a module"),
     )
     for key, value in {"num_layers": b"K\x01", "_all_weights": b"N"}.items():
         layer = nn.LSTM(3, 8)

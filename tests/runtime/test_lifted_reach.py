@@ -113,7 +113,7 @@ def test_data_is_in_reach() -> None:
 def test_a_program_sets_no_module_that_it_was_given() -> None:
     module = restored(program_of(method("forward", [put("kept")])), library=Library())
     for value in (Library(), [Library()], {"a": (print,)}):
-        with pytest.raises(ScriptError, match="which is no data"):
+        with pytest.raises(ScriptError, match="which is not data"):
             module(value)
     module({"a": [torch.ones(1), None, 1.0]})
     assert module.kept["a"][1] is None
@@ -122,7 +122,7 @@ def test_a_program_sets_no_module_that_it_was_given() -> None:
 def test_a_method_never_stands_for_a_check() -> None:
     """Methods are found through the module, whatever is called as they are."""
     module = restored(program_of(method("forward", [put("kept")]), method("checked_data")), library=Library())
-    with pytest.raises(ScriptError, match="which is no data"):
+    with pytest.raises(ScriptError, match="which is not data"):
         module(Library())
     assert module.checked_data(1) == 1
 

@@ -149,7 +149,7 @@ def test_the_model_within_is_taken_from_a_file(name: str, tmp_path: Path) -> Non
     assert type(loaded.module) is nn.Sequential
     assert all(map(torch.equal, loaded.module.parameters(), model.parameters()))
     (note,) = loaded.notes
-    assert note.startswith(f"The model is wrapped, {CODE[name]}. Its step is measured")
+    assert note.startswith(f"The model is wrapped, {CODE[name]}. memopt measures and writes it without the wrapper")
 
 
 @pytest.mark.parametrize("name", ["DataParallel", "DataParallel of torch.compile"])

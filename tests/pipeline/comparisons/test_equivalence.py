@@ -902,7 +902,7 @@ class NaN(Varied):
 
 
 def test_a_reference_of_nan_says_nothing() -> None:
-    with pytest.raises(StepError, match="the reference's gradients hold NaN or infinity alone"):
+    with pytest.raises(StepError, match="the reference's gradients are all NaN or infinity"):
         verified(lambda: NaN(0), lambda: NaN(0), steps=1)
 
 

@@ -205,5 +205,5 @@ def test_in_python(net: nn.Module) -> None:
     assert memopt_cli.plan_of(net).segments == found.plan.segments != ()
     with pytest.raises(OptionError, match="device and for_device exclude each other"):
         memopt_cli.profile(net, "8x32", for_device=card, device="cuda:0")
-    with pytest.raises(OptionError, match="no name of a card"):
+    with pytest.raises(OptionError, match="not the name of a card"):
         memopt_cli.profile(net, "8x32", for_device=3)  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ def test_a_process_of_no_group_is_told_so(
     launch.delenv(missing)
     assert main(["measure", "net:build", "--parallel", "fsdp"]) == 2
     told = capsys.readouterr().err
-    assert "this process is in none" in told
+    assert "this process is in no group" in told
     assert "torchrun --nproc-per-node 2 -m memopt_cli measure" in told
 
 
