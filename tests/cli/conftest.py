@@ -11,6 +11,7 @@ import pytest
 
 import memopt_cli
 from memopt_cli.cli.app import main
+from memopt_cli.errors import StepError
 from memopt_cli.records import (
     ApplyRequest,
     ApplyResult,
@@ -63,6 +64,20 @@ def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePipeline:
     for name in NAMED:
         Path(name).write_bytes(b"not read by the command line")
     return fake
+
+
+@pytest.fixture
+def requests(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the pipeline was asked by other commands than ``memopt optimize``; it fails once it has been."""
+    asked: list[Any] = []
+
+    def act(request: Any, *, progress: Any, ask: Any) -> None:
+        asked.append(request)
+        raise StepError("enough")
+
+    for command in ("baseline", "check", "profile", "recommend_batch"):
+        monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], command, act, raising=False)
+    return asked
 
 
 @pytest.fixture

@@ -36,20 +36,6 @@ SOURCE = ModelSource(
 SPEC = InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 8}, source="--input")
 
 
-@pytest.fixture
-def requests(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the pipeline was asked; it fails once it has been."""
-    asked: list[Any] = []
-
-    def act(request: Any, *, progress: Any, ask: Any) -> None:
-        asked.append(request)
-        raise StepError("enough")
-
-    for command in ("baseline", "check"):
-        monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], command, act, raising=False)
-    return asked
-
-
 def test_defaults(requests: list[Any]) -> None:
     assert main(["baseline", "model.pt"]) == 3
     assert main(["check", "model.pt"]) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,8 @@ import pytest
 
 from memopt_cli.cli import app
 from memopt_cli.cli.app import main
-from memopt_cli.errors import StepError
 from memopt_cli.records import InputSpec, Layout, ModelSource, ProfileRequest, StepSettings, TensorSpec, Trust
 from memopt_cli.search.estimation.cards import CARDS
-
-
-@pytest.fixture
-def requests(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> list[ProfileRequest]:
-    """What the pipeline was asked; it fails once it has been."""
-    asked: list[ProfileRequest] = []
-
-    def profile(request: ProfileRequest, *, progress: Any, ask: Any) -> None:
-        asked.append(request)
-        raise StepError("enough")
-
-    monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], "profile", profile, raising=False)
-    return asked
 
 
 def test_defaults(requests: list[ProfileRequest]) -> None:

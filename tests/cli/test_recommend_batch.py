@@ -29,19 +29,6 @@ from memopt_cli.records import (
 from memopt_cli.search.plan.policy import resolve
 
 
-@pytest.fixture
-def requests(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> list[BatchRequest]:
-    """What the pipeline was asked; it fails once it has been."""
-    asked: list[BatchRequest] = []
-
-    def recommend_batch(request: BatchRequest, *, progress: Any, ask: Any) -> None:
-        asked.append(request)
-        raise StepError("enough")
-
-    monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], "recommend_batch", recommend_batch, raising=False)
-    return asked
-
-
 def test_defaults(requests: list[BatchRequest]) -> None:
     assert main(["recommend-batch", "model.pt"]) == 3
     settings = StepSettings(device="auto")

@@ -24,7 +24,6 @@ from memopt_cli.records import (
     Fingerprint,
     InputSpec,
     Measurement,
-    ModelFacts,
     ModelSource,
     Plan,
     SegmentPlan,
@@ -37,6 +36,7 @@ from memopt_cli.runtime import chunked
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.state import StartingState
 from tests.zoo.models import GIVEN, Parts
+from tests.zoo.records import live_facts
 
 ORIGINAL = Plan()
 
@@ -69,23 +69,7 @@ def seeded(model: type[nn.Module]) -> nn.Module:
 
 def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", "T", 6)),), dims=SIZES, source="here")
-    facts = ModelFacts(
-        format="live",
-        class_name=model.__name__,
-        sha256=None,
-        weights_sha256=None,
-        notes=(),
-        spec=spec,
-        carried=ORIGINAL,
-        asked_codecs=(),
-        indices={},
-        batch_norms=True,
-        trainable_bytes=0,
-        held_bytes=0,
-        batch=SIZES["B"],
-        fixed_sizes=False,
-        sync_norms=(),
-    )
+    facts = live_facts(spec, SIZES["B"])
     return Prepared(
         subject=Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings(**settings)),
         facts=facts,

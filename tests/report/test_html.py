@@ -31,7 +31,6 @@ from memopt_cli.records import (
     LevelRow,
     Measurement,
     MemOptSummary,
-    ModuleTrace,
     OptimizeResult,
     OpTrace,
     OutOfMemory,
@@ -55,18 +54,11 @@ from memopt_cli.report.html.frontier import FrontierPoint, frontier, points_of
 from memopt_cli.report.html.modules import kept_by_module, treemap_figure
 from memopt_cli.report.html.timeline import WORKSPACE, thinned, timeline, timeline_figure
 from tests.zoo import records
-from tests.zoo.records import a_breakdown, a_header, a_row, verified
+from tests.zoo.records import a_breakdown, a_header, a_module, a_row, verified
 
 MIB = 2**20
 EVIL = "<img src=x onerror='document.title=1'>\"</script><script>document.title=1</script>%{x}"
 """A module path that would like to be more than text."""
-
-
-def module(path: str, class_name: str = "Block") -> ModuleTrace:
-    sizes = {"input_bytes": 0, "packed_input_bytes": 0, "output_bytes": 0, "saved_bytes": 0}
-    return ModuleTrace(
-        path=path, class_name=class_name, calls=1, order=0, forward_s=0, compressor="null", input_shape=(), **sizes
-    )
 
 
 def storage(size: int, kind: str, where: str, born: int, died: int | None) -> StorageTrace:
@@ -89,7 +81,7 @@ def a_trace(scale: int = 1) -> StepTrace:
         storage(30, "temporaries", "body.conv", 2, 3),
         storage(10, "gradients", "body.conv", 3, None),
     )
-    modules = (module(""), module("body"), module("body.conv", "Conv<2>"), module(EVIL, EVIL))
+    modules = (a_module(""), a_module("body"), a_module("body.conv", "Conv<2>"), a_module(EVIL, EVIL))
     peak = (10 + 24 * scale + 30) * MIB
     return StepTrace(
         modules=modules,
@@ -107,7 +99,7 @@ BREAKDOWN = a_breakdown(parameters_bytes=10 * MIB, activations_bytes=24 * MIB, t
 
 
 def measured(peak_mib: int, step_s: float) -> Measurement:
-    return records.measured(peak_mib * MIB, step_s, breakdown=BREAKDOWN)
+    return records.measured(peak_mib * MIB, step_s, resident_bytes=20 * MIB, breakdown=BREAKDOWN)
 
 
 def a_profile() -> StepProfile:
@@ -185,7 +177,7 @@ def long_trace(count: int = 20_000) -> StepTrace:
     storages = tuple(
         StorageTrace(nbytes=size, kind="activations", module="", born=i, died=i + 1, freed=i + 1) for i, size in lives
     )
-    return replace(a_trace(), modules=(module(""),), ops=ops, storages=storages)
+    return replace(a_trace(), modules=(a_module(""),), ops=ops, storages=storages)
 
 
 @pytest.mark.slow
@@ -234,7 +226,7 @@ def test_what_each_module_keeps() -> None:
 
 def test_small_modules_are_drawn_as_one() -> None:
     small = tuple(storage(1, "activations", f"many.{i}", 0, None) for i in range(1000))
-    modules = (module(""), module("many"), *(module(f"many.{i}") for i in range(1000)))
+    modules = (a_module(""), a_module("many"), *(a_module(f"many.{i}") for i in range(1000)))
     trace = replace(a_trace(), modules=modules, storages=(*small, storage(9000, "activations", "", 0, None)))
     (figure,) = treemap_figure(kept_by_module(trace))["data"]
     assert dict(zip(figure["labels"], figure["values"], strict=True))["smaller"] == 1000 * MIB

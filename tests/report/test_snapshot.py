@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.cuda import _memory_viz
 
-from memopt_cli.records import ModuleTrace, OpTrace, StepTrace, StorageTrace
+from memopt_cli.records import OpTrace, StepTrace, StorageTrace
 from memopt_cli.report.snapshot import snapshot, snapshot_bytes
+from tests.zoo.records import a_module
 
 READ_BY_MEMORY_VIZ = {
     *("PROTO", "FRAME", "MEMOIZE", "MARK", "STOP", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT"),
@@ -22,13 +23,6 @@ READ_BY_MEMORY_VIZ = {
     *("NEWTRUE", "NEWFALSE", "NONE", "SHORT_BINUNICODE", "BINUNICODE"),
 }
 """The opcodes of its own reader of pickles, in torch/utils/viz/MemoryViz.js."""
-
-
-def module(path: str, class_name: str) -> ModuleTrace:
-    sizes = {"input_bytes": 0, "packed_input_bytes": 0, "output_bytes": 0, "saved_bytes": 0}
-    return ModuleTrace(
-        path=path, class_name=class_name, calls=1, order=0, forward_s=0, compressor="null", input_shape=(), **sizes
-    )
 
 
 def storage(nbytes: int, born: int, died: int | None, kind: str = "activations") -> StorageTrace:
@@ -40,7 +34,7 @@ def trace_of(storages: tuple[StorageTrace, ...], workspaces: tuple[int, ...]) ->
         OpTrace(name=f"aten::op{i}", module="body.conv", phase="forward", workspace_bytes=size)
         for i, size in enumerate(workspaces)
     )
-    modules = (module("", "Net"), module("body", "Sequential"), module("body.conv", "Conv2d"))
+    modules = (a_module("", "Net"), a_module("body", "Sequential"), a_module("body.conv", "Conv2d"))
     return StepTrace(modules=modules, tensor_peak_bytes=0, resident_bytes=0, batch=1, ops=ops, storages=storages)
 
 

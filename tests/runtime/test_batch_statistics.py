@@ -36,6 +36,7 @@ from memopt_cli.training.step import Step
 from sample_models.spiking_vgg import ConvBlock, MultiStep
 from tests.rows import quick
 from tests.zoo.models import GIVEN, Parts
+from tests.zoo.segments import with_segments
 from tests.zoo.watching import silent
 
 EXACT = SegmentConfig(chunks=3, batch_statistics=True)
@@ -473,8 +474,7 @@ def test_without_gradients_it_runs_whole(exactly: Any) -> None:
 
 def test_a_second_backward(exactly: Any) -> None:
     net = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh())
-    optimized = copy.deepcopy(net)
-    install_segment(optimized, EXACT)
+    optimized = with_segments(net, EXACT)
     x = leaf(7, 2, 5, 5)
     for model in (net, optimized):
         output = model(x)
@@ -487,8 +487,7 @@ def test_a_second_backward(exactly: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_keeps_dtypes_and_the_precision_of_statistics(dtype: torch.dtype) -> None:
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4))
-    optimized = copy.deepcopy(net)
-    install_segment(optimized, EXACT)
+    optimized = with_segments(net, EXACT)
     x = torch.randn(7, 2, 5, 5) + 3
     outputs = []
     for model in (net, optimized):
@@ -733,8 +732,7 @@ UNGATHERED = {
 def test_what_passes_cannot_give_runs_whole(exactly: Any, block: nn.Module, reason: str) -> None:
     x = torch.randn(7, 4, dtype=torch.float64)
     x[:, 0] = torch.tensor([1.0] * 3 + [-1.0] * 4)
-    optimized = copy.deepcopy(block.double())
-    install_segment(optimized, EXACT)
+    optimized = with_segments(block.double(), EXACT)
     with pytest.warns(UserWarning, match=rf"{reason}.*: it runs whole from now on") as said:
         exactly.compare(block, optimized, x, steps=1)
     assert len(said) == 1
@@ -746,8 +744,7 @@ def test_what_passes_cannot_give_runs_whole(exactly: Any, block: nn.Module, reas
 )
 def test_chunks_of_the_channels_run_whole(exactly: Any, norm: nn.Module, chunks: int) -> None:
     block = nn.Sequential(nn.Tanh(), norm).double()
-    optimized = copy.deepcopy(block)
-    install_segment(optimized, SegmentConfig(chunks=chunks, axis=1, batch_statistics=True))
+    optimized = with_segments(block, SegmentConfig(chunks=chunks, axis=1, batch_statistics=True))
     with pytest.warns(UserWarning, match="gives its batch norms other channels on a part of its input: it runs whole"):
         exactly.compare(block, optimized, leaf(3, 4, 5))
 
@@ -765,8 +762,7 @@ def test_what_passes_have_found_is_gone_when_the_whole_runs() -> None:
 
 def test_norms_that_became_those_of_all_processes(exactly: Any) -> None:
     net = Resetting(_block())
-    optimized = copy.deepcopy(net)
-    install_segment(optimized.blocks[0], EXACT)
+    optimized = with_segments(net, EXACT, "blocks.0")
     optimized = nn.SyncBatchNorm.convert_sync_batchnorm(optimized)
     with pytest.warns(UserWarning, match=r"its 1 is a SyncBatchNorm, .*: it runs whole from now on"):
         exactly.compare(net, optimized, leaf(7, 4))
@@ -794,8 +790,7 @@ class Raising(nn.Module):
 @pytest.mark.parametrize("row", [0, 3, 6])
 def test_a_forward_that_raises_leaves_the_norms_as_without_chunks(exactly: Any, place: int, row: int) -> None:
     net = Raising(place)
-    optimized = copy.deepcopy(net)
-    install_segment(optimized, EXACT)
+    optimized = with_segments(net, EXACT)
     x = leaf(7, 4).detach()
     x[row] = 1001.0
     for model in (net, optimized):
@@ -831,8 +826,7 @@ GRADIENT_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("hook", GRADIENT_HOOKS.values(), ids=GRADIENT_HOOKS.keys())
 def test_with_hooks_on_gradients_it_runs_whole(exactly: Any, hook: Callable[[nn.Module], Any]) -> None:
     net = _nested()
-    optimized = copy.deepcopy(net)
-    install_segment(optimized.blocks[0], EXACT)
+    optimized = with_segments(net, EXACT, "blocks.0")
     handles = [hook(model.blocks[0]) for model in (net, optimized)]
     try:
         with pytest.warns(UserWarning, match=r"gathers .* a hook gets .* of its 0.* runs whole from now on"):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MinMaxObserver, MovingAverageMinMaxObserver
 from torch.nn.utils import parametrizations, spectral_norm
-from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
 from memopt_cli.records import Plan, Refused, SegmentPlan
@@ -22,7 +21,8 @@ from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.chunk_state import _is_alike
 from memopt_cli.verification.chunking import find_rule
 from tests.runtime.conftest import train
-from tests.zoo.models import Parts
+from tests.zoo.models import Checkpointed, Parts
+from tests.zoo.segments import with_segments
 from tests.zoo.watching import silent
 
 CHUNKS = SegmentConfig(chunks=3)
@@ -149,18 +149,10 @@ def test_it_is_recomputed_still(kind: tuple[Callable[[], nn.Module], str]) -> No
 def test_in_a_checkpoint_of_the_users_own(kind: Callable[[], nn.Module], reentrant: bool) -> None:
     """One that runs in backward alone has segments in it; in another they run plainly, as it runs them again."""
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind(), nn.Tanh()), nn.Linear(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.block, x, use_reentrant=reentrant)
-
     torch.manual_seed(0)
-    model = Checkpointed()
-    whole = copy.deepcopy(model)
-    install_segment(whole.block[1], SegmentConfig())
+    inner = nn.Sequential(kind(), nn.Tanh())
+    model = Checkpointed(nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4)), reentrant=reentrant)
+    whole = with_segments(model, SegmentConfig(), "block.1")
     install_segment(model.block[1], CHUNKS)
     x = torch.randn(6, 4, requires_grad=True)
     with pytest.warns(UserWarning, match="runs whole") if reentrant else contextlib.nullcontext():
@@ -350,8 +342,7 @@ class Masked(Parts, linear=lambda: nn.Linear(4, 4)):
 
 def test_a_mask_that_comes_with_a_later_batch() -> None:
     model = Masked()
-    chunked = copy.deepcopy(model)
-    install_segment(chunked, CHUNKS)
+    chunked = with_segments(model, CHUNKS)
     x, mask = torch.randn(6, 4), torch.rand(6, 1)
     chunked(x).sum().backward()
     model(x).sum().backward()
@@ -386,8 +377,7 @@ class Caching(Masked):
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_cache_that_every_chunk_would_fill(by_name: bool) -> None:
     model = Caching()
-    chunked = copy.deepcopy(model)
-    install_segment(chunked, CHUNKS)
+    chunked = with_segments(model, CHUNKS)
     x, caches = torch.randn(6, 4), (KeyCache(), KeyCache())
     name = "cache" if by_name else "2"
     reason = rf"writes to its argument {name}, a KeyCache, .*train with use_cache=False\): it runs whole"

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
-from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.runtime import SegmentConfig, compiled, install_segment
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.private_torch import WRITES_TWICE
 from tests.rows import quick
-from tests.zoo.models import Parts
+from tests.zoo.models import Checkpointed, Parts
+from tests.zoo.segments import with_segments
 
 BIT = SegmentConfig(compressor="bit")
 
@@ -61,8 +61,7 @@ def pair(block: nn.Module, config: SegmentConfig) -> tuple[nn.Module, nn.Module]
     """Return a model, and a copy in which ``block`` is a segment."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), block)
-    optimized = copy.deepcopy(plain)
-    install_segment(optimized[1], config)
+    optimized = with_segments(plain, config, "1")
     return plain, optimized
 
 
@@ -179,13 +178,8 @@ def test_segments_in_segments(make: Callable[[], nn.Module], place: Place, backe
 def test_a_checkpoint_of_the_users_own_around() -> None:
     """Which draws again itself where the compiler does not differentiate ahead, unless a segment is in it."""
 
-    class Checkpointed(Parts, block=Drawing):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.block, x, use_reentrant=False)
-
-    plain = nn.Sequential(nn.Linear(4, 4), Checkpointed())
-    optimized = copy.deepcopy(plain)
-    install_segment(optimized[1].block, SegmentConfig())
+    plain = nn.Sequential(nn.Linear(4, 4), Checkpointed(Drawing()))
+    optimized = with_segments(plain, SegmentConfig(), "1.block")
     x = torch.randn(6, 4)
     torch.manual_seed(1)
     expected = left_behind(plain, x)
@@ -322,8 +316,7 @@ def test_a_recurrent_layer_alone_is_compiled() -> None:
     """The compiler leaves it to Python, and must not look into what a segment then does."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), Recurrent())
-    optimized = copy.deepcopy(plain)
-    install_segment(optimized[1].lstm, SegmentConfig())
+    optimized = with_segments(plain, SegmentConfig(), "1.lstm")
     x = torch.randn(6, 2, 4)
     expected = left_behind(plain, x)
     optimized[1].lstm.compile(backend="eager")

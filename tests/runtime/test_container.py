@@ -34,6 +34,7 @@ from memopt_cli.runtime.compressor import Packed, SpikeCompressor
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.trace import StorageLog
 from tests.zoo.models import Before, Parts, mlp
+from tests.zoo.segments import with_segments
 
 PLAIN = SegmentConfig()
 Judge = Callable[..., nn.Module]
@@ -238,9 +239,7 @@ def test_script_module_inside(judge: Any) -> None:
 
 
 def _pair(block: nn.Module, **config: Any) -> tuple[nn.Module, nn.Module]:
-    optimized = copy.deepcopy(block)
-    install_segment(optimized, SegmentConfig(**config))
-    return block, optimized
+    return block, with_segments(block, SegmentConfig(**config))
 
 
 def _grad_of_grad(net: nn.Module, x: Tensor) -> list[Tensor]:

@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.runtime import SegmentConfig, install_segment
 from tests.runtime.conftest import Judge
-from tests.zoo.models import GIVEN, Parts
+from tests.zoo.models import GIVEN, Checkpointed, Holding, Parts
+from tests.zoo.segments import with_segments
 
 PLAIN, PACKED = SegmentConfig(), SegmentConfig(recompute=False)
 WIDE = 4096
@@ -34,11 +35,7 @@ WIDE = 4096
 
 
 def pair(model: nn.Module, config: SegmentConfig, *paths: str) -> tuple[nn.Module, nn.Module]:
-    """Return the model, and a copy with segments at ``paths``, or at the root without any."""
-    optimized = copy.deepcopy(model)
-    for path in paths or ("",):
-        install_segment(optimized.get_submodule(path), config)
-    return model, optimized
+    return model, with_segments(model, config, *paths)
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
@@ -149,35 +146,24 @@ class Forces(Parts, hidden=lambda: nn.Linear(8, 8), energy=lambda: nn.Linear(8, 
         return force
 
 
-class InCheckpoint(nn.Module):
-    """PyTorch's checkpoint runs ``inner`` again whenever somebody asks for what that has saved: in forward too."""
-
-    def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("paths", [["inner.1"], ["inner"], ["inner", "inner.1"], ["inner.1", "inner.1.hidden"]])
+@pytest.mark.parametrize("paths", [["block.1"], ["block"], ["block", "block.1"], ["block.1", "block.1.hidden"]])
 def test_gradients_within_a_checkpoint_of_the_users_own(paths: list[str], judge: Judge) -> None:
-    model = InCheckpoint(nn.BatchNorm1d(8, momentum=None), Forces(), nn.Linear(8, 8), nn.Tanh())
+    model = Checkpointed(nn.Sequential(nn.BatchNorm1d(8, momentum=None), Forces(), nn.Linear(8, 8), nn.Tanh()))
     judge(model, dict.fromkeys(paths, PLAIN), torch.randn(4, 8, requires_grad=True))
 
 
 def test_packed_within_a_checkpoint_of_the_users_own(judge: Judge) -> None:
     model = nn.Sequential(nn.BatchNorm1d(8, momentum=None), Forces(), nn.Linear(8, 8))
-    plain, packed = (InCheckpoint(net) for net in pair(model, PACKED))
+    plain, packed = (Checkpointed(net) for net in pair(model, PACKED))
     judge.compare(plain, packed, torch.randn(4, 8, requires_grad=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paths", [["inner"], ["inner.2"], ["inner", "inner.1", "inner.2"]])
+@pytest.mark.parametrize("paths", [["block"], ["block.2"], ["block", "block.1", "block.2"]])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, momentum=None)])
 def test_a_norm_at_the_end_of_a_checkpoint_of_the_users_own(norm: nn.Module, paths: list[str], judge: Judge) -> None:
     """It counts as often as it does without a segment."""
-    model = nn.Sequential(InCheckpoint(nn.Linear(8, 8), nn.Tanh(), norm), nn.Linear(8, 8))
+    model = nn.Sequential(Checkpointed(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), norm)), nn.Linear(8, 8))
     judge(model, {f"0.{path}": PLAIN for path in paths}, torch.randn(4, 8))
     assert not judge.recomputations  # that checkpoint runs it again, as it does without a plan
 
@@ -352,9 +338,7 @@ class Force(Parts, first=lambda: nn.Linear(3, 8), second=lambda: nn.Linear(8, 1)
 @pytest.mark.parametrize("paths", [["0"], ["", "0"]])
 def test_a_forward_that_computes_gradients_runs_plainly(paths: list[str]) -> None:
     plain = nn.Sequential(Force(), nn.Linear(3, 3))
-    optimized = copy.deepcopy(plain)
-    for path in paths:
-        install_segment(optimized.get_submodule(path), PLAIN)
+    optimized = with_segments(plain, PLAIN, *paths)
     x = torch.randn(4, 3, requires_grad=True)
     for step in range(3):
         plain(x).sum().backward()
@@ -410,9 +394,7 @@ class Mapping(nn.Module):
 @pytest.mark.filterwarnings("ignore:Mapping computes gradients", "ignore:Sequential computes gradients")
 def test_transforms_of_functions_in_forward(transform: str, paths: list[str]) -> None:
     plain = nn.Sequential(Mapping(transform))
-    optimized = copy.deepcopy(plain)
-    for path in paths:
-        install_segment(optimized.get_submodule(path), SegmentConfig(compressor="bit"))
+    optimized = with_segments(plain, SegmentConfig(compressor="bit"), *paths)
     for net in (plain, optimized):
         for _ in range(2):
             net(torch.ones(64, 64)).sum().backward()
@@ -686,13 +668,6 @@ def test_a_parameter_changed_before_backward_is_told(config: SegmentConfig) -> N
 class Box:
     def __init__(self, held: Any = None) -> None:
         self.held, self.number = held, 0
-
-
-class Holding(Parts, linear=lambda: nn.Linear(4, 4), held=GIVEN, advance=GIVEN):
-    """``advance`` gives a factor from what it holds, and moves that on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) * self.advance(self.held)).sin()
 
 
 def _counted(box: Box) -> float:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from memopt_cli.runtime import SegmentConfig, install_segment
-from tests.zoo.models import GIVEN, Parts
+from tests.zoo.models import Holding
 from tests.zoo.watching import silent
 
 NUMBERS = [float(n) for n in range(1, 40)]
@@ -25,14 +25,6 @@ NUMBERS = [float(n) for n in range(1, 40)]
 class Box:
     def __init__(self, *held: Any) -> None:
         self.held = held[0] if len(held) == 1 else held
-
-
-class Holding(Parts, linear=lambda: nn.Linear(4, 4), held=GIVEN, read=GIVEN):
-    """``read`` takes a number of what it holds."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x) * float(self.read(self.held))
-        return y.sin()
 
 
 def endless() -> Iterator[float]:

@@ -26,6 +26,7 @@ from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.training.step import Step
 from tests.zoo.models import Parts
+from tests.zoo.segments import with_segments
 
 CONV, MM, ADDMM, NORM = "aten::convolution", "aten::mm", "aten::addmm", "aten::native_batch_norm"
 COSTLY = SegmentConfig(keep=(CONV, MM, ADDMM))
@@ -228,8 +229,7 @@ def test_split_in_space_and_chunks(judge: Any) -> None:
 
 def test_a_second_backward_recomputes_what_the_first_used_up() -> None:
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(True), nn.Conv2d(4, 2, 3), nn.Tanh())
-    segment = copy.deepcopy(net)
-    install_segment(segment, SegmentConfig(keep=(CONV,)))
+    segment = with_segments(net, SegmentConfig(keep=(CONV,)))
     for model in (net, segment):
         output = model(IMAGES)
         output.sum().backward(retain_graph=True)

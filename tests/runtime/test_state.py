@@ -21,6 +21,7 @@ from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.recurrent import has_recurrent_dropout
 from memopt_cli.runtime.state import StartingState
 from tests.zoo.models import GIVEN, Loop, Parts
+from tests.zoo.segments import with_segments
 
 PLAIN = SegmentConfig()
 
@@ -360,8 +361,7 @@ class Forking(Parts, inner=lambda: nn.Linear(4, 4)):
 def test_a_forward_that_draws_without_moving_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # others may draw, and are not to draw the same again
     plain = Forking()
-    optimized = copy.deepcopy(plain)
-    install_segment(optimized, PLAIN)
+    optimized = with_segments(plain, PLAIN)
     x = torch.randn(5, 4)
     for net in (plain, optimized):
         torch.manual_seed(0)

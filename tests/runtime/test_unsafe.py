@@ -19,6 +19,7 @@ from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, install_segment
 from tests.runtime.conftest import train
 from tests.zoo.models import GIVEN, Parts
+from tests.zoo.segments import with_segments
 
 PLAIN = SegmentConfig()
 
@@ -143,17 +144,10 @@ def _assert_equal(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None
     assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
 
 
-def _with_segments(model: nn.Module, paths: list[str]) -> nn.Module:
-    optimized = copy.deepcopy(model)
-    for path in paths:
-        install_segment(optimized.get_submodule(path), PLAIN)
-    return optimized
-
-
 @pytest.mark.parametrize("paths", [["1"], [""], ["", "1"], ["", "1", "2"]], ids=" and ".join)
 def test_trains_on_as_without_a_plan(kind: Callable[[], nn.Module], paths: list[str]) -> None:
     model = _model(kind)
-    optimized = _with_segments(model, paths)
+    optimized = with_segments(model, PLAIN, *paths)
     expected = _trained(model)
     with pytest.warns(UserWarning, match=f"{KINDS[kind]}, .* it runs without recomputation from now on"):  # type: ignore[index]
         found = _trained(optimized)
@@ -174,7 +168,7 @@ class Checkpointed(Parts, inner=GIVEN):
 def test_in_a_checkpoint_of_the_users_own(kind: Callable[[], nn.Module], paths: list[str]) -> None:
     inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), kind())
     model = nn.Sequential(nn.Linear(4, 4), Checkpointed(inner))
-    optimized = _with_segments(model, paths)
+    optimized = with_segments(model, PLAIN, *paths)
     expected = _trained(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -184,8 +178,7 @@ def test_in_a_checkpoint_of_the_users_own(kind: Callable[[], nn.Module], paths: 
 
 def test_in_chunks(kind: Callable[[], nn.Module]) -> None:
     model = kind()
-    twice = copy.deepcopy(model)
-    install_segment(twice, SegmentConfig(chunks=2))
+    twice = with_segments(model, SegmentConfig(chunks=2))
     x = torch.ones(2, 4)
     with pytest.warns(UserWarning, match="runs without recomputation"):
         found = twice(x)
@@ -230,7 +223,7 @@ class Outermost(Parts, giving=Giving):
 def test_a_segment_within_that_alone_cannot_run_again(paths: list[str], recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(0)
     model = Outermost()
-    optimized = _with_segments(model, paths)
+    optimized = with_segments(model, PLAIN, *paths)
     _assert_equal(_trained(model), _trained(optimized))
     assert [str(w.message).split()[0] for w in recwarn] == ["Taking"]
 
@@ -240,8 +233,7 @@ def test_a_segment_within_that_alone_cannot_run_again(paths: list[str], recwarn:
 def test_a_memory_in_an_object_is_put_back(kind: type[Banking]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), kind())
-    optimized = copy.deepcopy(model)
-    install_segment(optimized[1], PLAIN)
+    optimized = with_segments(model, PLAIN, "1")
     _assert_equal(_trained(model), _trained(optimized))
 
 
@@ -303,8 +295,7 @@ class Around(Parts, first=lambda: nn.Linear(4, 4), second=Overwriting):
 def test_an_input_that_forward_writes_over_is_copied_from_then_on(recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(0)
     model = Around()
-    optimized = copy.deepcopy(model)
-    install_segment(optimized.second, PLAIN)
+    optimized = with_segments(model, PLAIN, "second")
     _assert_equal(_trained(model), _trained(optimized))
     assert not recwarn.list
 

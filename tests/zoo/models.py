@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -51,23 +50,15 @@ class Before(nn.Module):
         return self.block(self.before(x), *args, **kwargs)
 
 
-class Checkpointed(nn.Module):
-    """A user's own checkpoint around ``block``."""
-
-    def __init__(self, block: nn.Module, *, reentrant: bool = False) -> None:
-        super().__init__()
-        self.block, self.reentrant = block, reentrant
+class Checkpointed(Parts, block=GIVEN, reentrant=False):
+    """A checkpoint of the user's own around ``block``, which runs again whenever somebody asks for what it saved."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
-class Loop(nn.Module):
-    """A linear layer ``first``, and then ``block`` several times a step, as a spiking network over time has it."""
-
-    def __init__(self, block: nn.Module, times: int) -> None:
-        super().__init__()
-        self.first, self.block, self.times = nn.Linear(4, 4), block, times
+class Loop(Parts, first=lambda: nn.Linear(4, 4), block=GIVEN, times=GIVEN):
+    """A linear layer, and then ``block`` several times a step, as a spiking network over time has it."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -76,12 +67,8 @@ class Loop(nn.Module):
         return x
 
 
-class Scaled(nn.Module):
-    """A layer ``linear`` whose output is scaled by what ``factor`` makes of ``held``; ``factor`` may change that."""
-
-    def __init__(self, factor: Callable[[Any], Any], held: Any = None, width: int = 4) -> None:
-        super().__init__()
-        self.linear, self.factor, self.held = nn.Linear(width, width), factor, held
+class Holding(Parts, linear=lambda: nn.Linear(4, 4), held=GIVEN, advance=GIVEN):
+    """A layer ``linear`` whose output is scaled by what ``advance`` makes of ``held``, which it may move on."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) * self.factor(self.held)).sin()
+        return (self.linear(x) * float(self.advance(self.held))).sin()

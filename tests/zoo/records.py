@@ -13,6 +13,7 @@ from memopt_cli.records import (
     InputSpec,
     LevelRow,
     Measurement,
+    ModelFacts,
     ModuleTrace,
     Plan,
     Verification,
@@ -106,5 +107,27 @@ def a_module(path: str, class_name: str = "Block", **changes: Any) -> ModuleTrac
         input_shape=(),
         output_bytes=0,
         saved_bytes=0,
+    )
+    return replace(plain, **changes)
+
+
+def live_facts(spec: InputSpec, batch: int, **changes: Any) -> ModelFacts:
+    """What is known of a model in memory with a batch norm in it."""
+    plain = ModelFacts(
+        format="live",
+        class_name="Net",
+        sha256=None,
+        weights_sha256=None,
+        notes=(),
+        spec=spec,
+        batch=batch,
+        carried=Plan(),
+        asked_codecs=(),
+        fixed_sizes=False,
+        indices={},
+        batch_norms=True,
+        trainable_bytes=0,
+        held_bytes=0,
+        sync_norms=(),
     )
     return replace(plain, **changes)

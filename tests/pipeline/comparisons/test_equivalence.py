@@ -30,7 +30,6 @@ from memopt_cli.records import (
     Equivalence,
     Followed,
     InputSpec,
-    ModelFacts,
     ModelSource,
     Plan,
     SegmentPlan,
@@ -43,6 +42,7 @@ from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextJudgement
 from tests.zoo.models import GIVEN, Parts
+from tests.zoo.records import live_facts
 
 ROWS = 8
 
@@ -95,23 +95,7 @@ def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings
             return make()
 
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 6)),), dims={"B": ROWS}, source="here")
-    facts = ModelFacts(
-        format="live",
-        class_name="Net",
-        sha256=None,
-        weights_sha256=None,
-        notes=(),
-        spec=spec,
-        carried=carried,
-        asked_codecs=(),
-        indices={},
-        batch_norms=True,
-        trainable_bytes=0,
-        held_bytes=0,
-        batch=ROWS,
-        fixed_sizes=False,
-        sync_norms=(),
-    )
+    facts = live_facts(spec, ROWS, carried=carried)
     return Prepared(
         subject=Subject(
             source=ModelSource(location="-", keeps_compiled=True), spec=spec, settings=StepSettings(**settings)

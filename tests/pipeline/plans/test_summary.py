@@ -11,7 +11,6 @@ import pytest
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.records import (
-    CompressorName,
     LevelRow,
     MemOptSummary,
     ModuleTrace,
@@ -38,10 +37,6 @@ def row(level: int, **changes: Any) -> LevelRow:
 
 def selected(*modules: ModuleTrace) -> Selection:
     return Selection(policy="all_candidates", candidates=len(modules), selected=modules, explanation="")
-
-
-def module(path: str, compressor: CompressorName = "null") -> ModuleTrace:
-    return a_module(path, compressor=compressor)
 
 
 def summary(
@@ -104,22 +99,24 @@ def test_what_the_plan_does_is_counted() -> None:
 
 def test_a_module_whose_parts_are_segments_in_its_place_was_split() -> None:
     plan = Plan(segments=(A, B1, B2))
-    found = summary(row(0), row(2, plan=plan), applied=2, selection=selected(module("a"), module("b"), module("c")))
+    found = summary(
+        row(0), row(2, plan=plan), applied=2, selection=selected(a_module("a"), a_module("b"), a_module("c"))
+    )
     assert found.spatial_split_count == 1  # b; c was left plain
     assert found.applied_steps == FOUR[:2]
 
 
 @pytest.mark.parametrize("segments", [(), (B,), (SegmentPlan(path="a"),)])
 def test_a_codec_that_does_not_fit_is_noted_with_a_segment_and_without(segments: tuple[SegmentPlan, ...]) -> None:
-    found = summary(row(0), row(1, plan=Plan(segments=segments)), applied=1, selection=selected(module("a")))
+    found = summary(row(0), row(1, plan=Plan(segments=segments)), applied=1, selection=selected(a_module("a")))
     assert found.notes == [
         "x_compressor is not used by 'a': it does not make all their inputs in this step smaller without loss, so a "
         "segment stores them as they are."
     ]
-    searched = replace(selected(), asked=(module("a"),))  # a search chose no segment of it
+    searched = replace(selected(), asked=(a_module("a"),))  # a search chose no segment of it
     again = summary(row(0), row(1, plan=Plan(segments=segments)), applied=1, selection=searched)
     assert again.notes == found.notes
-    fitting = selected(module("a", "bit"))
+    fitting = selected(a_module("a", compressor="bit"))
     again = summary(row(0), row(1, plan=Plan(segments=(B,))), applied=1, selection=fitting)
     assert again.notes == []
 

@@ -14,6 +14,7 @@ from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.records import ModuleTrace, SearchOptions, SearchOverrides
 from memopt_cli.search.plan import policy
 from memopt_cli.search.plan.policy import Selection, most_segments, recommend, resolve, select, skipped_step
+from tests.zoo.records import a_module
 
 
 def resolved(*, has_inputs: bool = True, **asked: Any) -> SearchOptions:
@@ -211,20 +212,8 @@ def test_a_value_out_of_its_range_is_an_error(name: str, value: Any, said: str) 
 
 
 def module(path: str, order: int, first_input_bytes: int) -> ModuleTrace:
-    return ModuleTrace(
-        path=path,
-        class_name="Block",
-        calls=1,
-        order=order,
-        forward_s=0.0,
-        input_bytes=10**6,  # states and later calls: not what counts
-        packed_input_bytes=0,
-        compressor="null",
-        input_shape=(),
-        first_input_bytes=first_input_bytes,
-        output_bytes=0,
-        saved_bytes=0,
-    )
+    """Module whose states and later calls, which are in ``input_bytes``, are not what counts."""
+    return a_module(path, order=order, input_bytes=10**6, first_input_bytes=first_input_bytes)
 
 
 CANDIDATES = [
