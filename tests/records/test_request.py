@@ -41,17 +41,17 @@ def optimizing(**asked: Any) -> OptimizeRequest:
 @pytest.mark.parametrize(
     ("asked", "refusal"),
     [
-        ({"search": searching(level=0), "goal": BUDGET}, "which level 0 does not"),
+        ({"search": searching(level=0), "goal": BUDGET}, "but level 0 does not search"),
         ({"lengths": {8: 1}}, "--lengths says how long inputs are"),
-        ({"dim_range": RANGE}, "a range of S asks for plans that meet a budget"),
+        ({"dim_range": RANGE}, "a range of S needs a budget that the plans meet"),
         ({"dim_range": RANGE, "goal": FRONTIER}, "--frontier does not go with a range"),
         ({"dim_range": RANGE, "goal": replace(FRONTIER, pick=1)}, "--pick does not go with a range"),
         ({"dim_range": RANGE, "goal": BUDGET, "card": CARD, "unverified": True}, "--unverified is for one step"),
         ({"unverified": True}, "--unverified is for a step that is not run here"),
-        ({"card": CARD, "goal": FRONTIER}, "--frontier wants steps that are run, and --for t4-16gb"),
-        ({"layout": LAYOUT, "measure_levels": True}, "--measure-levels wants steps that are run, and --ranks"),
-        ({"layout": LAYOUT, "record_steps": True}, r"--html \(or --snapshot\) wants steps"),
-        ({"layout": LAYOUT, "goal": BUDGET, "dim_range": RANGE}, "--dim with a range wants steps"),
+        ({"card": CARD, "goal": FRONTIER}, "--frontier needs steps that run, but --for t4-16gb"),
+        ({"layout": LAYOUT, "measure_levels": True}, "--measure-levels needs steps that run, but --ranks"),
+        ({"layout": LAYOUT, "record_steps": True}, r"--html \(or --snapshot\) needs steps"),
+        ({"layout": LAYOUT, "goal": BUDGET, "dim_range": RANGE}, "--dim with a range needs steps"),
     ],
 )
 def test_what_an_optimization_cannot_be_asked(asked: dict[str, Any], refusal: str) -> None:
@@ -72,19 +72,19 @@ def recommending(**asked: Any) -> BatchRequest:
 @pytest.mark.parametrize(
     ("asked", "refusal"),
     [
-        ({"search": searching(level=0)}, "level 0 has none"),
+        ({"search": searching(level=0)}, "level 0 allows none"),
         ({"search": searching(), "objective": "max"}, "--objective max does not go with it"),
         ({"search": searching(), "replicas": RANGE}, "--replicas does not go with it"),
-        ({"card": CARD, "replicas": RANGE}, "a comparison of copies takes steps that are run, and none is run for t4"),
-        ({"fake": True, "objective": "throughput"}, "the throughput takes steps that are run, .* without data"),
-        ({"layouts": (LAYOUT,), "longest_step_s": 3.0}, "a longest step takes steps .* of many ranks"),
+        ({"card": CARD, "replicas": RANGE}, "a comparison of copies needs steps that run, but none runs for t4"),
+        ({"fake": True, "objective": "throughput"}, "the throughput needs steps that run, .* without data"),
+        ({"layouts": (LAYOUT,), "longest_step_s": 3.0}, "a longest step needs steps .* of many ranks"),
         ({"layouts": (LAYOUT,)}, "how much memory the device of a rank has is not known"),
         ({"layouts": (LAYOUT,), "card": CARD, "global_batch": 8}, "--global-batch cannot be used with --ranks"),
         ({"strategies": ("bptt",)}, "--strategy tabulates memory over time steps"),
-        ({"strategies": ("bptt",), "dim_range": RANGE, "plan_path": "p.yaml"}, "has no use for --plan"),
+        ({"strategies": ("bptt",), "dim_range": RANGE, "plan_path": "p.yaml"}, "does not use --plan"),
         ({"replicas": RANGE, "dim_range": RANGE}, "--replicas and a range of --dim cannot be given together"),
         ({"replicas": RANGE, "lengths_path": "l.txt"}, "--replicas and --lengths cannot be given together"),
-        ({"global_batch": 512, "settings": StepSettings(micro_batches=4)}, "and --accumulate 4 says how many"),
+        ({"global_batch": 512, "settings": StepSettings(micro_batches=4)}, "but --accumulate 4 sets that number"),
     ],
 )
 def test_what_a_recommendation_cannot_be_asked(asked: dict[str, Any], refusal: str) -> None:
