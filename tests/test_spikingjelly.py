@@ -607,6 +607,12 @@ def test_values_out_of_range(options: dict[str, Any]) -> None:
         memory_optimization(blocks(), Block, (X,), **options)
 
 
+@pytest.mark.parametrize("options", [{"gc_target_budget_ratio": 5.0}, {"checkpoint_budget": "much"}])
+def test_apply_gc_refuses_them_as_well(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=str(next(iter(options.values())))):
+        apply_gc(blocks(), Block, **options)
+
+
 @pytest.mark.parametrize("instance", ["Block", (Block, "Linear"), None])
 def test_instances_are_classes(instance: Any) -> None:
     with pytest.raises(OptionError, match="which is not a class"):
