@@ -284,7 +284,7 @@ def test_a_step_of_ones_own_accumulates_by_itself(memopt: Callable[..., Done]) -
 def test_the_inputs_of_a_step_are_not_guessed(memopt: Callable[..., Done]) -> None:
     done = memopt("profile", f"{STEPS}:two_rounds")
     assert done.code == 2
-    assert "nothing is known of the inputs" in done.err
+    assert "memopt knows nothing about the inputs" in done.err
 
 
 # ---------------------------------------------------------------------------------------------- from end to end
