@@ -210,7 +210,10 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     inner = _linear(forward=nn.functional.gelu)
     for made in (Call(dict, vars(inner)), Call(collections.OrderedDict, list(vars(inner).items()))):
         hidden = Created(nn.Linear, state=made)
-        yield f"a state made by {made.reduced[0].__name__}", _of(_linear(_modules={"a": hidden}), "of an unexpected type")
+        yield (
+            f"a state made by {made.reduced[0].__name__}",
+            _of(_linear(_modules={"a": hidden}), "of an unexpected type"),
+        )
     alias = types.GenericAlias(BertConfig, (int,))
     yield "a type that makes settings, as a method", _of(_linear(forward=alias), "GenericAlias")
     yield "settings as something to call", _of(_linear(act=BertConfig), "stored as something to call")
