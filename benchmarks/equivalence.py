@@ -333,7 +333,7 @@ WRONG = {
     ),
     "batch norm in a checkpoint": Pair(net(norm=True), checkpointed, ROWS, "a second time"),
     "adapters under a reentrant checkpoint": Pair(adapters, reentrant_adapters, IDS, "a reentrant checkpoint"),
-    "a router whose ties fall otherwise": Pair(Router, in_parts, ROWS.repeat(8, 1), "fall otherwise"),
+    "a router whose ties fall otherwise": Pair(Router, in_parts, ROWS.repeat(8, 1), "falls otherwise"),
     "dropout, generators not kept": Pair(
         net(dropout=0.3),
         functools.partial(checkpointed, use_reentrant=False, preserve_rng_state=False),

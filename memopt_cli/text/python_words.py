@@ -85,7 +85,7 @@ def _own_in_python(text: str) -> str:
 _OWN_KINDS: Final = "|".join(name for name, kind in vars(errors).items() if isinstance(kind, type))
 _OTHERS: Final = re.compile(rf"(\b(?!(?:{_OWN_KINDS}):)[A-Z]\w*(?:Error|Exception): [^\n]*)")
 """Errors of other code in a message, up to the end of the line, as :func:`memopt_cli.errors.first_line` quotes them."""
-_FOR_COMMANDS: Final = re.compile(r"; on the command line: \S+(?: \S+)*?(?=[.;](?:\s|$))|; --measure-levels\b[^.;\n]*")
+_FOR_COMMANDS: Final = re.compile(r"; --measure-levels\b[^.;\n]*")
 _OF_FILE: Final = r"(?:file|train|FILE)\.py:(?:function|NAME)\b"
 """Stands for any function."""
 _VALUE: Final = r"'[^']*'|none\b|cpu\b|cuda\b|(?=[^\s,;)]*(?:[A-Z\d=…\[]|\.\w))[^\s,;)]*[^\s,;).:]"

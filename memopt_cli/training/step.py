@@ -333,10 +333,7 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
             )
 
 
-FORWARD_HINT = (
-    "Give inputs that the model accepts, one for each argument of forward; on the command line: "
-    "-i SHAPE[@dtype][=values]."
-)
+FORWARD_HINT = "Give inputs that the model accepts, one for each argument of forward, such as -i 8x3x32x32."
 """Hint for a forward that fails."""
 
 

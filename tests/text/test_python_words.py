@@ -56,7 +56,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*|(?<![\w-])-[io]\b")
             "wrote lr=3,--depth=4/base.json and h.-o, h.--level 3",
             "wrote lr=3,--depth=4/base.json and h.-o, h.--level 3",
         ),
-        ("of forward; on the command line: -i SHAPE[@dtype][=values].", "of forward."),
+        ("of forward, such as -i 8x3x32x32.", 'of forward, such as inputs="8x3x32x32".'),
         ("If you trust it: --no-sandbox.", "If you trust it: --no-sandbox."),
         ("With --plan-only no model; add --unverified --plan-only", "With --plan-only no model; add unverified=True"),
     ],
