@@ -50,11 +50,11 @@ from memopt_cli.training.user_step import StepModels
 
 def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
     """Load the model of ``subject``, and return its facts.  Raises :class:`MemoptError`."""
-    environment = _environment()
+    environment, path = _environment(), list(sys.path)
     with built_without_data(fake_mode()) if subject.data == "none" else contextlib.nullcontext():
         facts = facts_of(load_model(subject.source), job)
-    if environment != _environment():
-        return facts
+    if environment != _environment() or sys.path[: len(path)] != path:
+        return facts  # a folder in front may hold a library of a known name, which is another one
     return replace(facts, libraries=imported_libraries(sys.modules))
 
 

@@ -16,7 +16,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -128,10 +127,14 @@ class ForkServer:
 
     def import_libraries(self, names: Sequence[str], path: Sequence[str]) -> None:
         """Let it import the modules ``names`` of model libraries, found on ``path``, for all later subprocesses."""
-        with tempfile.TemporaryFile() as file, contextlib.suppress(ConnectionError):
-            file.write(json.dumps({"names": names, "path": path}).encode())
-            file.seek(0)
-            socket.send_fds(self._control, [LIBRARIES_FOLLOW], [file.fileno()])
+        wanted = json.dumps({"names": names, "path": path}).encode()
+        reading, writing = os.pipe()
+        with os.fdopen(reading, "rb") as inlet, os.fdopen(writing, "wb", buffering=0) as outlet:
+            os.set_blocking(writing, False)
+            if outlet.write(wanted) != len(wanted):  # more than a pipe holds: each subprocess imports by itself
+                return
+            with contextlib.suppress(OSError):  # it has just ended
+                socket.send_fds(self._control, [LIBRARIES_FOLLOW], [inlet.fileno()])
 
     def ask(self, files: Sequence[int]) -> None:
         """Ask for a subprocess with these open files."""

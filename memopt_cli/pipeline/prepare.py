@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from memopt_cli.errors import UnsafeFileError, UsageError
+from memopt_cli.errors import MemoptError, UnsafeFileError, UsageError
 from memopt_cli.files.contents import read_frontier, read_plan
 from memopt_cli.files.write import output_paths
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
@@ -169,15 +170,20 @@ def remembered_inputs(location: str) -> InputSpec | None:
     """Return the inputs that were typed last for the model at ``location``; ``None`` if no file beside it has any.
 
     They are in the plan, or the frontier, that ``memopt optimize`` wrote.  Such a file may have come with the model: it
-    is read as strictly as a plan that is applied, and names no code and no other file.  Raises :class:`UsageError`.
+    is read as strictly as a plan that is applied, and names no code and no other file.  One that cannot be read, or is
+    of a model of another name, is of no use here and no error: nobody has asked for it.
     """
-    paths = output_paths(location, None)
-    own = Path(location)
-    written = [paths.plan, paths.frontier, own.with_name(f"{own.stem}.plan.yaml")]
-    there = sorted((path for path in written if path.is_file()), key=lambda path: -path.stat().st_mtime)
-    for path in there:
-        header = read_plan(path)[0] if path.suffix == ".yaml" else read_frontier(path).header
-        is_its = os.path.exists(location) or header.model == location
+    paths, own = output_paths(location, None), Path(location)
+    name = own.absolute().name
+    names = {name, name.replace(".memopt.", ".")}  # an optimized model has the inputs of its original
+    there: list[tuple[float, FileHeader, Path]] = []
+    for path in (paths.plan, paths.frontier, own.parent / f"{own.stem}.plan.yaml"):
+        with contextlib.suppress(OSError, MemoptError):
+            written = path.stat().st_mtime
+            header = read_plan(path)[0] if path.suffix == ".yaml" else read_frontier(path).header
+            there.append((written, header, path))
+    for _, header, path in sorted(there, key=lambda found: -found[0]):
+        is_its = Path(header.model).absolute().name in names
         if is_its and (header.spec.source == TYPED or header.spec.is_remembered):
             return inputs_of_file(header.spec, f"{REMEMBERED}{path}")
     return None
@@ -243,7 +249,8 @@ def open_model(
     with Session(Subject(source=source, data=data), timeout_s) as session:
         found = session.ask(job)
     if isinstance(found, ModelFacts):
-        processes.import_libraries(found.libraries, import_path(source))
+        if not source.trust.pickle:  # whose path may have the current folder
+            processes.import_libraries(found.libraries[:_MOST_LIBRARIES], import_path(source))
         return replace(source, sha256=found.sha256, weights_sha256=found.weights_sha256), found
     if isinstance(found, StepFailed) and found.wanted and ask is not None and ask(found.wanted):
         names = tuple(wanted.name for wanted in found.wanted)
@@ -289,6 +296,8 @@ def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
     return (f"{path.name} is a pickled module, which {reader} does not read: memopt_cli.load({str(path)!r}) does.",)
 
 
+_MOST_LIBRARIES: Final = 50
+"""Modules of libraries that a subprocess may ask for, at most: one that a model has taken over could name them all."""
 _READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
 """Format of a model's file -> the function that scripts read it with, where that cannot read pickled modules."""
 

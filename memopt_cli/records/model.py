@@ -127,7 +127,7 @@ class ModelFacts:
     """Paths of batch norms that need all processes."""
     libraries: tuple[str, ...] = ()
     """Modules of model libraries that were imported to load it, and that later subprocesses need as well; none where
-    loading it changed the environment, on which their imports may depend."""
+    loading it changed the environment or put folders before others on the path, on which their imports depend."""
     checkpoint_switches: tuple[str, ...] = ()
     """Attributes by which the model checkpoints by itself, as
     :func:`memopt_cli.training.own_checkpoints.switches_of` finds them."""

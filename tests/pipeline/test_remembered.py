@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from memopt_cli.errors import UsageError
 from memopt_cli.files.contents import plan_yaml
 from memopt_cli.pipeline.prepare import remembered_inputs
 from memopt_cli.records import GUESS, SCHEMA_VERSION, TYPED, FileHeader, InputSpec, Plan, TensorSpec
@@ -81,7 +80,19 @@ def test_of_code_only_its_own_are_taken() -> None:
     assert remembered_inputs("build.py:make") is not None
 
 
-def test_a_file_that_is_no_plan_is_an_error() -> None:
+@pytest.mark.parametrize("model", ["other.pt", "net.py:make"])
+def test_those_of_another_model_are_not_taken(model: str) -> None:
+    write(InputSpec(tensors=INPUTS, dims={"B": 4}, source=TYPED), model=model)
+    Path("net.pt").touch()
+    assert remembered_inputs("net.pt") is None
+
+
+def test_a_file_that_cannot_be_read_as_a_plan_is_left_alone() -> None:
     write(InputSpec(tensors=(TensorSpec(shape=(-1, 64)),), source=TYPED))
-    with pytest.raises(UsageError, match="an input cannot have the size -1"):
-        remembered_inputs("net.pt")
+    assert remembered_inputs("net.pt") is None
+    Path(BESIDE).write_text("epochs: 3")
+    assert remembered_inputs("net.pt") is None
+
+
+def test_a_folder_may_be_the_current_one() -> None:
+    assert remembered_inputs(".") is None

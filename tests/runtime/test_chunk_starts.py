@@ -189,5 +189,5 @@ def test_states_that_depend_on_chance_cannot_be_made_again() -> None:
 
 
 def test_it_takes_chunks() -> None:
-    with pytest.raises(PlanError, match="it runs in one"):
+    with pytest.raises(PlanError, match="needs two chunks or more"):
         apply_plan(Starting(Membrane()), Plan(segments=(SegmentPlan(path="block", recompute_states=True),)))

@@ -195,7 +195,7 @@ def test_its_shape_is_known_without_its_values() -> None:
     assert not logits.is_computed
     flat(logits).backward()
     assert not logits.is_computed
-    with pytest.warns(UserWarning, match="read after its loss: it is computed whole"):
+    with pytest.warns(UserWarning, match="read after its loss, so it is computed whole"):
         torch.testing.assert_close(logits.detach(), F.linear(logits._head.x, layer.weight, layer.bias))
 
 
@@ -514,7 +514,7 @@ def test_under_compile_it_is_whole_and_right() -> None:
     ("change", "reason"),
     [
         ({"path": "body.2"}, "only a linear layer"),
-        ({"chunks": 1}, "runs in one"),
+        ({"chunks": 1}, "needs two chunks or more"),
         ({"compressor": "bit"}, "only the number of chunks"),
         ({"axis": 1}, "only the number of chunks"),
     ],
