@@ -70,7 +70,7 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
     if not is_exact and not request.search.options.allow_inexact:
         raise UsageError(f"the plan of --pick {number} is not exact", hint="Add --allow-inexact, or pick another plan.")
     options = replace(request.search.options, level=shown.options.level)
-    return replace(request, search=replace(request.search, options=options), shown=shown)
+    return replace(request, search=replace(request.search, options=options, requested_level=options.level), shown=shown)
 
 
 def _check_options(asked: SearchOptions, then: SearchOptions) -> None:

@@ -203,7 +203,7 @@ def test_versions_and_machines_are_told() -> None:
     )
     found = compare(old, new)
     assert [(d.name, d.before, d.after) for d in found.surroundings] == [
-        ("torch", "2.13", "2.14"),
+        ("torch", "2.13.0", "2.14"),
         ("threads", "4", "8"),
     ]
     assert [(d.name, d.before, d.after) for d in found.unlike] == [("backend", "mkldnn", "none")]
