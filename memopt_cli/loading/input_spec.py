@@ -71,7 +71,7 @@ def find_spec(
     Dimensions in ``given`` replace those of the description that was found.
     Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
     """
-    if given is not None and (given.tensors or given.data_file or given.script):
+    if given is not None and given.has_inputs:
         spec = given
     else:
         path = Path(source.location)

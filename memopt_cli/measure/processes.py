@@ -191,9 +191,13 @@ def start(jobs: int, replies: int, output: int, *, steps: bool) -> Subprocess:
 
 
 def import_libraries(names: Sequence[str], path: Sequence[str]) -> None:
-    """Import the modules ``names`` of model libraries, found on ``path``, once for all later subprocesses."""
-    if names:
-        _server(_role()).import_libraries(names, path)
+    """Import the modules ``names`` of model libraries, found on ``path``, once for all later subprocesses.
+
+    Where no server is kept for them, there is nothing to do.
+    """
+    server = _servers.used.get(_role())
+    if names and server is not None:
+        server.import_libraries(names, path)
 
 
 def _role() -> Role:

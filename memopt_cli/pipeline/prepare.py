@@ -201,7 +201,7 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
     """Load the model of ``opening`` as :func:`prepare` does, and keep the plan that its file carries."""
     progress.stage("loading")
     settings = replace(opening.settings, device=resolve_device(opening.settings.device))
-    is_given = opening.spec is not None and bool(opening.spec.tensors or opening.spec.data_file or opening.spec.script)
+    is_given = opening.spec is not None and opening.spec.has_inputs
     remembered = None if is_given else remembered_inputs(opening.source.location)
     job = DescribeJob(spec=opening.spec, remembered=remembered, plan=opening.plan, replicas=opening.replicas)
     source, facts = open_model(opening.source, job, opening.timeout_s, ask=ask, data=opening.data)

@@ -59,6 +59,11 @@ class InputSpec:
         return self.source.startswith(GUESS)
 
     @property
+    def has_inputs(self) -> bool:
+        """Whether it describes inputs, and not only sizes of them."""
+        return bool(self.tensors or self.data_file or self.script)
+
+    @property
     def is_remembered(self) -> bool:
         """Whether the inputs were typed for an earlier command."""
         return self.source.startswith(REMEMBERED)

@@ -127,7 +127,8 @@ def _refuse_reach(request: CheckRequest, before: Baseline, conditions: Condition
 
     What it ran, or read elsewhere, is used again where the user says so.
     """
-    spec, described, missing = before.header.spec, _describes(request.spec), {}
+    spec, missing = before.header.spec, {}
+    described = request.spec is not None and request.spec.has_inputs
     if conditions.settings.loss and not request.loss:
         missing["--loss"] = conditions.settings.loss
     optimizer = parse_optimizer(conditions.settings.optimizer)
@@ -157,11 +158,6 @@ def _unsafe(request: CheckRequest, what: str, missing: dict[str, str]) -> Unsafe
 _LONGEST_FLAGS = 1000
 
 
-def _describes(given: InputSpec | None) -> bool:
-    """Whether inputs were given, and not only sizes of them."""
-    return given is not None and bool(given.tensors or given.data_file or given.script)
-
-
 def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
     return replace(
         before,
@@ -186,7 +182,7 @@ def _same_device(device: str) -> str:
 
 def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
     """Return the inputs of the baseline, unless others are given; dimensions alone resize those of the baseline."""
-    if given and _describes(given):
+    if given and given.has_inputs:
         return given
     sized = InputSpec(tensors=before.tensors, dims=before.dims, data_file=before.data_file, source="the baseline")
     return sized if given is None else replace(sized, dims=before.dims | given.dims, optional_dims=given.optional_dims)
