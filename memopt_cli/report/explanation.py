@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from memopt_cli.records import Explanation, Holder, to_data
+from memopt_cli.report.lines import plain_table
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _LONGEST = 56
@@ -93,7 +94,7 @@ def _suggestions(found: Explanation) -> Table:
 
 
 def _table(name: str, *numbers: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column(name, no_wrap=True)
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)

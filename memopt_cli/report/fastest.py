@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from memopt_cli.records import BatchProbe, FastestTraining, PairRun, Plan, describe
+from memopt_cli.report.lines import plain_table
 from memopt_cli.report.optimization import in_words, verification
 from memopt_cli.report.pasted import training_settings
 from memopt_cli.report.recommendation import rate
@@ -55,7 +56,7 @@ def run_rows(found: FastestTraining) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 def run_table(found: FastestTraining) -> Table:
     """Return :func:`run_rows` as a table, the recommended run in bold."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for heading in RUN_HEADINGS:
         if heading in ("plan", ""):
             table.add_column(heading)

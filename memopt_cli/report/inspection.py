@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt_cli.records import GlobalVerdict, Inspection, StoredModule, StoredTensor
+from memopt_cli.report.lines import plain_table
 from memopt_cli.text.units import counted, format_bytes
 
 _SHOWN = 12
@@ -78,7 +79,7 @@ def globals_table(verdicts: Sequence[GlobalVerdict]) -> Table:
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for heading in headings:
         table.add_column(heading, no_wrap=True, overflow="ellipsis")
     return table

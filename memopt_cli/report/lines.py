@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+from rich.table import Table
+
 from memopt_cli.inputs.spec_text import format_tensor
 from memopt_cli.records import InputSpec
 from memopt_cli.text.documents import COMMAND
@@ -25,6 +27,11 @@ def not_typed(spec: InputSpec) -> str:
     if spec.is_remembered:
         return f"; the inputs are {spec.source}: {inputs} (-i gives others)"
     return f"; the inputs are a guess: {inputs} (-i gives yours)"
+
+
+def plain_table() -> Table:
+    """Return an empty table without lines or margins, whose columns are two spaces apart."""
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 class GuardedStream:

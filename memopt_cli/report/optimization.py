@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.table import Table
 
@@ -26,6 +27,7 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
+from memopt_cli.report.lines import plain_table
 from memopt_cli.report.rank import planned_headline, planned_lines
 from memopt_cli.text.units import counted, format_bytes, format_seconds
 
@@ -111,12 +113,13 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
 def plan_table(summary: MemOptSummary) -> Table:
     """Return a row for each different plan of ``summary``: what was measured of it, and what was predicted."""
     original = _outcome(summary, 0)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for heading in ("level", "plan"):
         table.add_column(heading, no_wrap=heading == "level")
     for heading in ("measured", "step", "predicted", "step"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for rows in _by_plan(summary):
+    for _, alike in groupby(summary.levels, key=lambda row: row.plan):
+        rows = list(alike)
         levels = [row.level for row in rows]
         applied = summary.is_applied and summary.applied_level in levels
         span = f"{levels[0]}–{levels[-1]}" if len(levels) > 1 else f"{levels[0]}"
@@ -125,17 +128,6 @@ def plan_table(summary: MemOptSummary) -> Table:
             f"{span}{' *' if applied else ''}", in_words(rows[-1].plan), *cells, style="bold" if applied else None
         )
     return table
-
-
-def _by_plan(summary: MemOptSummary) -> list[list[LevelRow]]:
-    """Return the rows of ``summary`` in groups of adjacent levels with the same plan."""
-    groups: list[list[LevelRow]] = []
-    for row in summary.levels:
-        if groups and groups[-1][-1].plan == row.plan:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups
 
 
 def _measured_cells(row: LevelRow, original: object) -> tuple[str, str]:
@@ -159,7 +151,7 @@ def _predicted_cells(row: LevelRow) -> tuple[str, str]:
 def level_table(summary: MemOptSummary) -> Table:
     """Return a row for each level of ``summary``, with all of its peaks."""
     original = _outcome(summary, 0)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column("level", no_wrap=True)
     table.add_column("plan")
     for heading in _COLUMNS:
@@ -203,7 +195,7 @@ _PLOT_WIDTH = 40
 def frontier(summary: MemOptSummary) -> Table:
     """Return the numbered plans of the frontier, fastest first, with a plot of their step times."""
     beaten = _beaten(summary.frontier)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for heading in ("pick", "allocated\npeak", "predicted", "step", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("plan")
@@ -262,7 +254,7 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
 
 def ranges(summary: MemOptSummary) -> Table:
     """Return :func:`range_rows` as a table."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     first, *numbers, last = range_headings(summary)
     table.add_column(first)
     for heading in numbers:

@@ -17,6 +17,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.report import rank
+from memopt_cli.report.lines import plain_table
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _ROWS = 6
@@ -254,7 +255,7 @@ def _recorded_on(found: StepProfile) -> str:
 
 def _table(*headings: str, numbers: tuple[int, ...] | None = None) -> Table:
     """Return a table; columns ``numbers``, by default the third on (of three columns, the second on), align right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     right = range(1 if len(headings) == 3 else 2, len(headings)) if numbers is None else numbers
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index in right else "left", no_wrap=index == 0)

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from memopt_cli.inputs.spec_text import format_layout
 from memopt_cli.records import GroupMeasurement, PlannedRanks, RankMeasurement, RankPrediction, StepProfile
+from memopt_cli.report.lines import plain_table
 from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 TENSOR_PEAK = "tensor peak of one rank, predicted"
@@ -68,7 +69,7 @@ def measured_headline(found: GroupMeasurement) -> Iterator[str]:
 
 def rank_table(found: GroupMeasurement) -> Table:
     """Return a table of the memory and the step time of each rank."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for heading in ("rank", "tensor peak", "allocated peak", "resident", "step"):
         table.add_column(heading, justify="right", no_wrap=True)
     shown = found.ranks[:_SHOWN]
@@ -91,7 +92,7 @@ def measured_remarks(found: GroupMeasurement) -> Iterator[str]:
 
 def collective_table(found: RankPrediction | RankMeasurement) -> Table:
     """Return a table of the collectives that the rank of ``found`` takes part in during one step."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for heading in ("exchanged in a step", "calls", "tensors as\na whole"):
         table.add_column(heading, justify="left" if heading.startswith("exchanged") else "right", no_wrap=True)
     for each in found.collectives:

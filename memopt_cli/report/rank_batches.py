@@ -8,6 +8,7 @@ from rich.table import Table
 
 from memopt_cli.inputs.spec_text import format_layout
 from memopt_cli.records import NoBatchFits, NotPredicted, RankBatch, RanksRecommendation, RanksRow
+from memopt_cli.report.lines import plain_table
 from memopt_cli.report.rank import NOTE, TENSOR_PEAK
 from memopt_cli.text.units import counted, format_bytes, format_seconds
 
@@ -55,7 +56,7 @@ def table(found: RanksRecommendation) -> Table:
     """Return a table with a row for each number of ranks, without the plan and with it."""
     planned = any(row.planned for row in found.rows)
     peak = "peak of one rank,\nestimated" if found.card else TENSOR_PEAK.replace(", ", ",\n")
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown = plain_table()
     headings = ("ranks", *(["plan"] if planned else []), "batch of\none rank", "global\nbatch", peak)
     for heading in (*headings, "exchanged by a rank\nin a pass", ""):
         shown.add_column(heading, justify="left" if heading in ("plan", "") else "right")

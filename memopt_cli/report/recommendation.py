@@ -17,6 +17,7 @@ from memopt_cli.records import (
     ReplicaAdvice,
     StepSettings,
 )
+from memopt_cli.report.lines import plain_table
 from memopt_cli.report.pasted import LOSS, loop_lines, training_settings
 from memopt_cli.text.units import format_bytes, format_copies, format_seconds
 
@@ -176,9 +177,8 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
         yield from _replica_settings(advice, batch, steps, found.step, device)
         return
     if found.lengths:
-        padded = [
-            batching for batching in found.lengths if batching.name != "sequence_packing"
-        ]  # which not every model takes
+        # Not every model takes packed sequences.
+        padded = [batching for batching in found.lengths if batching.name != "sequence_packing"]
         yield from _sequence_settings(min(padded, key=lambda batching: batching.epoch_s))
         yield from loop_lines(LOSS, steps, found.step, device, unless_plain=True)
         return
@@ -238,7 +238,7 @@ def rate(samples_per_s: float) -> str:
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for heading in headings:
         is_text = heading in ("plan", "limited by", "sequences", "route")
         table.add_column(heading, justify="left" if is_text else "right")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from memopt_cli.records import StrategyComparison, StrategyCurve, StrategyPoint
+from memopt_cli.report.lines import plain_table
 from memopt_cli.text.units import format_bytes, format_seconds
 
 
@@ -19,7 +20,7 @@ def headline(found: StrategyComparison) -> Iterator[str]:
 def peak_table(found: StrategyComparison) -> Table:
     """Return a table of peaks by time steps; a strategy that cannot be run has no column."""
     curves = [curve for curve in found.curves if curve.points]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for heading in (found.symbol, *(curve.label for curve in curves)):
         table.add_column(heading, justify="right")
     columns = [{point.steps: _peak(point, found.budget_bytes) for point in curve.points} for curve in curves]

@@ -41,7 +41,7 @@ from memopt_cli.report import (
     recommendation,
     strategies,
 )
-from memopt_cli.report.lines import guarded, not_typed
+from memopt_cli.report.lines import guarded, not_typed, plain_table
 from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_bytes, format_seconds
 
@@ -191,7 +191,7 @@ class TextReport:
         _print(console, said, style="bold")
         _print(console, f"{found.conditions.device_name}, PyTorch {found.torch}, memopt {found.memopt}")
         _print(console)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table = plain_table()
         for heading in ("what was run", "", "promise", "seen"):
             table.add_column(heading)
         for row in found.rows:
@@ -279,7 +279,7 @@ def _print(console: Console, text: str = "", *, style: str | None = None) -> Non
 
 def _plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a table; its last three columns, the first excepted, hold numbers and are right-aligned."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index >= max(1, len(headings) - 3) else "left", no_wrap=True)
     for row in rows:

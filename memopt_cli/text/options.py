@@ -62,6 +62,9 @@ _MODEL = (
 _DIM = "Size of a symbol in the shapes: B=8. {}Repeatable."
 _PLAN_FILE = ("FILE", "file")
 
+_BUDGETS: Final = Choice(("speed", "balanced", "memory"))
+"""Shares of the modules that may become segments, by name."""
+
 OPTIONS: Final[Mapping[str, Option]] = {
     # -------------------------------------------------------------------------------------------- the model
     "model": Option(_MODEL, ARGUMENTS, "MODEL", "model"),
@@ -274,7 +277,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "that name.",
         FINE,
         "NAME",
-        Choice(("speed", "balanced", "memory")),
+        _BUDGETS,
         default="none",
     ),
     "checkpoint_budget": Option(
@@ -282,7 +285,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "(all).",
         FINE,
         "NAME",
-        Choice(("speed", "balanced", "memory")),
+        _BUDGETS,
         default="none",
     ),
     "max_gc_wrapped_modules": Option(
