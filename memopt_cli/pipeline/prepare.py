@@ -250,7 +250,7 @@ def open_model(
         found = session.ask(job)
     if isinstance(found, ModelFacts):
         if not source.trust.pickle:  # whose path may have the current folder
-            processes.import_libraries(found.libraries[:_MOST_LIBRARIES], import_path(source))
+            processes.import_libraries(found.libraries[:_MOST_LIBRARIES], import_path(source), timeout_s)
         return replace(source, sha256=found.sha256, weights_sha256=found.weights_sha256), found
     if isinstance(found, StepFailed) and found.wanted and ask is not None and ask(found.wanted):
         names = tuple(wanted.name for wanted in found.wanted)
