@@ -57,7 +57,15 @@ def _timed_briefly(_one_thread: None) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_import(_one_thread: None, request: pytest.FixtureRequest) -> Iterator[None]:
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test remembers anything among the files of whoever runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_import(_one_thread: None, _own_state: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Of PyTorch, for all profiling subprocesses, if any test starts one."""
     from memopt_cli.measure import processes
 
