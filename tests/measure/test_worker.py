@@ -181,7 +181,7 @@ def without_times(record: Any) -> Any:
         return {
             name: without_times(value)
             for name, value in record.items()
-            if not name.endswith(("_s", "seconds")) and name != "process_peak_bytes"
+            if not name.endswith(("_s", "seconds", "waited")) and name != "process_peak_bytes"
         }
     return [without_times(item) for item in record] if isinstance(record, list | tuple) else record
 
