@@ -312,7 +312,7 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
         ),
         (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
-            "NOT exact, as allowed: in blocks.0, blocks.1 every chunk has batch statistics of its own (compared at "
+            "NOT exact, as allowed: in blocks.0, blocks.1 every chunk uses its own batch statistics (compared at "
             "fixed ones)",
         ),
         (
