@@ -83,6 +83,8 @@ class UnsafeFileError(FileError):
     """Reading the file would execute code that the user has not vouched for."""
 
     exit_code = 4
+    trusted_with = ""
+    """Flags with which the user had the same file loaded before; empty if none are known."""
 
 
 class PlanError(FileError):

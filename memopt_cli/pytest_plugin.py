@@ -80,7 +80,7 @@ class TrainMemory:
             start.enter()
         self.steps += 1
         if self._limit_bytes is not None and counted.tensor_peak_bytes > self._limit_bytes:
-            pytest.fail(_complaint(type(model).__name__, counted, self._limit_bytes), pytrace=False)
+            pytest.fail(_complaint(model, counted, self._limit_bytes), pytrace=False)
         return counted
 
 
@@ -130,15 +130,18 @@ def _device(model: nn.Module) -> str:
     return "cpu" if parameter is None else str(parameter.device)
 
 
-def _complaint(name: str, counted: Counted, limit: int) -> str:
+def _complaint(model: nn.Module, counted: Counted, limit: int) -> str:
     """Describe the peak in ``counted``, its parts, and the modules that hold most."""
     peak = counted.tensor_peak_bytes
     over = f"{format_bytes(peak - limit)} more than its limit of {format_bytes(limit)}"
     parts = {kind.removesuffix("_bytes"): size for kind, size in to_data(counted.breakdown).items() if size}
     categories = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sorted(parts.items(), key=lambda p: -p[1]))
-    holders = ", ".join(f"{h.path or '(root)'} {format_bytes(h.held_bytes)}" for h in counted.holders[:_HOLDERS])
+    classes = {path: type(module).__name__ for path, module in model.named_modules(remove_duplicate=False)}
+    holders = ", ".join(
+        f"{h.path or '(root)'} ({classes[h.path]}) {format_bytes(h.held_bytes)}" for h in counted.holders[:_HOLDERS]
+    )
     return (
-        f"a training step of {name} needs {format_bytes(peak)}, {over}\n"
+        f"a training step of {type(model).__name__} needs {format_bytes(peak)}, {over}\n"
         f"at the peak: {categories}\n"
         f"activations and temporaries are held by: {holders}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -53,11 +54,20 @@ def _timed_briefly(_one_thread: None) -> Iterator[None]:
     """In this process: steps that are short, for a tenth of the time; no test looks at how long they take."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.03)
+        patch.setattr("memopt_cli.report.lines.BUSY", math.inf)  # tests may run beside anything
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_import(_one_thread: None, request: pytest.FixtureRequest) -> Iterator[None]:
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test remembers anything among the files of whoever runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_import(_one_thread: None, _own_state: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Of PyTorch, for all profiling subprocesses, if any test starts one."""
     from memopt_cli.measure import processes
 

@@ -68,7 +68,7 @@ def test_a_step_past_its_limit_fails_and_says_why(run) -> None:  # type: ignore[
         [
             "a training step of Sequential needs 1.* MiB, * more than its limit of 512.0 KiB",
             "at the peak: *parameters 514.0 KiB*",
-            "activations and temporaries are held by: *",
+            "activations and temporaries are held by: * (Linear) * KiB*",
         ]
     )
 

@@ -1113,7 +1113,7 @@ def test_a_module_that_optimizes_as_it_is_imported(tmp_path: Path, monkeypatch: 
     """Its subprocess, too, imports it."""
     (tmp_path / "optimizes_itself.py").write_text(SCRIPT + "optimize()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(MemoptError, match="memopt is called by a module as it is imported"):
+    with pytest.raises(MemoptError, match="a module calls memopt while it is being imported"):
         importlib.import_module("optimizes_itself")
 
 

@@ -49,7 +49,7 @@ RULES: dict[Architecture, ArchitectureRule] = {
         batch_factors=(1, 2, 4, 8),
         shortens=None,
         advice="recurrent: the steps of a sequence run one after another, so that only the batch fills the device; "
-        "pack sequences, or batch those of like length together",
+        "pack sequences, or put sequences of similar length into one batch",
     ),
     "spiking": ArchitectureRule(
         batch_factors=(0.5, 1, 2, 4),

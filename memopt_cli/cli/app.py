@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from memopt_cli.cli.ranks import speaks
 from memopt_cli.cli.recommend_batch import recommend_batch
 from memopt_cli.cli.selftest import selftest
 from memopt_cli.cli.verify import verify
-from memopt_cli.errors import Interrupted, MemoptError, UsageError
+from memopt_cli.errors import Interrupted, MemoptError, UnsafeFileError, UsageError
 from memopt_cli.report.lines import guarded
 from memopt_cli.text.documents import abridged, printable
 
@@ -86,11 +87,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a path or a terminal that is not UTF-8 must not end a report
             stream.reconfigure(errors="backslashreplace")
+    given = sys.argv[1:] if arguments is None else arguments
     with _guarded_streams():
         try:
-            return _run((sys.argv[1:] if arguments is None else arguments) or ["--help"])
+            return _run(given or ["--help"])
         except (Exception, KeyboardInterrupt, SystemExit) as err:
             failure = _as_memopt_error(err)
+            if isinstance(failure, UnsafeFileError) and failure.trusted_with:
+                again = f"{shlex.join(['memopt', *given])} {failure.trusted_with}"
+                known = f"You trusted this file before, and it is unchanged. To do so again: {again}"
+                failure.hint = "\n".join(filter(None, [failure.hint, known]))
             if isinstance(failure, OutputError):
                 _drop_stdout()
             if not isinstance(failure, NobodyReads) and speaks(failure, err):

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from memopt_cli.cli.config import Config
+from memopt_cli.cli.retyped import is_typed
 from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import check_inputs, parse_dims, parse_tensor, require_used
 from memopt_cli.records import InputSpec
@@ -25,7 +26,7 @@ def input_spec(
     config: Config = context.obj
     flags: dict[str, Any] = {"inputs": inputs, "input_data": data_file, "input_script": script}
     given = [name for name, value in flags.items() if value]
-    typed = [name for name in given if _is_typed(context, name)]
+    typed = [name for name in given if is_typed(context, name)]
     if len(typed or given) > 1:
         names = " and ".join(_flag(name) for name in typed or given)
         raise UsageError(f"the inputs are given twice, by {names}", hint="Keep one of them.")
@@ -50,11 +51,6 @@ def input_spec(
         script=script if chosen == "input_script" else None,
         source=_flag(chosen) if typed else config.path,
     )
-
-
-def _is_typed(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _flag(name: str) -> str:

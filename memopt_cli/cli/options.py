@@ -12,7 +12,7 @@ import logging
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Final
 
 import typer
@@ -20,6 +20,7 @@ import typer
 from memopt_cli.cli.config import Config, read_config
 from memopt_cli.cli.help import show_all
 from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.retyped import is_typed
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.cli.values import CHECKS, parsed_by
 from memopt_cli.errors import UsageError
@@ -93,19 +94,27 @@ class LoadingOptions:
     def source(self, context: typer.Context, model: str) -> ModelSource:
         """Return where ``model`` comes from, trusting what the flags and the config file's ``trust`` name."""
         config: Config = context.obj
-        return ModelSource(
-            location=model,
-            key=self.key,
-            weights=self.weights,
-            trust=Trust(
-                libraries=config.trust,
-                packages=tuple(self.allow_package),
-                globals=tuple(self.allow_global),
-                code_paths=tuple(self.code_path),
-                pickle=self.trust_pickle,
-                sandbox=self.sandbox,
-            ),
+        trust = Trust(
+            libraries=config.trust,
+            packages=tuple(self.allow_package),
+            globals=tuple(self.allow_global),
+            code_paths=tuple(self.code_path),
+            pickle=self.trust_pickle,
+            sandbox=self.sandbox,
         )
+        untyped = {name: getattr(Trust(), name) for option, name in _TRUSTS.items() if not is_typed(context, option)}
+        typed_trust = replace(trust, libraries=(), **untyped)
+        return ModelSource(location=model, key=self.key, weights=self.weights, trust=trust, typed_trust=typed_trust)
+
+
+_TRUSTS: Final = {
+    "allow_package": "packages",
+    "allow_global": "globals",
+    "code_path": "code_paths",
+    "trust_pickle": "pickle",
+    "sandbox": "sandbox",
+}
+"""Option that vouches for something -> field of :class:`Trust`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,8 +268,7 @@ class PairSearchOptions:
             return resolve(asked)
         for parameter in context.command.params:
             name = parameter.name or ""
-            source = context.get_parameter_source(name)
-            if name in {f.name for f in fields(self)} and source and source.name == "COMMANDLINE":
+            if name in {f.name for f in fields(self)} and is_typed(context, name):
                 raise UsageError(f"{parameter.opts[-1]} says how to search for plans", hint="Add --search.")
         return None
 

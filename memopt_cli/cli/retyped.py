@@ -9,6 +9,12 @@ import typer
 from memopt_cli.text.documents import quoted_flag
 
 
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Return whether the parameter ``name`` was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def typed_flags(context: typer.Context, *, leave_out: Container[str]) -> tuple[str, ...]:
     """Return the flags of ``context`` as they can be typed again, without the parameters in ``leave_out``."""
     return tuple(_typed(context, leave_out))
@@ -17,8 +23,7 @@ def typed_flags(context: typer.Context, *, leave_out: Container[str]) -> tuple[s
 def _typed(context: typer.Context, leave_out: Container[str]) -> Iterator[str]:
     for parameter in context.command.params:
         name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if name in leave_out or source is None or source.name != "COMMANDLINE":
+        if name in leave_out or not is_typed(context, name):
             continue
         value = context.params[name]
         if isinstance(value, bool):

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 
 from memopt_cli.errors import Terminated
 from memopt_cli.records import WantedGlobal
-from memopt_cli.records.progress import Ask, Progress, Span
+from memopt_cli.records.progress import Ask, Progress, Span, stage_line, update_line
 from memopt_cli.text.documents import no_commands, printable
 
 _FULL = 0.95
@@ -31,10 +31,10 @@ class LogProgress(Progress):
 
     def stage(self, text: str, takes: Span | None = None) -> None:
         self._stage = text
-        self.note(_with_span(text, takes))
+        self.note(stage_line(text, takes))
 
     def update(self, done: int, total: int | None, text: str) -> None:
-        self.note(_line(self._stage, done, total, text))
+        self.note(update_line(self._stage, done, total, text))
 
     def note(self, text: str) -> None:
         print(no_commands(printable(text)), file=sys.stderr, flush=True)
@@ -71,11 +71,11 @@ class BarProgress(Progress):
 
     def stage(self, text: str, takes: Span | None = None) -> None:
         self._stage = text
-        shown, began = _with_span(text, takes), time.monotonic()
+        shown, began = stage_line(text, takes), time.monotonic()
         self._bar.update(self._task, description=shown, completed=0, total=None, began=began, takes=takes)
 
     def update(self, done: int, total: int | None, text: str) -> None:
-        description = _line(self._stage, done, total, text)
+        description = update_line(self._stage, done, total, text)
         self._bar.update(self._task, description=description, completed=done, total=total)
 
     def note(self, text: str) -> None:
@@ -146,12 +146,3 @@ def _ask(wanted: Sequence[WantedGlobal]) -> bool:
             print(f"    {printable(member.name)}{f'  ({member.reason})' if member.reason else ''}", file=sys.stderr)
     print("Imported code can do anything you can do. Allow all of it? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _with_span(text: str, takes: Span | None) -> str:
-    return f"{text}, {takes}" if takes else text
-
-
-def _line(stage: str, done: int, total: int | None, text: str) -> str:
-    count = f"{done}/{total}" if total is not None else str(done) if done else ""
-    return " · ".join(part for part in (stage, text, count) if part)

@@ -25,6 +25,7 @@ from memopt_cli.records import (
     Plan,
     PredictedStep,
     ReplicaAdvice,
+    SearchOptions,
     SegmentPlan,
     ShorterStep,
     ShownFrontier,
@@ -33,6 +34,7 @@ from memopt_cli.records import (
     refuse_unknown,
     to_data,
 )
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.documents import (
     MOST_BYTES,
     json_text,
@@ -176,6 +178,10 @@ def read_frontier(path: Path) -> ShownFrontier:
         header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
         parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
         shown = _measurable(from_data(ShownFrontier, {"header": to_data(header), **parts}, where="the file"))
+        options: Any = {f.name: getattr(shown.options, f.name) for f in fields(SearchOptions)}
+        resolve(options)  # refuses values that no option takes
+        if shown.options.level < 1:
+            raise UsageError(f"its level is {shown.options.level}, which finds no plans")
     except FileNotFoundError:
         raise
     except (OSError, ValueError, UsageError) as err:
@@ -227,7 +233,10 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
 
 
 def _measurable(found: _Record) -> _Record:
-    """Return ``found`` if none of its bytes and seconds is negative.  Raises :class:`UsageError` that names one."""
+    """Return ``found`` if it can have been measured.  Raises :class:`UsageError` that names a wrong number.
+
+    No bytes and no seconds are negative, and there is at least one step, which takes time.
+    """
     pending: list[tuple[str, Any]] = [("", found)]
     while pending:
         name, value = pending.pop()
@@ -236,10 +245,18 @@ def _measurable(found: _Record) -> _Record:
         elif isinstance(value, Mapping):
             pending += [(name, item) for item in value.values()]
         elif isinstance(value, list | tuple):
+            if name in _POSITIVE and not value:
+                raise UsageError(f"its {name} is empty")
             pending += [(name, item) for item in value]
-        elif name.endswith(("_bytes", "_s")) and isinstance(value, int | float) and value < 0:
-            raise UsageError(f"its {name} is {value}; it cannot be negative")
+        elif isinstance(value, int | float):
+            if name in _POSITIVE and value <= 0:
+                raise UsageError(f"its {name} is {value}; it must be above 0")
+            if name.endswith(("_bytes", "_s")) and value < 0:
+                raise UsageError(f"its {name} is {value}; it cannot be negative")
     return found
+
+
+_POSITIVE = ("step_times_s", "original_step_s", "predicted_slowdown")
 
 
 def _checked(found: Baseline) -> Baseline:

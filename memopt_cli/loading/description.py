@@ -23,7 +23,6 @@ from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
 from memopt_cli.loading.pickles.scan import scan_pickle, uncollected
 from memopt_cli.loading.safetensors_file import is_safetensors, read_header
 from memopt_cli.loading.script_archive import check_script_file
-from memopt_cli.loading.trust import as_flags
 from memopt_cli.records import GlobalVerdict, Inspection, StoredTensor, TensorKind, Trust
 from memopt_cli.text.documents import printable
 
@@ -122,7 +121,7 @@ def _verdicts(file: ModelFile, pickled: PickledFile) -> Iterator[GlobalVerdict]:
             case Denied(reason=reason, remedy=None):
                 yield GlobalVerdict(name=str(wanted), verdict="refused", reason=reason)
             case Denied(reason=reason, remedy=Trust() as remedy):
-                yield GlobalVerdict(name=str(wanted), verdict="needs trust", reason=reason, flag=as_flags(remedy))
+                yield GlobalVerdict(name=str(wanted), verdict="needs trust", reason=reason, flag=remedy.flags)
 
 
 def _script(file: ModelFile) -> _Found:

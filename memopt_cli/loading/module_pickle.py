@@ -32,7 +32,6 @@ from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read
 from memopt_cli.loading.pickles.scan import uncollected
 from memopt_cli.loading.trust import (
     Unvouched,
-    as_flags,
     attack,
     how_to_install,
     is_attack,
@@ -291,9 +290,9 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied]) -> Unvouched:
     remedies = [verdict.remedy for verdict in denied.values()]
     helps = None not in remedies
     remedy = together(remedy for remedy in remedies if remedy is not None) if helps else Trust()
-    if len(as_flags(remedy)) > _LONGEST_FLAGS:
+    if len(remedy.flags) > _LONGEST_FLAGS:
         helps, remedy = False, Trust()
-    hint = f"If you trust where it came from, add: {as_flags(remedy)}" if helps else UNCHECKED
+    hint = f"If you trust where it came from, add: {remedy.flags}" if helps else UNCHECKED
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
     message = f"{file.path} was not loaded: {listed(beyond_help or denied)}"
     return Unvouched(message, hint=hint, remedy=remedy, denied=denied)

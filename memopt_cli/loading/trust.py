@@ -22,7 +22,7 @@ from memopt_cli.loading.pickles.kinds.modules import LIBRARIES
 from memopt_cli.loading.pickles.kinds.vouched import Definition, defined_as, needs_script
 from memopt_cli.loading.pickles.nodes import COMPUTED, Global
 from memopt_cli.records import Trust, WantedGlobal
-from memopt_cli.text.documents import printable, quoted_flag
+from memopt_cli.text.documents import printable
 
 _ATTACKS: Final = frozenset(
     "posix nt os sys subprocess runpy importlib shutil pty code codeop timeit cProfile profile pdb bdb trace doctest "
@@ -80,12 +80,6 @@ class Unvouched(UnsafeFileError):
         )
 
 
-def as_flags(trust: Trust) -> str:
-    """Spell ``trust`` as ``--allow-package mymodels --code-path train.py``."""
-    flags = {"--allow-package": trust.packages, "--allow-global": trust.globals, "--code-path": trust.code_paths}
-    return " ".join(quoted_flag(flag, value) for flag, values in flags.items() for value in values)
-
-
 def together(trusts: Iterable[Trust]) -> Trust:
     """Merge ``trusts`` into one that allows what any of them does."""
     all_of = tuple(trusts)
@@ -119,9 +113,9 @@ def attack(wanted: Global) -> Denied:
     """Return the refusal of the attack ``wanted``."""
     computed = wanted == COMPUTED
     return Denied(
-        "computes what it calls while it is read, so it cannot be checked"
+        "decides what to call only while it is read, so it cannot be checked"
         if computed
-        else "runs what it is given, or reaches out of this process"
+        else "runs its arguments as code, or reaches outside of this process"
     )
 
 

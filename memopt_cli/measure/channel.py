@@ -137,7 +137,7 @@ class Channel:
     def nonsense(self) -> Crashed:
         """End the subprocess, because its answer makes no sense."""
         self.end()
-        return Crashed(reason="what it answered makes no sense", output_tail=self._tail())
+        return Crashed(reason="its answer makes no sense", output_tail=self._tail())
 
     def _post_mortem(self) -> OutOfMemory | Crashed:
         assert self.process is not None

@@ -327,6 +327,8 @@ class TimedInTurns:
 
     original_times_s: tuple[float, ...]
     planned_times_s: tuple[float, ...]
+    waited: float = 0.0
+    """Share of the time in which the steps waited for a processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

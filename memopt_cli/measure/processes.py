@@ -110,7 +110,8 @@ class ForkServer:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                cwd=os.sep,  # what it imports finds nothing among the user's files, and leaves nothing there
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))},
             )
         self._control = ours
         weakref.finalize(self, _end_server, ours, self._process, self._user)
@@ -125,9 +126,9 @@ class ForkServer:
         with contextlib.suppress(OSError):
             self._control.send(STEPS_FOLLOW)
 
-    def import_libraries(self, names: Sequence[str], path: Sequence[str]) -> None:
+    def import_libraries(self, names: Sequence[str], path: Sequence[str], timeout_s: float) -> None:
         """Let it import the modules ``names`` of model libraries, found on ``path``, for all later subprocesses."""
-        wanted = json.dumps({"names": names, "path": path}).encode()
+        wanted = json.dumps({"names": names, "path": path, "timeout_s": timeout_s}).encode()
         reading, writing = os.pipe()
         with os.fdopen(reading, "rb") as inlet, os.fdopen(writing, "wb", buffering=0) as outlet:
             os.set_blocking(writing, False)
@@ -190,14 +191,15 @@ def start(jobs: int, replies: int, output: int, *, steps: bool) -> Subprocess:
     return Subprocess(ours, server)
 
 
-def import_libraries(names: Sequence[str], path: Sequence[str]) -> None:
+def import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: float) -> None:
     """Import the modules ``names`` of model libraries, found on ``path``, once for all later subprocesses.
 
-    Where no server is kept for them, there is nothing to do.
+    Those that are not imported within ``timeout_s`` are left to each subprocess.  Where no server is kept for them,
+    there is nothing to do.
     """
     server = _servers.used.get(_role())
     if names and server is not None:
-        server.import_libraries(names, path)
+        server.import_libraries(names, path, timeout_s)
 
 
 def _role() -> Role:

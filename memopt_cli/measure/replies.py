@@ -48,7 +48,7 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
         case Measured(measurement=measurement):
             _require(len(measurement.step_times_s) > 0 and all(t > 0 for t in measurement.step_times_s))
         case TimedInTurns(original_times_s=times, planned_times_s=others):
-            _require(min(len(times), len(others)) > 0 and all(t > 0 for t in (*times, *others)))
+            _require(len(times) == len(others) > 0 and all(t > 0 for t in (*times, *others)))
         case BatchProbe(step_s=step_s, batch=batch, replicas=replicas):
             _require(step_s > 0 and batch > 0 and replicas > 0)
         case Traced(trace=trace) | (StepTrace() as trace):
@@ -72,7 +72,7 @@ def _check_amounts(value: Any, name: str = "") -> None:
         _require(most is None or 0 <= value <= most)
 
 
-_MOST: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9}
+_MOST: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9, "waited": 1}
 """Unit at the end of a field's name, longer ones first -> the largest value."""
 
 

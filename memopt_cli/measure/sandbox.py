@@ -95,8 +95,13 @@ def confine(folder: str, *, gpu: bool) -> str:
     global _confined
     _confined = not (missing and unfiltered)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    os.environ |= {name: os.path.join(folder, name.lower()) for name in CACHES}
+    os.environ |= caches_in(folder)
     return "; ".join(filter(None, (missing, unfiltered)))
+
+
+def caches_in(folder: str) -> dict[str, str]:
+    """Return the variables that put the caches of libraries into ``folder``."""
+    return {name: os.path.join(folder, name.lower()) for name in CACHES}
 
 
 def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) -> str:

@@ -30,11 +30,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from memopt_cli.measure import sandbox
+from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.processes import LIBRARIES_FOLLOW, STEPS_FOLLOW, encoded
 
 _SWEEPS, _SWEEP_S = 100, 0.01
@@ -83,7 +84,7 @@ class _Server:
             with os.fdopen(files[0], "rb") as file:
                 wanted = json.load(file)
             if self._has_imported:
-                _import_libraries(wanted["names"], wanted["path"])
+                _import_libraries(wanted["names"], wanted["path"], wanted["timeout_s"])
             return
         if message == STEPS_FOLLOW:
             if self._has_imported and self._import is None:
@@ -206,21 +207,49 @@ def _import_the_rest() -> None:
         import_compiler()
 
 
-def _import_libraries(names: Sequence[str], path: Sequence[str]) -> None:
+class _OutOfTime(BaseException):
+    """The end of the time for imports, which no library takes for a failure of its own."""
+
+
+def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: float) -> None:
     """Import the modules ``names``, found on ``path``, as far as they belong to libraries of models.
 
     The names come from a subprocess, which a hostile model may have taken over, so they are not believed.  Libraries
-    that are imported survive a fork: data loaders of PyTorch fork with all that a script has imported.
+    that are imported survive a fork: data loaders of PyTorch fork with all that a script has imported.  As in a
+    subprocess, whatever they write while they are imported goes to a temporary folder, and the time is limited.
     """
     from memopt_cli.loading.pickles.kinds.modules import imported_libraries
 
-    own, sys.path[:] = list(sys.path), path
+    own_path, own_environment, folder, end_s = list(sys.path), dict(os.environ), Folder(), time.monotonic() + timeout_s
+    sys.path[:] = path
+    os.chdir(folder.path)
+    os.environ |= sandbox.caches_in(folder.path)
+    for name in imported_libraries(names):
+        with contextlib.suppress(BaseException), _limited(end_s - time.monotonic()):
+            importlib.import_module(name)  # where this fails, each subprocess imports it by itself
+    sys.path[:] = own_path
+    os.environ.clear()
+    os.environ |= own_environment
+    os.chdir(os.sep)
+    folder.remove()
+
+
+@contextlib.contextmanager
+def _limited(left_s: float) -> Iterator[None]:
+    """Raise :class:`_OutOfTime` inside the block when ``left_s`` seconds have passed, or at once if none are left."""
+
+    def end(*_: object) -> None:
+        raise _OutOfTime
+
+    if left_s <= 0:
+        end()
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, left_s)
     try:
-        for name in imported_libraries(names):
-            with contextlib.suppress(BaseException):  # each subprocess then imports it by itself
-                importlib.import_module(name)
+        yield
     finally:
-        sys.path[:] = own
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _run(server: int, jobs: int, replies: int, output: int, *, has_imported: bool) -> NoReturn:

@@ -85,7 +85,7 @@ class OnlineAlgorithm(nn.Module):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell with other parameters or inputs, and past the cells: "
                     "a factored trace cannot tell the two gradients apart",
-                    hint="Use D_RTRL, or a weight of its own for each.",
+                    hint="Use D_RTRL, or give each its own weight.",
                 )
             self.traces.append(trace.to(like))
         init_all_states(self.traces, inputs[0].shape[0] if has_batch else None)

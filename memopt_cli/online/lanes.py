@@ -251,7 +251,7 @@ def _refuse_undeclared(model: nn.Module, mapped: set[str]) -> None:
     for path, tensor in _tensors_held(model):
         if path not in mapped and is_of_vmap(tensor):
             raise MemoptError(
-                f"{path} was written with a value of its own for each sample, but is not a mapped state",
+                f"{path} was written with a different value for each sample, but is not a mapped state",
                 hint="Declare it with declare_state(module, name, shape) and initialize it in vmap_new_states.",
             )
 

@@ -12,6 +12,7 @@ from typing import BinaryIO, Final
 
 from memopt_cli.errors import MemoptError, UnsafeFileError, UsageError
 from memopt_cli.files.contents import read_frontier, read_plan
+from memopt_cli.files.trusted import remember_trust, remembered_trust
 from memopt_cli.files.write import output_paths
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.inputs.spec_text import format_tensor, is_factory
@@ -37,6 +38,7 @@ from memopt_cli.records import (
     StepFailed,
     StepRequest,
     StepSettings,
+    Trust,
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.version import __version__
@@ -233,7 +235,7 @@ def _refuse_settings(settings: StepSettings, location: str) -> None:
     }
     flag = next((flag for flag, is_given in given.items() if is_given), None)
     if flag is not None:
-        raise UsageError(f"{flag} says how to run a step, but {location} makes a step of its own", hint="Omit it.")
+        raise UsageError(f"{flag} sets how a step is run, but {location} makes a step of its own", hint="Omit it.")
 
 
 def open_model(
@@ -250,13 +252,19 @@ def open_model(
         found = session.ask(job)
     if isinstance(found, ModelFacts):
         if not source.trust.pickle:  # whose path may have the current folder
-            processes.import_libraries(found.libraries[:_MOST_LIBRARIES], import_path(source))
+            processes.import_libraries(found.libraries[:_MOST_LIBRARIES], import_path(source), timeout_s)
+        if source.typed_trust != Trust() and found.sha256 is not None:
+            remember_trust(source.location, found.sha256, source.typed_trust)
         return replace(source, sha256=found.sha256, weights_sha256=found.weights_sha256), found
     if isinstance(found, StepFailed) and found.wanted and ask is not None and ask(found.wanted):
         names = tuple(wanted.name for wanted in found.wanted)
         vouched = replace(source.trust, globals=(*source.trust.globals, *names))
         return open_model(replace(source, trust=vouched), job, timeout_s, ask=None, data=data)
-    return raise_failure(found)
+    try:
+        raise_failure(found)
+    except UnsafeFileError as err:
+        err.trusted_with = (remembered_trust(source.location) or Trust()).flags
+        raise
 
 
 def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[BinaryIO], None]:

@@ -109,6 +109,7 @@ from memopt_cli.records.measurement import (
     TimedOut,
     break_down,
     describe,
+    slowdown_in,
 )
 from memopt_cli.records.model import STEP, LoadedModel, ModelFacts, ModelSource, Trust, WantedGlobal
 from memopt_cli.records.optimization import (
@@ -372,5 +373,6 @@ __all__ = [
     "from_data",
     "predicted",
     "refuse_unknown",
+    "slowdown_in",
     "to_data",
 ]

@@ -30,6 +30,8 @@ class BatchProbe:
     """Copies of the model that took the step at once."""
     route: str = ""
     """Class that ran the copies (``BatchModule``); empty for one copy, which runs as it is."""
+    waited: float = 0.0
+    """Share of the time in which the steps waited for a processor, as on a busy machine."""
 
     @property
     def samples_per_s(self) -> float:

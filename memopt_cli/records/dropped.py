@@ -20,16 +20,24 @@ class TooSlow:
     """Measured step time divided by that of the original."""
     most: float
     """Largest slowdown that was allowed."""
+    error: float = 0.0
+    """Amount by which the slowdown may be larger; 0 where that is not known."""
+
+    @property
+    def upper(self) -> float:
+        """Largest slowdown that the step may have, to two decimals: the one that counts against the limit."""
+        return round(self.slowdown + self.error, 2)
 
     @property
     def because(self) -> str:
         """The reason, as it follows ``but``."""
-        return f"its step takes {self.slowdown:.2f} times as long, and {self.most:g} is the limit"
+        error = f" ± {self.error:.2f}" if self.upper > self.slowdown else ""
+        return f"its step takes {self.slowdown:.2f}{error} times as long, and {self.most:g} is the limit"
 
     @property
     def remedy(self) -> str:
         """A sentence on what to do."""
-        return f"--max-slowdown {math.ceil(10 * self.slowdown) / 10 + 0.1:.1f} allows it."
+        return f"--max-slowdown {math.ceil(10 * self.upper) / 10 + 0.1:.1f} allows it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

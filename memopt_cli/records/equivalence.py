@@ -107,7 +107,7 @@ class Followed:
         return self.steps[-1].failed
 
 
-Likeness = Literal["to the bit", "within noise", "up to rounding", "as far as can be told", "not"]
+Likeness = Literal["to the bit", "within noise", "up to rounding", "as far as memopt can tell", "not"]
 """Likeness of two trainings: to the bit; no further apart than two runs of the reference; in float64 to 1e-9; within
 half of the digits, where float64 cannot decide; not."""
 

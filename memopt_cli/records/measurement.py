@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from memopt_cli.records.layout import Collective
@@ -126,6 +127,10 @@ class Measurement:
     """Median time of clipping and the optimizers in a step; 0 where it was not timed."""
     phases: tuple[PhasePeak, ...] = ()
     """Phases that the step has, in order; empty in files from before they were recorded."""
+    slowdown_error: float = 0.0
+    """Amount by which the slowdown may be larger or smaller, where it was timed in turns with the original, else 0."""
+    waited: float = 0.0
+    """Share of the time of the timed steps in which they waited for a processor, as on a busy machine."""
 
     @property
     def step_s(self) -> float:
@@ -148,6 +153,21 @@ class Measurement:
     def activation_peak_bytes(self) -> int:
         """Allocated peak less everything resident, in bytes."""
         return max(0, self.allocated_peak_bytes - self.resident_bytes)
+
+
+def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the median slowdown in ``pairs`` of seconds, the original's first, and twice its standard error.
+
+    A single pair has the error 0, as nothing is known of it.
+    """
+    ratios = [planned_s / original_s for original_s, planned_s in pairs]
+    median = statistics.median(ratios)
+    deviation = statistics.median(abs(ratio - median) for ratio in ratios)
+    return median, 2 * _STANDARD_ERROR * deviation / math.sqrt(len(ratios))
+
+
+_STANDARD_ERROR = 1.2533 * 1.4826
+"""Ratio of the standard error of a median of n values to their median deviation over √n, where they are normal."""
 
 
 # A measurement that failed is a type that says why.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.plan import Plan
+from memopt_cli.text.documents import quoted_flag
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +38,14 @@ class Trust:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return f"Trust({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
+    @property
+    def flags(self) -> str:
+        """Flags that give it on the command line: ``--allow-package mymodels --code-path train.py``."""
+        named = {"--allow-package": self.packages, "--allow-global": self.globals, "--code-path": self.code_paths}
+        switches = {"--trust-pickle": self.pickle, "--no-sandbox": not self.sandbox}
+        given = [quoted_flag(flag, value) for flag, values in named.items() for value in values]
+        return " ".join([*given, *(flag for flag, is_given in switches.items() if is_given)])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedGlobal:
@@ -62,6 +71,8 @@ class ModelSource:
     """Entry to take from a file that holds several, as keys joined by dots (``--key``); ``None`` for the file
     itself."""
     trust: Trust = Trust()
+    typed_trust: Trust = Trust()
+    """Part of the trust that the user typed for this command, and that is remembered for the file."""
     keeps_compiled: bool = False
     """Whether a model that code compiles with ``torch.compile`` is run compiled; otherwise the model within is run."""
     own_checkpoints: bool = True

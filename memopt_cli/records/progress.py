@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import html
+import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memopt_cli.records import WantedGlobal
+from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_seconds
 
 _LOG = logging.getLogger("memopt_cli")
@@ -55,11 +60,57 @@ class _Logged(Progress):
         _LOG.info("%s", text)
 
 
+class _InNotebook(Progress):
+    """One line with a bar below a notebook's cell, which vanishes at the end."""
+
+    def __init__(self, display: Any) -> None:
+        """Show the line by ``display``, the module ``IPython.display``."""
+        self._html = display.HTML
+        self._handle = display.display(self._html(""), display_id=True)
+        self._stage = ""
+
+    def stage(self, text: str, takes: Span | None = None) -> None:
+        self._stage = text
+        self._show(stage_line(text, takes))
+
+    def update(self, done: int, total: int | None, text: str) -> None:
+        self._show(update_line(self._stage, done, total, text), f' value="{done}" max="{total}"' if total else "")
+
+    def close(self) -> None:
+        self._handle.update(self._html(""))
+
+    def _show(self, line: str, filled: str = "") -> None:
+        self._handle.update(self._html(f"<progress{filled}></progress> {html.escape(printable(line))}"))
+
+
+def stage_line(stage: str, takes: Span | None) -> str:
+    """Return the line for the beginning of ``stage``: ``measuring its plan, about 9 s``."""
+    return f"{stage}, {takes}" if takes else stage
+
+
+def update_line(stage: str, done: int, total: int | None, text: str) -> str:
+    """Return the line for what is running in ``stage``: ``level 2 · split features.1 · 3/12``."""
+    count = f"{done}/{total}" if total is not None else str(done) if done else ""
+    return " · ".join(part for part in (stage, text, count) if part)
+
+
+def _unlogged() -> Progress:
+    """Return an object that shows progress in a notebook, and nothing elsewhere."""
+    ipython: Any = sys.modules.get("IPython")
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
+        return Progress()
+    return _InNotebook(importlib.import_module("IPython.display"))
+
+
 @contextlib.contextmanager
 def logged(verbose: bool) -> Iterator[Progress]:
-    """Yield an object for progress, which logs it if ``verbose``, even where logging is not set up."""
+    """Yield an object for progress, which logs it if ``verbose``, even where logging is not set up.
+
+    Without ``verbose``, it shows a bar in a notebook.
+    """
     if not verbose:
-        yield Progress()
+        with contextlib.closing(_unlogged()) as progress:
+            yield progress
         return
     level, handler = _LOG.level, None if _LOG.hasHandlers() else logging.StreamHandler()
     if handler is not None:

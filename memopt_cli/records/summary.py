@@ -66,6 +66,13 @@ class ParetoPoint:
             return None
         return self.outcome.step_s / self.original_step_s
 
+    @property
+    def upper(self) -> float | None:
+        """Largest slowdown that it may have, as measured; ``None`` where :attr:`slowdown` is."""
+        if self.slowdown is None or not isinstance(self.outcome, Measurement):
+            return None
+        return self.slowdown + self.outcome.slowdown_error
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:

@@ -17,7 +17,7 @@ _ALIKE: dict[Likeness, str] = {
     "to the bit": "the same to the bit",
     "within noise": "no further apart than two runs of the reference",
     "up to rounding": "the same up to rounding: within 1e-9 in float64",
-    "as far as can be told": "the same in half of the digits; float64 shows no more",
+    "as far as memopt can tell": "the same in half of the digits; float64 shows no more",
 }
 _KINDS = {
     "outputs": "output",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from memopt_cli.records import BatchProbe, FastestTraining, PairRun, Plan, describe
-from memopt_cli.report.lines import plain_table
+from memopt_cli.report.lines import busy, plain_table
 from memopt_cli.report.optimization import in_words, verification
 from memopt_cli.report.pasted import training_settings
 from memopt_cli.report.recommendation import rate
@@ -113,5 +113,6 @@ def remarks(found: FastestTraining) -> Iterator[str]:
         f"{counted(found.dry_runs, 'dry run')}, {counted(found.priced, 'plan')} priced by sums; "
         f"total time {format_seconds(found.spent_s)}"
     )
+    yield from busy(run.outcome.waited for run in found.runs if isinstance(run.outcome, BatchProbe))
     yield from (dropped.sentence for dropped in found.dropped)
     yield from found.notes

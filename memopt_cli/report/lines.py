@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from rich.table import Table
@@ -27,6 +27,16 @@ def not_typed(spec: InputSpec) -> str:
     if spec.is_remembered:
         return f"; the inputs are {spec.source}: {inputs} (-i gives others)"
     return f"; the inputs are a guess: {inputs} (-i gives yours)"
+
+
+BUSY = 0.2
+"""Share of the time that timed steps spent waiting for a processor from which on it is mentioned."""
+
+
+def busy(waited: Iterable[float]) -> Iterator[str]:
+    """Yield a line that the machine was busy, if steps spent a large share of their time waiting, as ``waited`` has."""
+    if (most := max(waited, default=0.0)) > BUSY:
+        yield f"the machine was busy: steps waited for a processor {most:.0%} of their time, so times are rough"
 
 
 def plain_table() -> Table:

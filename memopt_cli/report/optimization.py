@@ -27,7 +27,7 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
-from memopt_cli.report.lines import plain_table
+from memopt_cli.report.lines import busy, plain_table
 from memopt_cli.report.rank import planned_headline, planned_lines
 from memopt_cli.text.units import counted, format_bytes, format_seconds
 
@@ -298,6 +298,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
     if found is not None and summary.is_applied:
         yield from inexact(found)
     yield from _parts_left_out(summary)
+    yield from busy(found.waited for found in _measured(summary))
     yield from summary.notes
 
 
@@ -398,8 +399,7 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
 
 
 def _rough_times(summary: MemOptSummary) -> Iterator[str]:
-    outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
-    worst = max((found.step_variation for found in outcomes if isinstance(found, Measurement)), default=0.0)
+    worst = max((found.step_variation for found in _measured(summary)), default=0.0)
     if worst > _ROUGH:
         yield (
             f"step times and their ratios are rough: the steps of one plan differ by {worst:.0%} among themselves, "
@@ -411,6 +411,12 @@ def _rough_times(summary: MemOptSummary) -> Iterator[str]:
             "each ratio is to the original's step as it was timed beside the plan: "
             f"{format_seconds(min(beside))} to {format_seconds(max(beside))}"
         )
+
+
+def _measured(summary: MemOptSummary) -> Iterator[Measurement]:
+    """Yield every measurement of a step in ``summary``."""
+    outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
+    yield from (found for found in outcomes if isinstance(found, Measurement))
 
 
 def _less_than(summary: MemOptSummary) -> str:
@@ -454,7 +460,7 @@ def inexact(found: Verification) -> Iterator[str]:
     """Yield a sentence on the modules of ``found`` that are inexact, as was allowed; nothing if all are exact."""
     if found.inexact:
         names = ", ".join(found.inexact)
-        yield f"NOT exact, as allowed: in {names} every chunk has batch statistics of its own (compared at fixed ones)"
+        yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
 
 
 def _allowed(found: Verification) -> str:

@@ -17,7 +17,7 @@ from memopt_cli.records import (
     ReplicaAdvice,
     StepSettings,
 )
-from memopt_cli.report.lines import plain_table
+from memopt_cli.report.lines import busy, plain_table
 from memopt_cli.report.pasted import LOSS, loop_lines, training_settings
 from memopt_cli.text.units import format_bytes, format_copies, format_seconds
 
@@ -215,7 +215,14 @@ def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int, step: StepS
 def remarks(found: BatchRecommendation) -> Iterator[str]:
     """Yield how many runs the answer of ``found`` rests on, how long they took, and notes."""
     yield f"{found.probes} runs on data, {found.dry_runs} without; total time {format_seconds(found.spent_s)}"
+    yield from busy(run.waited for row in found.rows for run in _runs(row))
     yield from found.notes
+
+
+def _runs(row: BatchRow) -> tuple[BatchProbe, ...]:
+    """Return the runs in the case ``row``."""
+    advice = row.replicas or row.outcome
+    return advice.probes if isinstance(advice, BatchAdvice | ReplicaAdvice) else ()
 
 
 def _main(found: BatchRecommendation) -> BatchRow:

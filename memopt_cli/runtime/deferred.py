@@ -280,7 +280,8 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
             )
         if func is Tensor.register_hook and head.has_loss:
             warnings.warn(
-                "a hook on logits sees nothing of a loss that was formed chunk by chunk", stacklevel=_level_of_reader()
+                "a hook on logits is not called for a loss that is computed chunk by chunk",
+                stacklevel=_level_of_reader(),
             )
             return func(deferred, *args, **kwargs)  # type: ignore[no-untyped-call]
     return NotImplemented

@@ -30,7 +30,7 @@ def refusal(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if "forward" in vars(module):
-        return "it has a forward of its own on the instance, which would bypass the segment"
+        return "its instance has its own forward, which would bypass the segment"
     if kind.forward is nn.Module.forward:
         return f"{kind.__name__} has no forward"
     if uninitialized(module, recurse=False):
@@ -43,7 +43,7 @@ def refusal(module: nn.Module) -> str:
         return "it is parametrized; a module that contains it can be a segment"
     reducers = {kind.__reduce_ex__, kind.__reduce__}
     if reducers - {object.__reduce_ex__, object.__reduce__, LiftedModule.__reduce_ex__}:
-        return f"{kind.__name__} pickles in a way of its own"
+        return f"{kind.__name__} has its own way of pickling"
     try:
         declared_compressor(module)
     except ValueError as reason:

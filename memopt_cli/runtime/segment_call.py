@@ -99,7 +99,7 @@ def call_checkpointed(
         if inputs.of_chunk:  # others may have run, and norms counted them: the whole begins again
             raise
         reason = str(error)
-        lost = start.lost() or ("has changed what it had not changed before" if start.is_surprised else "")
+        lost = start.lost() or ("changed something that it did not change before" if start.is_surprised else "")
         if lost:
             raise RuntimeError(f"{name_of(module)} {reason} and {lost}; take it out of the plan") from error
     run_plainly(module, reason)

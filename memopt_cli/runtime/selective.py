@@ -89,7 +89,7 @@ def _unfit(name: str) -> str:
     if schema_of(overload).is_mutable:
         return "it writes in place"
     if any(result.alias_info is not None for result in schema_of(overload).returns):
-        return "it returns a view, which takes no memory of its own"
+        return "it returns a view, which takes no memory"
     # Autocast keeps casts of weights, so that forward and recomputation may run different numbers of them.
     return "autocast may run it in forward alone" if packet is torch.ops.aten._to_copy else ""
 

@@ -332,7 +332,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "explain.memory": Option(
-        "The memory that there is: 24GiB, or a share of what the device has free.",
+        "The memory available: 24GiB, or a share of the free memory of the device.",
         ANSWER,
         "24GiB|90%",
         Amount(),

@@ -60,7 +60,7 @@ class OwnStep(Step):
         if not any(True for _ in tensors_of(output)):
             raise StepError(
                 f"the step's function returned {_described(output)}, not a tensor",
-                hint="Let run return its losses, or other tensors that show what it did: memopt compares them.",
+                hint="Return the losses from run, or other tensors that depend on the step: memopt compares them.",
             )
         watch.check()
         if is_first:

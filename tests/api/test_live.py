@@ -394,7 +394,7 @@ print(found.summary.notes)
         ),
         pytest.param(
             "loss='train.py:loss'",
-            "memopt is called by a module as it is imported",
+            "a module calls memopt while it is being imported",
             marks=pytest.mark.exhaustive,  # a test of memory_optimization shows the same
         ),
     ],

@@ -395,8 +395,19 @@ LIBRARY = """
 import os
 from pathlib import Path
 
-with Path("imports").open("a") as file:
-    print(os.getpid(), file=file)
+with Path(__file__).with_name("imports").open("a") as file:
+    print(os.getpid(), os.getcwd(), os.environ.get("TRITON_CACHE_DIR"), file=file)
+"""
+HANGING = """
+import os
+import time
+
+if os.environ["HERE"] != os.getcwd():
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:
+            pass
 """
 OF_LIBRARY = """
 import os
@@ -435,11 +446,27 @@ def test_a_library_of_models_is_imported_once_for_all_that_come_after(
             who |= {str(child): "loads it", str(server): "the server"}
             facts = session.ask(DescribeJob(spec=given))
         assert isinstance(facts, ModelFacts)
-        processes.import_libraries(facts.libraries, import_path(source))
+        processes.import_libraries(facts.libraries, import_path(source), 60.0)
         with Session(Subject(source=source, spec=given), 60) as session:
             who[str(of(session)[0])] = "measures"
             assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
-    assert [who[pid] for pid in Path("imports").read_text().split()] == importing
+    imports = [line.split() for line in (tmp_path / "libraries/norse/imports").read_text().splitlines()]
+    assert [who[pid] for pid, _, _ in imports] == importing
+    for _, folder, caches in (row for row in imports if who[row[0]] == "the server"):
+        assert caches == f"{folder}/triton_cache_dir"
+        assert folder != str(tmp_path)
+        assert not Path(folder).exists()
+
+
+def test_the_import_of_a_library_for_all_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "norse").mkdir()
+    (tmp_path / "norse/__init__.py").write_text(HANGING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HERE", str(tmp_path))
+    with processes.kept(early=True):
+        processes.import_libraries(["norse", "norse"], [str(tmp_path), *sys.path], 0.1)
+        with Session(Subject(source=ModelSource(location="missing.pt")), 60) as session:
+            assert isinstance(session.ask(DescribeJob(spec=None)), StepFailed)
 
 
 def test_a_subprocess_chooses_among_libraries_of_models_what_the_server_imports() -> None:

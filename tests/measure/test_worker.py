@@ -8,6 +8,7 @@ import json
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -181,7 +182,7 @@ def without_times(record: Any) -> Any:
         return {
             name: without_times(value)
             for name, value in record.items()
-            if not name.endswith(("_s", "seconds")) and name != "process_peak_bytes"
+            if not name.endswith(("_s", "seconds", "waited")) and name != "process_peak_bytes"
         }
     return [without_times(item) for item in record] if isinstance(record, list | tuple) else record
 
@@ -353,6 +354,24 @@ def test_a_small_batch_tells_the_workspace_of_a_large_one(batch_first: bool, tmp
     estimated = Worker(replace(subject, data="small batch")).do(CountJob(plan=ORIGINAL, fake=True))
     assert measured.allocated_peak_bytes > 1.1 * measured.tensor_peak_bytes
     assert estimated.allocated_peak_bytes == pytest.approx(measured.allocated_peak_bytes, rel=0.03)
+
+
+def test_the_time_in_which_a_step_has_no_processor_is_noticed(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: the thread does not run while it sleeps."""
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
+    one = worker()
+    one.bench.model.register_forward_hook(lambda *_: time.sleep(0.05))
+    answers = [
+        one.do(MeasureJob(plan=ORIGINAL, steps=1)).measurement,
+        one.do(TimeInTurnsJob(plan=plan("2"), pairs=1)),
+        one.do(ProbeJob(plan=ORIGINAL, batch=4)),
+    ]
+    assert all(0.5 < answer.waited < 1 for answer in answers)
+    spent = iter([(0.0, 0.0), (2.0, 2.5)])
+    monkeypatch.setattr(timed, "_clocks", lambda: next(spent))
+    assert timed._waited(timed._clocks(), "cpu") == 0.0
 
 
 def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:

@@ -180,6 +180,20 @@ REPLICAS = ReplicaAdvice(
 )
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_busy_machine_is_mentioned(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt_cli.report.lines.BUSY", 0.2)
+    busy = tuple(replace(run, waited=0.5) for run in ADVICE.probes)
+    row = FOUND.rows[0]
+    if copied:
+        row = replace(row, replicas=replace(REPLICAS, probes=(*REPLICAS.probes[:2], replace(busy[0], replicas=16))))
+    else:
+        row = replace(row, outcome=replace(ADVICE, probes=busy))
+    said = "the machine was busy: steps waited for a processor 50% of their time, so times are rough"
+    assert said in shown(replace(FOUND, rows=(row,)))
+    assert said not in shown(FOUND)
+
+
 def test_copies() -> None:
     runs = tuple(replace(run, replicas=4, route="fused") for run in ADVICE.probes)
     row = BatchRow(planned=False, dims={}, outcome=replace(ADVICE, probes=runs), replicas=REPLICAS)

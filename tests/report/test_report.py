@@ -135,6 +135,7 @@ def shown(report: Report, result: OptimizeResult) -> str:
 
 
 DETAILED = TextReport(verbose=True)
+BUSY = "the machine was busy: steps waited for a processor"
 SHORT = """\
 617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), same bits in 83 tensors
 
@@ -312,7 +313,7 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
         ),
         (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
-            "NOT exact, as allowed: in blocks.0, blocks.1 every chunk has batch statistics of its own (compared at "
+            "NOT exact, as allowed: in blocks.0, blocks.1 every chunk uses its own batch statistics (compared at "
             "fixed ones)",
         ),
         (
@@ -364,6 +365,15 @@ def test_step_times_that_vary_are_called_rough(summary: MemOptSummary) -> None:
     assert "rough" not in shown(DETAILED, result(summary))
     summary.levels = [row(0, busy), row(3, steady)]
     assert "the steps of one plan differ by 33% among themselves" in shown(DETAILED, result(summary))
+
+
+@pytest.mark.parametrize(("waited", "lines"), [(0.19, []), (0.3, [f"{BUSY} 30% of their time, so times are rough"])])
+def test_a_busy_machine_is_mentioned(
+    waited: float, lines: list[str], summary: MemOptSummary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memopt_cli.report.lines.BUSY", 0.2)
+    summary.levels = [row(0, measured(9, 1.0)), row(3, replace(measured(9, 1.0), waited=waited))]
+    assert [line for line in shown(TextReport(), result(summary)).splitlines() if "busy" in line] == lines
 
 
 @pytest.mark.parametrize(("beside", "said"), [((1.0, 1.1), False), ((0.3, 0.6), True)])

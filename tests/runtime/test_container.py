@@ -644,7 +644,7 @@ def _a_segment() -> nn.Module:
         (lambda: torch.jit.script(mlp()), "it is a ScriptModule"),
         (lambda: nn.LazyLinear(3), "not initialized yet; run the model once"),
         (lambda: parametrizations.weight_norm(nn.Linear(2, 2)), "it is parametrized"),
-        (PicklesItself, "PicklesItself pickles in a way of its own"),
+        (PicklesItself, "PicklesItself has its own way of pickling"),
     ],
 )
 def test_refusals(make: Callable[[], nn.Module], reason: str) -> None:

@@ -152,7 +152,8 @@ def _wrapped_in(root: Built, attribute: str, path: str) -> Any:
     inner = known.get(attribute, next(iter(root.given()), None))
     if not (is_module(inner) or _is_wrapper(inner)):
         raise FileFormatError(
-            f"{path} holds a {root.name.name} without what it wraps", hint=f"Save model.{attribute} with torch.save."
+            f"{path} holds a {root.name.name} without the object that it wraps",
+            hint=f"Save model.{attribute} with torch.save.",
         )
     return inner
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import resource
 import statistics
 import sys
@@ -24,7 +23,7 @@ from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import full_workspaces, metered
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, RoundedJob, TimedInTurns, TimeInTurnsJob
-from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, Plan
+from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, Plan, slowdown_in
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.unsafe import warnings_of
 from memopt_cli.text.units import format_bytes
@@ -43,8 +42,6 @@ _BEYOND_DOUBT = 3
 _NEAR, _MOST_PAIRS, _MOST_LONG_PAIRS = 0.05, 7, 3
 """Relative distance to the allowed slowdown at which more pairs are taken, and their number, of short and long steps.
 On a busy machine, three pairs gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
-_STANDARD_ERROR = 1.2533 * 1.4826
-"""Ratio of the standard error of a median of n values to their median deviation over √n, where they are normal."""
 _LONG_S = 1.0
 """Seconds of a step that is timed once, after a warm-up.  The step whose memory is recorded does not count: recording
 slows plans down by 20 to 45 %."""
@@ -62,7 +59,9 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     first_s, first = _install(bench, job.plan, step)
     is_long = job.warm_up and first_s >= _LONG_S
     cold = () if job.warm_up else (first_s,)
+    since = _clocks()
     timed = _timed_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
+    waited = _waited(since, bench.settings.device)
     bench.enter_start()
     # The operators of a short step are timed in several steps of their own.
     clock = trace.Clock(bench.settings.device) if is_long else None
@@ -95,6 +94,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         batch=bench.batch,
         spent_s=time.monotonic() - started,
         phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
+        waited=waited,
     )
     return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned)
 
@@ -123,7 +123,7 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     """Time pairs of a step of the original and one under the plan of ``job``, more of them near the limit."""
-    step = bench.settled(bench.step())
+    step, since = bench.settled(bench.step()), _clocks()
     pairs = [_timed_pair(bench, step, job.plan)]
     original_s, planned_s = pairs[0]
     if job.most_slowdown is None or planned_s <= _BEYOND_DOUBT * job.most_slowdown * original_s:
@@ -131,17 +131,30 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
         while _tells_little([sum(pair) for pair in pairs], least) or _is_near(pairs, most, job.most_slowdown):
             pairs.append(_timed_pair(bench, step, job.plan))
     original, planned = zip(*pairs, strict=True)
-    return TimedInTurns(original_times_s=original, planned_times_s=planned)
+    waited = _waited(since, bench.settings.device)
+    return TimedInTurns(original_times_s=original, planned_times_s=planned, waited=waited)
 
 
 def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: float | None) -> bool:
     """Return whether the plan may be on the other side of the limit, so that more pairs should be taken."""
     if most_slowdown is None or len(pairs) >= most:
         return False
-    shares = [planned_s / (most_slowdown * original_s) for original_s, planned_s in pairs]
-    share = statistics.median(shares)
-    error = _STANDARD_ERROR * statistics.median(abs(one - share) for one in shares) / math.sqrt(len(shares))
-    return abs(share - 1) < max(_NEAR, 2 * error)
+    slowdown, error = slowdown_in(pairs)
+    return abs(slowdown - most_slowdown) < max(_NEAR * most_slowdown, error)
+
+
+def _clocks() -> tuple[float, float]:
+    """Return the seconds of the wall clock, and those in which this thread has run."""
+    return time.perf_counter(), time.thread_time()
+
+
+def _waited(since: tuple[float, float], device: str) -> float:
+    """Return the share of the time ``since`` then in which this thread did not run: it waited for a processor.
+
+    On a GPU, it waits for that, which says nothing.
+    """
+    wall_s, run_s = (now - then for now, then in zip(_clocks(), since, strict=True))
+    return max(0.0, 1 - run_s / wall_s) if device == "cpu" and wall_s > 0 else 0.0
 
 
 def _timed_pair(bench: Bench, step: Step, plan: Plan) -> tuple[float, float]:
@@ -161,9 +174,11 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
     """Measure the allocated peak and the time of a step at the sizes of ``job``."""
     step = bench.step(job.batch, job.dims)
     apply_plan(bench.model, job.plan, bench.optimizer)
+    since = _clocks()
     with device_of(job.limit_bytes, bench.settings.device):
         peak_bytes, step_s = probed(bench, step)
-    return BatchProbe(batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=step_s)
+    waited = _waited(since, bench.settings.device)
+    return BatchProbe(batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=step_s, waited=waited)
 
 
 def probed(bench: Bench, step: Step) -> tuple[int, float]:

@@ -111,7 +111,7 @@ class CaseSearch:
             case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
             self.searched.append(case)
             if refusal := why_fixed(case.search, self.prepared):
-                raise StepError(refusal, hint="Pass what it points at as an input, one for each batch.")
+                raise StepError(refusal, hint="Pass the tensor that it refers to as an input, one for each batch.")
             if self.replicas:
                 self._find_copies(case)
             self._restrain_loop(case)

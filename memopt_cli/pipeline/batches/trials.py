@@ -76,6 +76,7 @@ class Trials:
                 allocated_peak_bytes=measured.allocated_peak_bytes,
                 step_s=measured.step_s,
                 update_s=measured.update_s,
+                waited=measured.waited,
             )
 
     def record(self, batch: int, session: Session, measured: Measurement | None) -> None:

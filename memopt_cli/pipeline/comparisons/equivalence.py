@@ -237,7 +237,7 @@ class _Judge:
         noted = replace(found, notes=(*found.notes, f"Judged by half of the digits, {allowed:.1g}: {why}."))
         apart = first_gap(self.once, self.other, allowed)
         if apart is None:
-            return replace(noted, alike="as far as can be told")
+            return replace(noted, alike="as far as memopt can tell")
         return self._explained(self.job, noted, apart, allowed)
 
     def _explained(self, job: FollowJob, found: Equivalence, apart: Apart, tolerance: float) -> Equivalence:

@@ -238,4 +238,4 @@ def _verified(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, s
     how = "bit for bit" if found.exact else f"within {found.tolerance:g} in {found.precision}"
     if found.passed:
         return True, f"{found.compared} tensors are those of bptt {how}"
-    return False, f"{found.worst_name} differs from that of bptt"
+    return False, f"{found.worst_name} differs from the one of bptt"

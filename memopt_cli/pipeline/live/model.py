@@ -207,7 +207,7 @@ def once() -> Iterator[None]:
     is_subprocess = spec is not None and spec.name == "memopt_cli.measure.server"
     if is_subprocess or getattr(_thread, "prepares", False):
         raise StepError(
-            "memopt is called by a module as it is imported",
+            "a module calls memopt while it is being imported",
             hint='Call it from a function, or under if __name__ == "__main__".',
         )
     _thread.prepares = True

@@ -176,7 +176,7 @@ class Climb:
             if share is None:
                 break
             predicted = row.predicted_slowdown or self._limit
-            asked = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.slowdown - 1))
+            asked = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
             started, tried = time.monotonic(), len(planner.dry_runs)
             self.search.probes.prolong()
             self._search_begins(f"level {row.level}: searching for a faster plan")

@@ -204,8 +204,8 @@ class GoalSearch:
         slow: list[str] = []
         for done, priced in enumerate(found):
             self._measuring(priced, done, len(found))
-            point = self._within_time(self._point(priced))
-            if point.slowdown is None or point.slowdown <= self._most_shown:
+            point = self._confirmed(self._point(priced))
+            if point.slowdown is None or point.upper is None or point.upper <= self._most_shown:
                 points.append(point)
             else:
                 slow.append(f"{format_bytes(point.predicted_allocated_peak_bytes)} ({point.slowdown:.2f}×)")
@@ -227,9 +227,9 @@ class GoalSearch:
             original_step_s=original.step_s if isinstance(original, Measurement) else None,
         )
 
-    def _within_time(self, point: ParetoPoint) -> ParetoPoint:
-        """Time ``point`` in turns with the original if it seems too slow, so that a busy machine hides no plan."""
-        if point.slowdown is None or point.slowdown <= self._most_shown:
+    def _confirmed(self, point: ParetoPoint) -> ParetoPoint:
+        """Time ``point`` in turns with the original if its time is in doubt, so that a busy machine hides no plan."""
+        if point.slowdown is None or point.plan.is_empty:
             return point
         outcome = self.measurements.confirm(self.row_of(point, time.monotonic()), self._most_shown).outcome
         if outcome == point.outcome:  # they could not be timed in turns

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import MeasuredSteps
-from memopt_cli.records import Failure, LevelRow, Measurement, Plan
+from memopt_cli.records import Failure, LevelRow, Measurement, Plan, slowdown_in
 
 _DOUBT, _DOUBT_AT_ANY_PRICE = 0.1, 0.2
 """A plan is timed again if its slowdown differs from the predicted one by a larger share.  The second value is for
@@ -75,14 +76,14 @@ class PlanMeasurements:
         found = self.prepared.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown))
         if isinstance(found, TimedInTurns):
             self._in_turns = plan
-            self._retimed(ORIGINAL, found.original_times_s)
-            self._retimed(plan, found.planned_times_s)
+            _, error = slowdown_in(tuple(zip(found.original_times_s, found.planned_times_s, strict=True)))
+            self._retimed(ORIGINAL, step_times_s=found.original_times_s, waited=found.waited)
+            self._retimed(plan, step_times_s=found.planned_times_s, waited=found.waited, slowdown_error=error)
 
-    def _retimed(self, plan: Plan, step_times_s: tuple[float, ...]) -> None:
+    def _retimed(self, plan: Plan, **changes: Any) -> None:
         measured = self._found[plan]
         if isinstance(measured, Measured):
-            measurement = replace(measured.measurement, step_times_s=step_times_s)
-            self._found[plan] = replace(measured, measurement=measurement)
+            self._found[plan] = replace(measured, measurement=replace(measured.measurement, **changes))
 
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
         """Return the fingerprints of ``plan`` and of the original; ``None`` unless both were measured.

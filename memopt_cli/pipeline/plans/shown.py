@@ -27,7 +27,7 @@ from memopt_cli.records import (
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes
 
-_AGAIN = "Show the plans of this step with --frontier, and pick one of those."
+_AGAIN = "Run --frontier for this step, and pick one of its plans."
 _SHOWN_DIGITS = 12
 """The number of digits of a hash that a message shows."""
 

@@ -36,8 +36,9 @@ def judged(row: LevelRow, original: Measurement | Failure, most_slowdown: float)
         return None
     peaks = outcome.allocated_peak_bytes, original.allocated_peak_bytes
     slowdown = outcome.slowdown(original)
-    if slowdown > most_slowdown:
-        return _dropped(row.plan, TooSlow(slowdown=slowdown, most=most_slowdown), *peaks)
+    slow = TooSlow(slowdown=slowdown, most=most_slowdown, error=outcome.slowdown_error)
+    if slow.upper > most_slowdown:
+        return _dropped(row.plan, slow, *peaks)
     return _dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
 
 

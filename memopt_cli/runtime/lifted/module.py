@@ -81,7 +81,7 @@ def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedMod
     """
     kind = lifted_class(program)
     if type(state) is not dict or not all(type(name) is str for name in state):
-        raise BadProgram("its state is not that of a module")
+        raise BadProgram("its state is not a module's")
     module: LiftedModule = nn.Module.__new__(kind)
     vars(module).update(state)
     check_lifted(module)
@@ -183,7 +183,7 @@ def _running_further_calls(methods: dict[str, Callable[..., Any]]) -> Callable[.
 def _check_state(module: LiftedModule) -> None:
     state = vars(module)
     if not state.keys() >= _OF_EVERY_MODULE:
-        raise BadProgram("its state is not that of a module")
+        raise BadProgram("its state is not a module's")
     children = state["_modules"]
     if not all(isinstance(child, nn.Module) for child in children.values()):
         raise BadProgram("a lifted module holds a child that is not a module")

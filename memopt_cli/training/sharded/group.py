@@ -30,7 +30,7 @@ def fake_group(layout: Layout, rank: int) -> Iterator[DeviceMesh]:
     _require_distributed()
     if dist.is_initialized():
         raise UsageError(
-            "this process has a process group already, and a rank is predicted in one of its own",
+            "this process has a process group already, but memopt makes its own group to predict a rank",
             hint="Predict before init_process_group, or from the command line.",
         )
     start_fake_group(rank, layout.ranks)

@@ -97,7 +97,7 @@ def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout)
             hint=f"{_GIVEN.format(mesh.device_type, layout.mesh)} {_NO_GROUP}",
         ) from err
     if not dist.is_initialized() or dist.group.WORLD is not group:
-        raise UsageError(f"{layout.parallel} made a process group of its own", hint=_NO_GROUP)
+        raise UsageError(f"{layout.parallel} made its own process group", hint=_NO_GROUP)
     return made
 
 

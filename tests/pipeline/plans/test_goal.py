@@ -343,8 +343,9 @@ def test_a_frontier_has_no_plan_that_is_measured_to_take_longer_than_it_may(
     assert "600 B (18.00×), 500 B (12.00×)" in note
 
 
-def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier() -> None:
-    times = {1000: 1.0, 700: 18.0}
+@pytest.mark.parametrize("seems_s", [18.0, 3.0])
+def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier_as_it_is_timed_in_turns(seems_s: float) -> None:
+    times = {1000: 1.0, 700: seems_s}
     search, _ = goal(lambda peak: measured(peak, times[peak]))
 
     def in_turns(row: LevelRow, most: float) -> LevelRow:

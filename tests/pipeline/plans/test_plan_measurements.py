@@ -11,7 +11,7 @@ import pytest
 
 from memopt_cli.measure.jobs import ORIGINAL, Job, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.records import Crashed, Failure, Fingerprint, LevelRow, Plan, SegmentPlan
+from memopt_cli.records import Crashed, Failure, Fingerprint, LevelRow, Plan, SegmentPlan, slowdown_in
 from memopt_cli.records.progress import Progress
 from tests.zoo.records import a_row, measured
 
@@ -87,11 +87,14 @@ def test_what_was_timed_in_turns_is_not_timed_again_until_another_plan_was() -> 
 def test_a_plan_whose_time_is_in_doubt_is_timed_in_turns_with_the_original(
     planned_s: float, predicted: float | None, most_slowdown: float
 ) -> None:
-    in_turns = TimedInTurns(original_times_s=(2.0, 3.0, 4.0), planned_times_s=(2.5, 3.5, 4.5))
+    in_turns = TimedInTurns(original_times_s=(2.0, 3.0, 4.0), planned_times_s=(2.5, 3.5, 4.5), waited=0.5)
     prepared = FakePrepared(planned_s, in_turns)
     original, planned = confirmed(prepared, predicted, most_slowdown)
     assert prepared.asked == [MeasureJob, MeasureJob, TimeInTurnsJob]
     assert (original.step_times_s, planned.step_times_s) == (in_turns.original_times_s, in_turns.planned_times_s)
+    assert (original.waited, planned.waited) == (0.5, 0.5)
+    assert planned.slowdown_error == pytest.approx(slowdown_in([(2.0, 2.5), (3.0, 3.5), (4.0, 4.5)])[1])
+    assert planned.slowdown_error > 0 == original.slowdown_error
 
 
 @pytest.mark.parametrize(("planned_s", "predicted"), [(1.2, 1.25), (1.3, 1.2), (1.2, None)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from memopt_cli.errors import WriteError
 from memopt_cli.files.contents import read_frontier
 from memopt_cli.pipeline.plans import optimization, shown
-from memopt_cli.records import MemOptSummary, from_data
+from memopt_cli.records import Breakdown, MemOptSummary, from_data
 
 Memopt = Callable[..., Any]
 SPEC = ("-i", "Bx64", "--dim", "B=64")
@@ -88,6 +89,17 @@ def made_up(**changes: Any) -> dict[str, Any]:
     }
 
 
+MEASURED = {
+    "kind": "Measurement",
+    **dict.fromkeys(("tensor_peak_bytes", "allocated_peak_bytes", "resident_bytes", "reserved_peak_bytes"), 1),
+    "process_peak_bytes": 1,
+    "step_times_s": [0.1],
+    "breakdown": {f.name: 0 for f in fields(Breakdown)},
+    "holders": [],
+    "backend": "cpu profiler",
+    "batch": 1,
+    "spent_s": 0.1,
+}
 BY_LENGTH = {"segments": [], "by": {"dim": "S", "argument": 0, "axis": 0}, "ranges": [{"up_to": 8}]}
 
 
@@ -98,6 +110,13 @@ BY_LENGTH = {"segments": [], "by": {"dim": "S", "argument": 0, "axis": 0}, "rang
         ({"points": None}, (), "does not hold the plans of a frontier: the file.points must be a list"),
         ({"point": {"predicted_slowdown": "x"}}, (), "points[0].predicted_slowdown must be float"),
         ({"point": {"predicted_allocated_peak_bytes": -1}}, (), "predicted_allocated_peak_bytes is -1"),
+        ({"point": {"predicted_slowdown": -0.5}}, (), "predicted_slowdown is -0.5; it must be above 0"),
+        ({"point": {"original_step_s": 0}}, (), "original_step_s is 0.0; it must be above 0"),
+        ({"point": {"outcome": {**MEASURED, "step_times_s": []}}}, (), "step_times_s is empty"),
+        ({"point": {"outcome": {**MEASURED, "step_times_s": [0.1, -0.1]}}}, (), "step_times_s is -0.1"),
+        ({"options": {"level": 9}}, (), "level is 9"),
+        ({"options": {"level": 0}}, (), "its level is 0, which finds no plans"),
+        ({"options": {"max_slowdown": -1}}, (), "max_slowdown is -1.0"),
         ({"extra": 1}, (), "has an unknown key 'extra'"),
         ({"plan": BY_LENGTH}, (), "holds a plan by length, which no frontier has"),
         ({}, ("--pick", "2"), "--pick 2: plans on the frontier: 1"),

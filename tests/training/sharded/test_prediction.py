@@ -193,7 +193,7 @@ def test_a_rank_is_made_once_for_all_sizes_of_its_batch(case: Case) -> None:
         (wrong.another_model, 2, "returned another model than it was given"),
         (wrong.failing, 2, "LookupError: no such layer"),
         (wrong.another_group, 2, "failed: "),
-        (wrong.exchanged_group, 2, "made a process group of its own"),
+        (wrong.exchanged_group, 2, "made its own process group"),
         (wrong.older, 3, "FSDP1"),
         (wrong.compiled, 3, "a compiled step cannot be predicted"),
         (wrong.hooked, 3, "with register_comm_hook cannot be predicted"),

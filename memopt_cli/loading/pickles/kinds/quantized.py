@@ -23,7 +23,7 @@ def _check(node: Built | None, graph: Graph) -> str:
     match node.state:
         case Tuple(items=(state, str(name))) if name in CLASSES:
             return "" if is_packed(name, state) else "is of packed weights in a form that PyTorch does not write"
-    return "is of a class that is none of packed weights"
+    return "is not of a class of packed weights"
 
 
 QUANTIZED: Final = Listed(

@@ -1,0 +1,57 @@
+"""Trust that a user typed for a file, kept so that it can be offered again, and never applied by itself.
+
+Nothing that travels with a model may vouch for it.  So this lies in the user's own state folder, one file for each pair
+of a path and a content: a model that is replaced, or a copy of it elsewhere, has to be trusted anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.files.write import content, write_all
+from memopt_cli.records import Trust, from_data, to_data
+from memopt_cli.text.documents import json_text, read_bytes, read_json
+
+_MOST_BYTES = 1 << 16
+_FOR_OTHERS = 0o022
+"""Permissions of other users to write."""
+
+
+def remember_trust(location: str, sha256: str, trust: Trust) -> None:
+    """Remember that the user typed ``trust`` for the file at ``location`` with this hash.
+
+    Where the folder cannot be written to, there is nothing to offer later, and nothing else is lost.
+    """
+    typed = replace(trust, code_paths=tuple(map(os.path.abspath, trust.code_paths)))
+    with contextlib.suppress(OSError, RuntimeError, MemoptError):  # RuntimeError: nobody's home
+        path = _path_of(location, sha256)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_own(path.parent):
+            write_all({path: content(json_text(to_data(typed)).encode())}, force=True)
+
+
+def remembered_trust(location: str) -> Trust | None:
+    """Return the trust that was typed last for the present content of ``location``; ``None`` if none is known."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError, MemoptError):
+        path = _path_of(location, hashlib.sha256(read_bytes(location)).hexdigest())
+        if _is_own(path.parent):
+            return from_data(Trust, read_json(read_bytes(path, _MOST_BYTES)))
+    return None
+
+
+def _path_of(location: str, sha256: str) -> Path:
+    stated = os.environ.get("XDG_STATE_HOME", "")
+    state = Path(stated) if os.path.isabs(stated) else Path.home() / ".local" / "state"
+    key = hashlib.sha256(os.fsencode(f"{os.path.abspath(location)}\0{sha256}")).hexdigest()
+    return state / "memopt" / "trusted" / f"{key}.json"
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether ``folder`` is the user's, and nobody else may write to it."""
+    state = folder.stat()
+    return state.st_uid == os.getuid() and not state.st_mode & _FOR_OTHERS

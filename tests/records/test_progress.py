@@ -1,0 +1,57 @@
+"""Progress in Python: nothing, the log, or a line with a bar below the cell of a notebook."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memopt_cli.records.progress import Progress, Span, logged
+
+
+class Cell:
+    """Output of a notebook's cell, with a part of ``IPython.display``."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    HTML = str
+
+    def display(self, first: str, *, display_id: bool) -> Any:
+        assert display_id, "else it cannot be updated"
+        self.shown.append(first)
+        return SimpleNamespace(update=self.shown.append)
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
+    made = Cell()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None)))
+    monkeypatch.setitem(sys.modules, "IPython.display", made)
+    return made
+
+
+def test_a_notebook_shows_a_bar_that_vanishes(cell: Cell) -> None:
+    with logged(verbose=False) as progress:
+        progress.stage("level 2", Span(9.0))
+        progress.update(3, 12, "split <lambda>")
+        progress.update(4, None, "")
+    assert cell.shown == [
+        "",
+        "<progress></progress> level 2, about 9.00 s",
+        '<progress value="3" max="12"></progress> level 2 · split &lt;lambda&gt; · 3/12',
+        "<progress></progress> level 2 · 4",
+        "",
+    ]
+
+
+def test_a_script_and_a_terminal_of_ipython_show_nothing(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: None)
+    with logged(verbose=False) as progress:
+        assert type(progress) is Progress
+    monkeypatch.delitem(sys.modules, "IPython")
+    with logged(verbose=False) as progress:
+        assert type(progress) is Progress
+    assert cell.shown == []
