@@ -48,6 +48,8 @@ _TRIED = 8
 """The number of dry runs with the optimizer in backward for one budget, at most."""
 _MUCH = 0.2
 """The share of a peak from which on the workspaces of kernels are named as a reason for it."""
+_MOSTLY = 0.5
+"""The share of a peak from which on parameters and gradients are most of it."""
 _FAR = 2.0
 """A step this many times as long as predicted means that the prediction is wrong, or that the machine is busy."""
 
@@ -135,7 +137,7 @@ class GoalSearch:
         raise nothing_fits(
             budget_bytes,
             min(measured) if measured else lowest.peak_bytes,
-            stays=tuple(what_stays(lowest.counted, trace.ops)),
+            stays=tuple(what_stays(lowest.counted, trace.ops, frees_gradients=self.in_backward.is_allowed)),
             can_rise=self._level < KEPT,
             can_shrink=trace.batch > 1,
         )
@@ -277,10 +279,11 @@ def nothing_fits(
     )
 
 
-def what_stays(least: Counted, operators: Sequence[OpTrace]) -> Iterator[str]:
+def what_stays(least: Counted, operators: Sequence[OpTrace], *, frees_gradients: bool) -> Iterator[str]:
     """Yield sentences on the part of the ``least`` peak that no plan makes smaller, and on what would.
 
     ``operators``: of the original's step, with the workspaces that their kernels were measured to take.
+    ``frees_gradients``: whether plans were tried that run the optimizer in backward.
     """
     parts = {
         "parameters": least.breakdown.parameters_bytes,
@@ -292,6 +295,10 @@ def what_stays(least: Counted, operators: Sequence[OpTrace]) -> Iterator[str]:
     named = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
     if named:
         yield f"It holds what no plan can make smaller: {named}."
+    weights_bytes = least.breakdown.parameters_bytes + least.breakdown.gradients_bytes
+    if weights_bytes > _MOSTLY * least.allocated_peak_bytes:
+        early = "" if frees_gradients else " With --optimizer, a plan can free each gradient as soon as it is used."
+        yield f"Parameters and gradients are most of it: model.bfloat16() halves both.{early}"
     workspace_bytes = least.allocated_peak_bytes - least.tensor_peak_bytes
     if workspace_bytes < _MUCH * least.allocated_peak_bytes:
         return

@@ -247,14 +247,25 @@ def test_what_would_not_help_is_not_proposed(can_rise: bool, can_shrink: bool, s
 
 def test_what_stays_is_named() -> None:
     least = counted(1000, gradients=300)
-    assert list(what_stays(least, ())) == ["It holds what no plan can make smaller: 300 B of gradients."]
+    assert list(what_stays(least, (), frees_gradients=False)) == [
+        "It holds what no plan can make smaller: 300 B of gradients."
+    ]
     operators = [
         OpTrace(name=name, module=module, phase="forward", workspace_bytes=size)
         for name, module, size in (("aten::mm", "fc", 10), ("aten::convolution", "features.0", 400))
     ]
-    _, kernels = what_stays(replace(least, allocated_peak_bytes=1400), operators)
+    _, kernels = what_stays(replace(least, allocated_peak_bytes=1400), operators, frees_gradients=False)
     assert kernels.startswith("Kernels hold 400 B of it for themselves, most of all aten::convolution in 'features.0'.")
-    assert len(list(what_stays(replace(least, allocated_peak_bytes=1100), operators))) == 1  # too little to matter
+    less = replace(least, allocated_peak_bytes=1100)
+    assert len(list(what_stays(less, operators, frees_gradients=False))) == 1  # too little to matter
+
+
+@pytest.mark.parametrize(
+    ("frees", "more"), [(True, ""), (False, " With --optimizer, a plan can free each gradient as soon as it is used.")]
+)
+def test_a_peak_of_gradients_is_said_to_be_halved_by_a_cast(frees: bool, more: str) -> None:
+    _, weights = what_stays(counted(1000, gradients=501), (), frees_gradients=frees)
+    assert weights == f"Parameters and gradients are most of it: model.bfloat16() halves both.{more}"
 
 
 def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
