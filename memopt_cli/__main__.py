@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch's, he
 
 
 def _quit_at_once(number: int, _: object) -> None:
-    """Nothing has been started or written yet, and an exception could be swallowed by the import that it meets.
+    """Exit at once: nothing was started or written yet, and the import that is under way might swallow an exception.
 
     A launcher ends its ranks when one has failed, which says why; Ctrl-C reaches all, and the first says so.
     """

@@ -69,7 +69,7 @@ class BatchShapeError(UsageError, ValueError):
 
 
 class FileError(MemoptError):
-    """Something is wrong with a file, whose names a message quotes: a line break in one is none of the message's."""
+    """An error in a file.  The message quotes names from the file, so line breaks in it are escaped."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(printable(message), hint=hint)
@@ -100,7 +100,7 @@ class MeasurementError(MemoptError):
 
 
 class RankLostError(MeasurementError):
-    """Another rank of the group is gone, or does not answer: what failed is told there."""
+    """Another rank of the group has ended or does not answer; that rank reports the cause."""
 
 
 class ChangedFileError(MemoptError):

@@ -116,7 +116,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 
 def _limit(marker: pytest.Mark) -> int:
-    """Bytes; fails the test if the marker says something else."""
+    """Return the bytes that ``marker`` allows; fails the test if it names none."""
     if len(marker.args) != 1 or marker.kwargs or not isinstance(marker.args[0], str):
         pytest.fail(f'write @pytest.mark.{_MARKER}("120 MiB")', pytrace=False)
     try:

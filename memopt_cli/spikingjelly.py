@@ -309,7 +309,7 @@ def _local_rank(variable: str, devices: int) -> int:
 
 
 def _on_instances(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings, progress: Progress) -> Findings:
-    """Segments on what was asked for, unmeasured; they are on ``net`` then."""
+    """Make segments of the modules that were asked for, unmeasured; they are on ``net`` afterwards."""
     with taken_off(net) as carried:
         found = _unmeasured(net, _listed(net, resolved, settings), resolved, settings.device)
         if not found.plan.is_empty:
@@ -360,7 +360,7 @@ def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
 def _verified_by_guess(
     net: nn.Module, findings: Findings, settings: StepSettings, progress: Progress
 ) -> Verification | None:
-    """On inputs that the model's layers suggest; ``None``, and a note, for a model that does not take them.
+    """Verify on inputs that the model's layers suggest; ``None``, and a note, for a model that does not take them.
 
     Raises :class:`VerificationError`.
     """
@@ -382,7 +382,7 @@ def _arguments(given: Inputs | Tensor) -> Inputs:
 
 
 def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]:
-    """By the model's layers.  Raises :class:`StepError` where none tells."""
+    """Return inputs that the layers of ``net`` suggest.  Raises :class:`StepError` where none does."""
     spec = guessed_spec(net)
     if spec is None:
         raise StepError("no layer says what its inputs are")
@@ -390,7 +390,7 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
 
 
 def _listed(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) -> tuple[ModuleTrace, ...]:
-    """Every module, unobserved; without a codec of the user's own that fits no input such as its layers suggest."""
+    """Return every module, unobserved, without a codec of the user's own that fits no input that its layers suggest."""
     modules = listed_modules(net)
     if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):
         return modules
@@ -405,7 +405,7 @@ def _listed(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) ->
 
 
 def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: ResolvedSearch, device: str) -> Findings:
-    """Segments on the candidates that the limits allow, at level 1; nothing at level 0."""
+    """Return a plan of segments on the candidates that the limits allow, at level 1; an empty one at level 0."""
     options = resolved.options
     wanted = [m for m in modules if m.path in (options.modules or ())]
     selection = select(outermost([m for m in wanted if not m.refusal]), options) if options.level else None
@@ -431,7 +431,7 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
 
 
 def _unobserved_codecs(plan: Plan) -> list[str]:
-    """Where no inputs were seen: how those of segments are stored, and which codecs were not tried on them."""
+    """Return notes on how inputs of segments are stored, and which codecs were not tried, where no inputs were seen."""
     untried = [f"'{s.path or '(root)'}'" for s in plan.segments if s.compressor != "null"]
     stored = ["Without dummy_input, inputs are stored packed only where x_compressor says how."]
     tried = [
@@ -442,7 +442,7 @@ def _unobserved_codecs(plan: Plan) -> list[str]:
 
 
 def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, ...]:
-    """Paths of the modules that are an ``instance``."""
+    """Return the paths of the modules of ``net`` that are an ``instance``."""
     kinds = instance if isinstance(instance, tuple) else (instance,)
     for kind in kinds:
         if not isinstance(kind, type):
@@ -453,7 +453,7 @@ def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, 
 
 
 def _nothing_wrapped(net: nn.Module, instance: type | tuple[type, ...], found: Findings) -> list[str]:
-    """For each class, why no module of it is a segment; nothing where there are segments, or none was to be."""
+    """Return, for each class, why no module of it is a segment; nothing where there are segments, or none was to be."""
     if found.plan.segments or found.selection is None:
         return []
     kinds = instance if isinstance(instance, tuple) else (instance,)
@@ -464,7 +464,7 @@ def _nothing_wrapped(net: nn.Module, instance: type | tuple[type, ...], found: F
 def _parts(
     net: nn.Module, instances: Sequence[str], split_fn: Callable[[nn.Module], Sequence[nn.Module]]
 ) -> tuple[str, ...]:
-    """Paths of what ``split_fn`` makes of the modules at ``instances``, and of what it makes of that."""
+    """Return the paths of what ``split_fn`` makes of the modules at ``instances``, and of what it makes of those."""
     found: dict[str, None] = {}
     pending = list(instances)
     while pending:
@@ -501,6 +501,6 @@ def _split_of(
 
 
 def _chunkable(net: nn.Module, instances: Sequence[str], can_chunk: Callable[[nn.Module], bool]) -> tuple[str, ...]:
-    """Paths of the modules, and of those in them, for which ``can_chunk`` holds."""
+    """Return the paths of the modules at ``instances``, and of those in them, for which ``can_chunk`` holds."""
     candidates = {path: m for top in instances for path, m in net.get_submodule(top).named_modules(prefix=top)}
     return tuple(path for path, module in candidates.items() if can_chunk(module))

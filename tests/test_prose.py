@@ -1,4 +1,7 @@
-"""Docstrings can be read alone: none begins in the middle of a sentence.  Imperative verbs are ruff's D401."""
+"""Docstrings can be read alone: none begins in the middle of a sentence, and those of functions with a verb.
+
+Ruff's D401 sees a verb that is not imperative ("Returns"), but no noun or conjunction in its place.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "memopt_cli"
 OPENERS = re.compile(r"\s*(What|That|Those|Of|As|The same|Within)\b")
+NO_VERBS = re.compile(
+    r"\s*(``|A|After|All|An|Around|Before|Both|By|Bytes|Each|For|From|How|Input|It|Names|No|Nothing|On|One|Paths|Shape"
+    r"|The|There|This|To|Two|Whatever|Where|Whether|Why|With|Without)\b"
+)
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -32,6 +39,26 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence(folder: Path) -> None:
     assert found == []
 
 
+def functions(source: str) -> Iterator[tuple[int, str]]:
+    """Line and docstring of each function that is no property."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and not any("property" in ast.unparse(d) for d in node.decorator_list):
+            yield node.lineno, ast.get_docstring(node) or ""
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda path: path.name)
+def test_docstrings_of_functions_begin_with_a_verb(folder: Path) -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {text.partition(chr(10))[0]}"
+        for path in sorted(folder.glob("*.py"))
+        for line, text in functions(path.read_text())
+        if NO_VERBS.match(text)
+    ]
+    assert found == []
+
+
 def test_an_opener_is_found() -> None:
     assert [line for line, text in docstrings('x = 1\n"""Of those, why."""\n') if OPENERS.match(text)] == [2]
     assert not OPENERS.match("Asset whose bytes count.")
+    assert [line for line, text in functions('def f():\n    """By half."""\n') if NO_VERBS.match(text)] == [1]
+    assert not NO_VERBS.match("Bytesize the text.")

@@ -37,7 +37,7 @@ def _table(rows: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _keeps_around_others(segment: SegmentPlan, plan: Plan) -> bool:
-    """Whether it keeps outputs, which are counted outside of the segments in it."""
+    """Return whether ``segment`` keeps outputs and contains segments, in which operators are not counted."""
     within = f"{segment.path}." if segment.path else ""
     return bool(segment.keep) and any(s.path.startswith(within) and s is not segment for s in plan.segments)
 

@@ -103,9 +103,9 @@ def optimize(
     Parameters
     ----------
     inputs, dims:
-        Of a step at full size; ``dims`` are the sizes of symbols, ``{"B": 16}``, where they are text.  With a range of
-        one, ``{"B": 16, "S": (64, 2048)}``, and a budget the plan is by length: each of a few ranges of sizes has its
-        own, and every forward takes that of its input.
+        The inputs of a full-size step.  If they are text, ``dims`` gives the size of each symbol: ``{"B": 16}``.  With
+        a range, ``{"B": 16, "S": (64, 2048)}``, and a budget, the result is a plan by length: each of a few ranges of
+        ``S`` has its own plan, and every forward uses the one for its input.
     lengths:
         How often that dimension has which size, as for ``--lengths``: the path of a file, the size of each input, or
         ``{64: 900, 2048: 3}``; ``None``: all of its range alike.
@@ -126,17 +126,17 @@ def optimize(
         A GPU that is not here, for which the plan is searched by estimates, as ``--for``: ``"a100-40gb"``, the path of
         a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
     loss:
-        Of the model's output; of what the model returns, or a seeded random gradient, if there is none.
+        A function of the model's output.  ``None``: the loss that the model returns, else a seeded random gradient.
     optimizer:
-        Whose state counts, as for ``--optimizer``: ``adamw:fused``; or what makes it of a model,
+        The optimizer whose state counts: text as for ``--optimizer`` (``adamw:fused``), or a function that makes one,
         ``lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)``.
     accumulate:
         Micro-batches of a step of the optimizer.
     device:
         ``None``: the one of this process.
     process_group:
-        Called on every rank of this group, each with its copy of the model: the first rank searches, and all have its
-        plan, which they make sure of.  What fails on one rank is raised on all.  ``None``: this process searches.
+        A group whose ranks all make this call, each with its copy of the model.  The first rank searches; all ranks get
+        its plan and check that they have the same.  An error on one rank is raised on all.  ``None``: no group.
     timeout:
         Seconds that each answer of a profiling subprocess may take.
     verbose:
@@ -232,7 +232,7 @@ def profile(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> Profiled:
-    """Where the memory of a training step goes, as ``memopt profile``; the model stays as it is.
+    """Show where the memory of a training step goes, as ``memopt profile`` does; ``model`` stays as it is.
 
     ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.
     ``for_device``: estimate for a GPU that is not here, as ``--for``: ``"a100-40gb"``, the path of a YAML file, or a
@@ -284,7 +284,7 @@ def recommend_batch(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> Recommended:
-    """How large a batch fits, as ``memopt recommend-batch``; the model stays as it is.
+    """Find how large a batch fits, as ``memopt recommend-batch`` does; ``model`` stays as it is.
 
     Tensors among the inputs tell their sizes and dtypes, and whole numbers their range: batches of other sizes are
     drawn at random.  ``memory``: ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's, or bytes.  ``objective``: ``"max"``
@@ -440,7 +440,7 @@ def _searched(
 
 
 def _replace_plan(model: nn.Module, found: Findings) -> None:
-    """After all else that can fail."""
+    """Apply the plan in ``found`` to ``model``, after everything else that can fail."""
     with taken_off(model) as carried:
         apply_plan(model, found.plan.of_model)
     found.notes[:0] = taken_off_note(carried)

@@ -50,7 +50,7 @@ def _kept(error: Exception, base: Path) -> str:
 
 
 def _files(error: Exception, base: Path) -> dict[Path, tuple[str, bytes]]:
-    """Each with the flag that reads it."""
+    """Return the contents of every file by its path, each with the flag that reads it."""
     log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
     files = {log: ("--log", "".join(traceback.format_exception(error)).encode(errors="backslashreplace"))}
     if torch.cuda.is_available():

@@ -74,7 +74,7 @@ def verify(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> Verified:
-    """Whether ``candidate`` trains as ``reference`` does, as ``memopt verify`` says it; both stay as they are.
+    """Compare how ``candidate`` and ``reference`` train, as ``memopt verify`` does; both stay as they are.
 
     Parameters
     ----------
@@ -145,6 +145,6 @@ def _refuse_hooks_on_gradients(name: str, model: nn.Module) -> None:
 
 
 def _hooks_of_others(parameter: Tensor) -> bool:
-    """Memopt's own, of an optimizer in backward, goes with its plan."""
+    """Return whether ``parameter`` has hooks that are not memopt's own, which goes with its plan."""
     modules = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks_on_gradient(parameter))
     return any(module.partition(".")[0] != "memopt_cli" for module in modules)

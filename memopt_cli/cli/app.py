@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _guarded_streams() -> Iterator[None]:
-    """Whatever is printed, by whom and where: a CI system takes no line of it for a command."""
+    """Guard all output inside the block, so that a CI system takes no line of it for a command."""
     with open(os.devnull, "w") as nowhere:  # for a stream that the caller has closed
         out, err = (cast(TextIO, guarded(stream or nowhere)) for stream in (sys.stdout, sys.stderr))
         with redirect_stdout(out), redirect_stderr(err):
@@ -127,7 +127,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 @functools.cache
 def _command() -> TyperGroup:
-    """All commands and what they take, which is worked out once for all calls of :func:`main` in a process."""
+    """Return all commands and their parameters, made once for all calls of :func:`main` in a process."""
     return cast(TyperGroup, get_command(app))
 
 

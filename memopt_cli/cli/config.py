@@ -70,7 +70,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
 
 
 def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
-    """For a file that is found: a key, or a value, that runs code or vouches for it."""
+    """Refuse keys and values in ``file`` that run code or vouch for it: nobody typed them."""
     flags = [flag for command in _commands(context) for flag in _flags(command).items()]
     code = _RUNS_CODE | {name for name, parameter in flags if parameter.metavar not in _SAYS_NO_CODE}
     unsafe = sorted(key for key, value in data.items() if key in code or _names_function(value))
@@ -100,7 +100,7 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
 
 
 def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """Parameter name -> text or texts, of this command; a key of another command is that command's business."""
+    """Return parameter name -> text or texts for this command; keys of other commands are left out."""
     known = {flag for command in _commands(context) for flag in _flags(command)}
     for key in data:
         if key in _COMMAND_LINE_ONLY:

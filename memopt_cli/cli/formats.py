@@ -16,7 +16,7 @@ ReportFormat = Literal["table", "json", "md", "github", "junit"]
 
 
 class Judgement(ComparisonReport, EquivalenceReport, Protocol):
-    """A form of report that has all of them."""
+    """A report format that supports check, compare and verify."""
 
 
 def report_in(name: str) -> Judgement:

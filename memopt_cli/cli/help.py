@@ -29,7 +29,7 @@ class GroupedCommand(TyperCommand):
         return super().invoke(ctx)
 
     def check_launch(self, name: str) -> None:
-        """Where ``torchrun`` started several, all of them would do the same."""
+        """Raise :class:`UsageError` if ``torchrun`` started several processes, which would all do the same work."""
         launch = launched()
         if launch is not None and launch.ranks > 1:
             raise UsageError(
@@ -65,10 +65,10 @@ def show_all(context: typer.Context, wanted: bool) -> None:
 
 
 class RankCommand(GroupedCommand):
-    """One that every rank of a group runs."""
+    """A command that every rank of a group runs together."""
 
     def check_launch(self, name: str) -> None:
-        """There is such a group."""
+        """Raise :class:`UsageError` unless this process belongs to a group."""
         if launched() is None or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise UsageError(
                 f"memopt {name} runs on all ranks of a group together, but this process is in no group "
@@ -79,7 +79,7 @@ class RankCommand(GroupedCommand):
 
 
 def _row(parameter: Any, ctx: Any) -> tuple[str, str]:
-    """``("-i, --input SPEC", "An input …")``: an argument without its type, a described default without brackets."""
+    """Return the two cells of ``parameter``, such as ``("-i, --input SPEC", "An input …")``."""
     names, text = parameter.get_help_record(ctx)
     if group_of(parameter) == ARGUMENTS:
         names, text = parameter.metavar, parameter.help or ""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from memopt_cli.errors import MemoptError, RankLostError, Terminated, UsageError
 
 _OTHERS_S, _EACH_S, _MOST_S = 3.0, 0.5, 12.0
-"""A rank that fails lets those before it speak first: the first rank, and so much longer for each; one that only lost
-another lets all.  ``torchrun`` ends the others when one has ended, so that they never speak.
+"""Seconds to wait before printing, so that lower ranks print first: a base, an addition for each rank, and the most.  A
+rank that only lost another rank waits longest.  ``torchrun`` stops the others once one has ended: one message appears.
 """
 
 
@@ -26,7 +26,10 @@ class Launch:
 
 
 def launched() -> Launch | None:
-    """``None``: by no launcher, as far as the environment tells.  Raises :class:`UsageError` for what is no number."""
+    """Return the place of this process among those of its launcher; ``None`` if the environment names no launcher.
+
+    Raises :class:`UsageError` for an environment variable that should be a number and is none.
+    """
     if "RANK" not in os.environ:
         return None
     rank, ranks = _number("RANK"), _number("WORLD_SIZE", 1)
@@ -43,9 +46,10 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def speaks(failure: MemoptError, err: BaseException) -> bool:
-    """Whether this process is to print a failure: not if its launcher ends it before its turn, as one that failed too.
+    """Wait for this rank's turn, and return whether it should print its failure.
 
-    Alone, or on the first rank, it is at once.
+    The launcher usually ends a waiting rank, which then prints nothing.  A single process and the first rank do not
+    wait.
     """
     rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not (rank.isdigit() and ranks.isdigit() and int(ranks) > 1):

@@ -23,18 +23,18 @@ class ReportFiles:
 
     @property
     def wanted(self) -> bool:
-        """There is something to write."""
+        """Whether a report is to be written."""
         return self.html is not None or self.snapshot is not None
 
     def check(self, model: str) -> None:
-        """Raise now what :meth:`write` would raise after minutes of work.  ``model``: where it is, which is kept."""
+        """Raise now what :meth:`write` would raise after minutes of work.  ``model``: a file not to be replaced."""
         paths = [Path(path) for path in (self.html, self.snapshot) if path is not None]
         check_targets(paths, force=self.force, model=model)
         if self.html is not None:
             require_plotly()
 
     def write(self, page: Callable[[], str], trace: StepTrace | None = None) -> tuple[str, ...]:
-        """Both or none; returns their paths.  ``trace`` is the step of the snapshot, if one is asked for."""
+        """Write all files that were asked for or none, and return their paths.  ``trace``: the step of the snapshot."""
         contents: dict[Path, Fill] = {}
         if self.html is not None:
             contents[Path(self.html)] = content(page().encode(errors="backslashreplace"))

@@ -96,7 +96,7 @@ class BarProgress(Progress):
 
 @contextmanager
 def shown_progress(*, quiet: bool, verbose: bool) -> Iterator[tuple[Progress, Ask | None]]:
-    """Progress for one job, and whom to ask: ``None`` unless both stdin and stderr are terminals.
+    """Yield the progress of one job, and a way to ask the user; ``None`` unless stdin and stderr are terminals.
 
     With ``verbose`` the log's lines and a live bar would tear each other apart, so there are lines only.
     """

@@ -16,7 +16,7 @@ _DRIVER: Final = "libcuda.so.1"
 
 
 def resolve_device(text: str) -> str:
-    """``auto``, ``cpu`` or ``cuda[:N]`` -> a device that exists.  Raises :class:`UsageError`."""
+    """Return the device that ``text`` names: ``auto``, ``cpu``, ``cuda[:N]``.  Raises :class:`UsageError`."""
     if text == "cpu" or (text == "auto" and not _may_have_gpu()):
         return "cpu"
     import torch  # which takes seconds
@@ -33,7 +33,7 @@ def resolve_device(text: str) -> str:
 
 
 def _may_have_gpu() -> bool:
-    """Whether only PyTorch itself can tell: it is built for GPUs, and where it asks NVIDIA's driver, there is one."""
+    """Return whether only PyTorch itself can tell: it is built for GPUs, and the driver that it would ask is there."""
     if "torch" in sys.modules:
         return True
     built_for = _built_for()
@@ -47,7 +47,7 @@ def _may_have_gpu() -> bool:
 
 
 def _built_for() -> set[str]:
-    """``cuda``, ``hip`` or both, as PyTorch's ``version.py`` says; both where there is none to read."""
+    """Return ``cuda``, ``hip`` or both, as PyTorch's ``version.py`` says; both where there is none to read."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():

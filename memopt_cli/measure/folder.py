@@ -39,7 +39,7 @@ def remove(path: str) -> None:
 
 
 def _empty(path: str) -> None:
-    """Empty the folder at ``path`` with one open descriptor: it moves down into the first folder, and up again."""
+    """Remove everything in the folder at ``path`` with one open descriptor, which moves down and up again."""
     here, names = os.open(path, _ONLY_FOLDERS), list[str]()
     try:
         while True:

@@ -116,8 +116,8 @@ class StorageTrace:
     """Pairs of the length of an axis and the bytes that do not shrink with it; empty for most tensors."""
 
     @property
-    def packing_bytes(self) -> int:
-        """Bytes of spikes that take as long to pack: parts of a concatenation are only copied and compared."""
+    def packing_cost_bytes(self) -> int:
+        """Bytes of spikes that would take as long to pack.  Half for ``parts``, which are only copied and compared."""
         return self.nbytes // 2 if self.compressor == "parts" else self.nbytes
 
 

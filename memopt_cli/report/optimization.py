@@ -371,7 +371,7 @@ def _of_the_ranges(summary: MemOptSummary) -> Iterator[str]:
     if summary.plan is None or summary.plan.by is None:
         return
     dim = summary.plan.by.dim
-    yield f"the table of levels is for {dim}={summary.ranges[-1].up_to}; the one of ranges has the plans of all lengths"
+    yield f"the table of levels is for {dim}={summary.ranges[-1].up_to}; the table of ranges lists every range's plan"
     for row in summary.ranges[:-1]:
         if row.verification is not None:
             yield f"up to {dim}={row.up_to} {verification(row.verification)}"
@@ -403,7 +403,7 @@ def _rough_times(summary: MemOptSummary) -> Iterator[str]:
     if worst > _ROUGH:
         yield (
             f"step times and their ratios are rough: the steps of one plan differ by {worst:.0%} among themselves, "
-            "as they do where something else runs beside them"
+            "probably because other programs were running"
         )
     beside = [point.original_step_s for point in summary.frontier if point.original_step_s]
     if beside and max(beside) > (1 + _ROUGH) * min(beside):

@@ -1,11 +1,12 @@
 """Batch normalization in chunks with the statistics of the whole.
 
-The chunks run several times.  In the first pass each one breaks off at the first batch norm and gives the mean and
-variance of its input there; merged, inside autograd, they are the statistics of the whole (parallel variance, Chan et
-al. 1979).  With these as ordinary tensors the next pass gets by that norm, to the second or to the end.
+The chunks run several times.  In the first pass, each chunk stops at the first batch norm and returns the mean and
+variance of that norm's input.  Merging them, inside autograd, gives the statistics of the whole batch (parallel
+variance, Chan et al. 1979).  The next pass uses these as ordinary tensors, and so runs through that norm and on to the
+second norm, or to the end.
 
-What one pass has computed up to a norm the next computes again, but not its gradients: at the norm its graph is joined
-to that of the pass before, which alone goes back from there.
+Each pass repeats the forward of the pass before up to the norm, but not its backward: at the norm, its graph is linked
+to the graph of the pass before, and only that graph is followed further back.
 
     pass 1:  x --> h --> mean, variance of h
                    |          |
@@ -15,12 +16,13 @@ to that of the pass before, which alone goes back from there.
 
 Backward of pass 2 ends at the link of every chunk and at the statistics; backward of pass 1 begins with the sum of what
 has reached ``h`` by both.  So every operator of forward is differentiated once, and where the operator before the norm
-is a costly one pass 2 takes its output from pass 1 and runs it in its recomputation alone.  But of all chunks together
-the gradients of ``h`` are there at a time: where they would take more than those of ``x``, pass 2 goes back to ``x`` by
-itself.
+is costly, pass 2 takes its output from pass 1 and runs it only in its recomputation.  The price: the gradients of ``h``
+of all chunks exist at the same time.  Where they would take more memory than the gradients of ``x``, pass 2 is not
+linked, and goes back to ``x`` itself.
 
-Norms are found where every class of them ends up: in calls of ``batch_norm``.  To their running statistics and counters
-every chunk does what the whole would, from where the whole starts: what reads them finds the same before and after.
+Norms are found by intercepting ``batch_norm``, which every norm class calls in the end.  Every chunk starts from the
+running statistics and counters that the whole starts from, and updates them as the whole would, so code that reads them
+sees the same values as without chunks.
 """
 
 from __future__ import annotations

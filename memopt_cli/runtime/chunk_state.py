@@ -1,8 +1,9 @@
-"""State that moves once a call: the whole moves it once, and in chunks each of them moves it.
+"""State that forward updates once per call, and that chunks would therefore update once each.
 
-A power iteration (spectral norm), an average over calls, a counter of them.  State that moves once a time step, a
-neuron's membrane say, ends up alike in chunks.  A trial tells the two apart: a piece of the input runs whole and in two
-halves, from the state in which the first chunk started, and both must leave the same state behind.
+Examples are the power iteration of spectral norm, an average over calls, and a counter of calls.  State that is updated
+once per time step, such as a neuron's membrane, ends up alike in chunks.  A trial tells the two apart: a piece of the
+input runs whole and in two halves, from the state in which the first chunk started, and both must leave the same state
+behind.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ from memopt_cli.runtime.samples import Turns
 from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.runtime.variables import may_draw, variables_of
 
-_NEWS: Final = 2
-"""How often the exchange of a value between calls has the next call watched."""
+_WATCHED_EXCHANGES: Final = 2
+"""How many times a slot's value may change between calls and still cause the next call to be watched."""
 _MOST_OWNERS: Final = 1000
 """The most owners that are looked at, outside of the modules."""
 Slot = tuple[int, Any]
@@ -173,9 +173,9 @@ class Known:
         return all(type(o) in self._kinds_of_others and not isinstance(o, types.FunctionType) for o in others)
 
     def _note_changes(self, places: Sequence[int], exchanged: Counter[Slot]) -> bool:
-        """Note the values exchanged in the owners at ``places``; tell whether forward surely does what it did before.
+        """Note the values exchanged in the owners at ``places``; return whether forward still does what it did before.
 
-        It does not the first few times that a value is exchanged: a number may have it draw, count or branch.
+        The first few times that a value is exchanged, the answer is no: forward may branch on it, draw or count.
         """
         is_new = False
         for place in places:
@@ -185,7 +185,7 @@ class Known:
                 if place in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
                     return False
                 exchanged.update((place, name) for name in names)
-                is_new |= any(exchanged[place, name] <= _NEWS for name in names)
+                is_new |= any(exchanged[place, name] <= _WATCHED_EXCHANGES for name in names)
                 self.note({place: names})
         return not is_new
 

@@ -35,8 +35,8 @@ from memopt_cli.runtime.private_torch import is_fake, with_function_modes
 from memopt_cli.runtime.running import is_nested, is_recomputing
 
 _EDGE: Final = 3
-"""Equal chunks that run on either side of a stand-in: the first that adds to a gradient makes another tensor than the
-second, and that than all that follow."""
+"""Number of equal chunks that run on each side of a stand-in.  Three, because the first and the second chunk that add
+to a gradient allocate differently from each other and from all later ones."""
 _LEAST: Final = 2
 """Fewest chunks that a stand-in replaces."""
 

@@ -1,7 +1,8 @@
 """Segments that wait for their recomputation, for parameters that an optimizer updates in backward.
 
-A parameter's gradient may be whole before backward asks for the first tensor that the segment saves: that of ``bias``
-in ``inner(x) + bias``, whose sum saves none.  The segment is to run again with the value that its forward had::
+The gradient of a parameter may be complete before backward asks for any tensor that the segment saved.  Example:
+``bias`` in ``inner(x) + bias``, since a sum saves no tensors.  The segment must then be recomputed before the update,
+with the value that its forward saw::
 
     forward    run waits for bias, …
     backward   the sum               bias.grad is whole: the segment runs again, then bias is updated

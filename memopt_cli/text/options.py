@@ -79,7 +79,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "verify.candidate": Option("The same model, or step, trained in another way.", ARGUMENTS, "CANDIDATE", "model"),
     "apply.plan": Option("A *.plan.yaml file.", ARGUMENTS, "PLAN", "file"),
     "compare.before": Option("A baseline, or a *.summary.json of optimize.", ARGUMENTS, "A.json"),
-    "compare.after": Option("Another one.", ARGUMENTS, "B.json"),
+    "compare.after": Option("The baseline or summary to compare with A.json.", ARGUMENTS, "B.json"),
     # -------------------------------------------------------------------------------------------- the inputs
     "inputs": Option(
         "An input, [name:]SHAPE[@dtype][=values]: 4x3x224x224, or ids:BxS@int64=0..32000. Repeatable.",
@@ -299,16 +299,15 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Try numbers of chunks that grow by about this factor: 2, 4, 8 … for 2.", FINE, "N", Whole(2), default="2"
     ),
     "max_split_rounds": Option(
-        "Limits, over the whole plan, on the segments that contain others and, counted apart, on the steps by "
-        "--temporal-split-factor.",
+        "Most segments that contain others and, counted separately, most steps by --temporal-split-factor, over the "
+        "whole plan.",
         FINE,
         "N",
         Whole(0),
         default="no limit",
     ),
     "max_candidates_per_round": Option(
-        "Limits on the modules that the search tries in chunks in each split round, and on the changes that it tries "
-        "at a time.",
+        "Most modules tried in chunks in each split round, and most changes of a plan tried at once.",
         FINE,
         "N",
         Whole(1),
@@ -499,14 +498,14 @@ OPTIONS: Final[Mapping[str, Option]] = {
 
 
 def option_of(command: str, name: str) -> Option:
-    """Return what ``name`` is to the ``command``."""
+    """Return the description of option ``name`` for ``command``."""
     return OPTIONS.get(f"{command}.{name}") or OPTIONS[name]
 
 
 def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
     """Return ``given`` as the option ``name`` of a function takes it: a plain number, say, in place of a tensor's.
 
-    ``kind``: for what is no option by itself, as the size of a dimension.  Raises :class:`OptionError`.
+    ``kind``: the check where ``name`` is not an option, such as the size of a dimension.  Raises :class:`OptionError`.
     """
     checked = kind or OPTIONS[name].kind
     assert isinstance(checked, Kind), f"{name} has no check of its own"

@@ -97,7 +97,7 @@ class Formula:
         return operator in _WRITES | _COMBINES or operator in _WRITES_IN.get(self.name, ())
 
     def combines(self, operator: str) -> bool:
-        """Return whether ``operator`` does so even if the formula keeps that result."""
+        """Return whether a plain step calls ``operator`` in place even on a result that the formula keeps."""
         return operator in _COMBINES
 
     def share_of(self, operator: str) -> float:

@@ -1,8 +1,9 @@
 """Results that a plain step writes to an existing storage, where a watched step makes another.
 
-If a tensor has several gradients, autograd adds each to the first in place, unless something else holds that.  It does
-not while somebody watches the dispatcher, or on fake tensors.  Such a sum is counted in place of its first summand.  So
-is the result of a derivative formula that would be written in place (:mod:`memopt_cli.trace.formulas`).
+If a tensor has several gradients, autograd adds each of them to the first in place, unless something else holds the
+first.  Under a dispatch mode, or on fake tensors, autograd makes a new tensor instead.  Such a sum is therefore counted
+as replacing its first summand, and so is the result of a derivative formula that would be written in place
+(:mod:`memopt_cli.trace.formulas`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class InPlace:
         """Storage that the last operator would have written to in a plain step, if nobody else holds it."""
         self._with_first_bytes = 0
         self._written: Storage | None = None
-        """Result of the last operator, if it would have been written to the first whoever holds that."""
+        """Result of the last operator, if a plain step writes it into ``_first`` even where others hold that."""
 
     def share_of(self, func: Any, *, differentiates: bool) -> float:
         """Return the share of the bytes of an operator that a plain step takes; to be asked once, before its tick."""

@@ -20,7 +20,7 @@ def as_on_real_tensors(func: Any, args: Any, output: Any) -> Any:
 
 
 def _in_elements(args: Any, output: Any) -> Any:
-    """Return a reduced loss in a storage of all its elements, to which the kernel writes them first."""
+    """Return a reduced loss whose storage is as large as the unreduced loss, which the kernel writes there first."""
     if not is_fake(output) or output.dim():
         return output
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)

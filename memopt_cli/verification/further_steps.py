@@ -54,7 +54,7 @@ class Recorded:
     """Name of a parameter -> its gradient."""
     plain_s: float
     asked_s: float
-    """Seconds of a plain step at the size asked for, where this one is smaller; else 0."""
+    """Seconds of a plain step at the requested size if this step is smaller; else 0."""
     tolerance: float
     """Relative difference that is allowed; 0 for equality to the bit."""
 

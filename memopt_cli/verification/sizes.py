@@ -17,7 +17,7 @@ _LEAST = 3
 _ALIKE = 2
 """Least size of the dimension whose entries are alike, such as samples; not of time steps, which may need a third."""
 _MOST_LARGER = 1.5
-"""Factor by which all sizes together may exceed those asked for: eight samples in eight chunks are never uneven."""
+"""Factor by which the total size may exceed the requested one: for eight chunks, only nine samples are uneven."""
 _ROUNDS = 32
 """Most times that sizes are enlarged."""
 

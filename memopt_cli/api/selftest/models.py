@@ -111,7 +111,7 @@ class Recurrent(nn.Module):
         self.lstm, self.out = nn.LSTM(_WIDTH, _WIDTH, num_layers=2), nn.Linear(_WIDTH, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (time, batch, 8)."""
+        """Return the output for ``x``, of shape (time, batch, 8)."""
         out: Tensor = self.out(self.lstm(x)[0])
         return out
 
@@ -124,26 +124,26 @@ class TooLarge(nn.Module):
         self.layer = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (2^40 batch, width)."""
+        """Return a tensor of shape (2^40 batch, width), which fits nowhere."""
         out: Tensor = self.layer(x).repeat(2**40, 1)
         return out
 
 
 def transformer() -> nn.Module:
-    """Input of shape (batch, length, 64)."""
+    """Make a transformer for inputs of shape (batch, length, 64)."""
     return nn.Sequential(*(TransformerBlock() for _ in range(4)))
 
 
 def convolutional() -> nn.Module:
-    """Input of shape (batch, 3, height, width)."""
+    """Make a convolutional network for inputs of shape (batch, 3, height, width)."""
     return nn.Sequential(nn.Conv2d(3, _CHANNELS, 3, padding=1), *(ConvolutionBlock() for _ in range(4)))
 
 
 def spiking() -> nn.Module:
-    """Input of shape (time, batch, 64)."""
+    """Make a spiking network for inputs of shape (time, batch, 64)."""
     return nn.Sequential(*(SpikingLayer() for _ in range(3)))
 
 
 def streams() -> nn.Module:
-    """Input of shape (batch, 64)."""
+    """Make a network with several streams for inputs of shape (batch, 64)."""
     return nn.Sequential(*(TwoStreams() for _ in range(4)))

@@ -196,7 +196,7 @@ def _optimized(case: _Case, device: str) -> Iterator[SelftestRow]:
 
 
 def _peak_of(outcome: Measurement | Failure | None) -> int | str:
-    """Allocated bytes, or why they are not known."""
+    """Return the allocated bytes of ``outcome``, or why they are not known."""
     if isinstance(outcome, Measurement):
         return outcome.allocated_peak_bytes
     return "not run" if outcome is None else describe(outcome)

@@ -38,7 +38,7 @@ _ENOUGH_S = 0.3
 _MOST_STEPS = 20
 """Seconds of all timed steps together, and their number, after which short steps are timed no more."""
 _BEYOND_DOUBT = 3
-"""Ratio to the allowed slowdown of a first pair that settles the matter: no warming up makes up for it."""
+"""Slowdown in the first pair, divided by the allowed one, beyond which no further pair is timed."""
 _NEAR, _MOST_PAIRS, _MOST_LONG_PAIRS = 0.05, 7, 3
 """Relative distance to the allowed slowdown at which more pairs are taken, and their number, of short and long steps.
 On a busy machine, three pairs gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""

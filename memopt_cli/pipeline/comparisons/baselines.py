@@ -42,10 +42,10 @@ Paths = Mapping[str, str]
 
 
 def terms(measured: Baseline) -> dict[str, str]:
-    """Return by name the terms in which two measurements must agree for their difference to say something of the model.
+    """Return, by name, everything that must be equal for a difference to be caused by the model.
 
-    The backend is among it, for it decides which tensors a step makes: with oneDNN an LSTM keeps a workspace of its
-    own, and its tensor peak is half as large again as without.  The version of PyTorch is not.
+    The backend is included because it decides which tensors a step makes: with oneDNN, an LSTM keeps a workspace of its
+    own, and its tensor peak is half as large again.  The version of PyTorch is not included.
     """
     header, conditions = measured.header, measured.conditions
     of_any = {
@@ -85,9 +85,9 @@ def _spread(layout: Layout | None) -> str:
 
 
 def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> Comparison:
-    """Compare ``after`` with ``before``: what changed, which of ``limits`` that passes, and what explains it.
+    """Compare ``after`` with ``before``: what changed, which ``limits`` were exceeded, and what explains it.
 
-    Of plans by length, at each length that both have.
+    Plans by length are compared at every length that both baselines have.
     """
     now = {step.name: _as_baseline(after, step) for step in after.shorter}
     found = _compare(before, after, limits)
@@ -132,9 +132,9 @@ def _compare(before: Baseline, after: Baseline, limits: Sequence[Limit], at: str
 
 
 def judge(limit: Limit, change: Change, at: str = "") -> Verdict:
-    """Whether a metric grew by more than the limit; growth by exactly the limit is within it, and so is none at all.
+    """Judge whether a metric grew by more than ``limit``; growth by exactly the limit is allowed.
 
-    ``at``: of shorter inputs, of what length.
+    ``at``: the length of the inputs, if they are shorter than the longest.
     """
     # As written, not as stored in binary: 29 % of 100 bytes are 29 bytes.
     amount, before, after = (Fraction(str(number)) for number in (limit.amount, change.before, change.after))
@@ -215,7 +215,7 @@ def _peak_moved(before: PeakPlace | None, after: PeakPlace | None, moves: Paths)
 def find_renames(
     before: Sequence[ModuleBytes], after: Sequence[ModuleBytes]
 ) -> tuple[tuple[Rename, ...], dict[str, str]]:
-    """Modules that are there under another path, and the path of each before and now.
+    """Find modules that are there under another path; return these, and for each module its path before and now.
 
     A module that is gone and one that is new, of the same class, parameters, buffers and output bytes, vote for the
     rename that makes the one path the other: of what is left once the last names that both share are taken off.  The
@@ -284,7 +284,7 @@ def _signature(module: ModuleBytes) -> object:
 
 
 def _stems(before: str, after: str) -> tuple[str, str]:
-    """``features.0.conv``, ``backbone.0.conv`` -> ``features``, ``backbone``."""
+    """Return the beginnings that differ: ``features.0.conv``, ``backbone.0.conv`` -> ``features``, ``backbone``."""
     old, new = before.split("."), after.split(".")
     while old and new and old[-1] == new[-1]:
         old.pop()
@@ -293,6 +293,6 @@ def _stems(before: str, after: str) -> tuple[str, str]:
 
 
 def _renamed(path: str, before: str, after: str) -> str:
-    """``path`` with what it begins with replaced."""
+    """Return ``path`` with ``after`` in place of ``before`` at its beginning."""
     rest = path[len(before) :].strip(".")
     return ".".join(part for part in (after, rest) if part)

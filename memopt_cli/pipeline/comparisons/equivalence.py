@@ -134,7 +134,7 @@ class _Sides:
         return required(self._ask(self._candidate, job), "the candidate's step could not be run: ")
 
     def cause_of_failure(self, job: FollowJob, failed: Followed) -> Cause | None:
-        """Why the last of the candidate's steps failed, which is taken once more and watched, as the reference's is."""
+        """Return why the last of the candidate's steps failed: both sides take it once more and are watched."""
         self.progress.stage("looking for the cause")
         count = len(failed.steps)
         watched = replace(job, steps=count, watched=count - 1)
@@ -155,7 +155,7 @@ class _Sides:
         return other
 
     def comparable(self, one: Followed, other: Followed) -> tuple[Followed, Followed]:
-        """Both by the same names.  Raises :class:`StepError` if they are not of one model."""
+        """Return both sides under the same names.  Raises :class:`StepError` if they are not of one model."""
         return with_others(*by_the_same_names(one, other), self.unsteady)
 
     def _ask(self, prepared: Prepared, job: FollowJob) -> Followed | Failure:
@@ -164,7 +164,7 @@ class _Sides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judge:
-    """Holds what the sides left against each other, and asks them what that leaves open."""
+    """Compares the results of both sides, and asks for further runs where they do not decide."""
 
     sides: _Sides
     job: FollowJob
@@ -176,7 +176,7 @@ class _Judge:
     """Values that the candidate left."""
 
     def compared(self, blank: Equivalence) -> Equivalence:
-        """All of it."""
+        """Compare the steps, the hooks and the modes, and return the verdict."""
         hooks, notes = _hooks(self.once, self.other)
         found = replace(
             blank,
@@ -189,7 +189,7 @@ class _Judge:
         return replace(judged, alike="not") if hooks else judged
 
     def _judged(self, found: Equivalence) -> Equivalence:
-        """By what the steps left alone."""
+        """Judge by the tensors that the steps left, without the hooks."""
         noise, apart = _noise(self.once, self.again), first_gap(self.once, self.other)
         if apart is None:
             return replace(found, alike="to the bit")
@@ -197,11 +197,11 @@ class _Judge:
         if apart is None:
             return replace(found, alike="within noise")
         if apart.is_rounding:
-            return self._told_by_rounding(found)
+            return self._judged_by_rounding(found)
         return self._explained(self.job, found, apart, noise)
 
-    def _told_by_rounding(self, found: Equivalence) -> Equivalence:
-        """Numbers alone differ: in float64 sums in another order agree to nine digits, and nothing else does."""
+    def _judged_by_rounding(self, found: Equivalence) -> Equivalence:
+        """Judge numbers that differ, in float64: there sums in another order agree to nine digits, and nothing else."""
         epsilon = EPSILONS.get(self.sides.precision, 0.0)
         least = half_of_digits(self.once, epsilon)
         both: tuple[Followed, Followed] | Failure = self.once, self.other
@@ -212,14 +212,14 @@ class _Judge:
             both = self.sides.both(wide)
         if not isinstance(both, tuple):
             said = f"it does not run in float64: {both.message}" if isinstance(both, StepFailed) else ""
-            return self._told_by_half(found, least, said or "float64 does not fit")
+            return self._judged_by_half(found, least, said or "float64 does not fit")
         apart, cast = first_gap(*both, _TOLERANCE), replace(found, precision="fp64")
         if apart is not None and self.other.is_compiled:
-            return self._told_by_half(found, least, "what a compiled model casts to float32 stays so")
+            return self._judged_by_half(found, least, "what a compiled model casts to float32 stays so")
         if apart is not None:
             return self._explained(wide, cast, apart, _TOLERANCE)
         if epsilon:
-            return self._told_by_half(found, least, "float64 agrees, and autocast leaves it alone")
+            return self._judged_by_half(found, least, "float64 agrees, and autocast leaves it alone")
         return replace(cast, alike="up to rounding", notes=(*found.notes, *self._far(least)))
 
     def _far(self, least: float) -> tuple[str, ...]:
@@ -232,8 +232,8 @@ class _Judge:
             "choices, or one of them computes in a lower precision.",
         )
 
-    def _told_by_half(self, found: Equivalence, allowed: float, why: str) -> Equivalence:
-        """By half of the digits, as far as float64 does not decide."""
+    def _judged_by_half(self, found: Equivalence, allowed: float, why: str) -> Equivalence:
+        """Judge by whether half of the digits agree, where float64 does not decide."""
         noted = replace(found, notes=(*found.notes, f"Judged by half of the digits, {allowed:.1g}: {why}."))
         apart = first_gap(self.once, self.other, allowed)
         if apart is None:
@@ -241,7 +241,7 @@ class _Judge:
         return self._explained(self.job, noted, apart, allowed)
 
     def _explained(self, job: FollowJob, found: Equivalence, apart: Apart, tolerance: float) -> Equivalence:
-        """Where they differ, looked at once more: which module, and why."""
+        """Run the differing step again while watching it, and name the module and the likely cause."""
         self.sides.progress.stage("looking for the cause")
         both = self.sides.both(replace(job, steps=apart.step + 1, watched=apart.step))
         cause = self._cause(job, both, apart.gaps, tolerance) if isinstance(both, tuple) else of_gaps(apart.gaps)
@@ -270,7 +270,7 @@ class _Judge:
         return None
 
     def _drawn_when_compiled(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> Cause | None:
-        """How random numbers explain what differs of a compiled candidate; ``None``: they do not.
+        """Return how random numbers explain the gaps of a compiled candidate; ``None`` if they do not.
 
         It is followed again with those that it would draw without: then it agrees, or forward alone does.  Where its
         backward recomputes with others, whoever is told that it draws others would dismiss wrong gradients.
@@ -310,7 +310,7 @@ class _Judge:
 
 
 def _noise(once: Followed, again: Followed) -> float:
-    """Twice the distance of two runs of the reference, as atomic sums on a GPU leave it.
+    """Return twice the distance of two runs of the reference, as atomic sums on a GPU leave it.
 
     Raises :class:`StepError` where it is larger than such sums explain: nothing could be said of such a model.
     """
@@ -339,7 +339,7 @@ def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
 
 
 def _drawn_otherwise(gaps: Sequence[TensorGap]) -> Cause | None:
-    """How other random numbers would explain the gaps of a candidate that is not compiled; ``None``: they would not.
+    """Return how other random numbers explain the gaps of a candidate that is not compiled; ``None`` if they do not.
 
     Forward draws others where the outputs differ.  Where they agree and gradients do not, it is backward that does.
     """
@@ -349,7 +349,7 @@ def _drawn_otherwise(gaps: Sequence[TensorGap]) -> Cause | None:
 
 
 def _is_backward_alone(gaps: Sequence[TensorGap]) -> bool:
-    """Whether outputs agree, and gradients that both have do not."""
+    """Return whether outputs agree, and gradients that both have do not."""
     has_gradient = any(gap.name.startswith("gradient") and not gap.missing for gap in gaps)
     return has_gradient and not any(gap.name.startswith("output") for gap in gaps)
 
@@ -371,7 +371,7 @@ def _evaluated(reference: Followed, candidate: Followed) -> Cause:
 
 
 def _hooks(reference: Followed, candidate: Followed) -> tuple[str, tuple[str, ...]]:
-    """How the calls of hooks differ that both have; and notes, of those that are called once more."""
+    """Return how calls of the shared hooks differ (empty if not), and notes on hooks that recomputation calls again."""
     notes: dict[str, None] = {}
     for one, other in zip(reference.steps, candidate.steps, strict=True):
         ours, theirs = one.hooks, other.hooks

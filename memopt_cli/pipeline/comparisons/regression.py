@@ -112,7 +112,7 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) 
 
 
 def compare_files(before: str, after: str) -> Comparison:
-    """Two baselines, or summaries of ``memopt optimize``, against each other; nothing is measured.
+    """Compare two baselines, or summaries of ``memopt optimize``; nothing is measured.
 
     Raises :class:`BaselineError` for a file that is missing or is neither.
     """
@@ -265,7 +265,7 @@ class _Step:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[tuple[Session, RankPrediction | None]]:
-        """One in which the step is measured; or that of the rank which needs most, and what that needs."""
+        """Yield a session in which the step is measured; of ranks, the one that needs most, and its prediction."""
         if self.layout is None:
             with self.prepared.session("small batch") as session:  # the original may not fit where the plan does
                 yield session, None

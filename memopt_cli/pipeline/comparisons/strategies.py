@@ -164,7 +164,7 @@ class _Job:
         )
 
     def _run(self, probe: Probe) -> dict[int, BatchProbe | Failure]:
-        """Sequences of the two smallest sizes, and of the largest that a line through them says can be run."""
+        """Run sequences of the two smallest sizes, and of the largest that a line through them says can be run."""
         sizes = self.steps.sizes()
         runs: dict[int, BatchProbe | Failure] = {}
         for candidates in (sizes[:1], sizes[1:2], sizes[:1:-1]):
@@ -178,7 +178,11 @@ class _Job:
         return runs
 
     def _can_run(self, steps: int, measured: dict[int, BatchProbe]) -> bool:
-        """Before growth is known, it is at most in proportion; to know it, the limit may be passed, not the machine."""
+        """Return whether a sequence of ``steps`` can be run.
+
+        After a single run, the peak is taken to grow in proportion.  A second run, from which the growth is known, may
+        exceed the user's limit, but not what this machine can run.
+        """
         line, within = _line(measured), min(self.limits.budget_bytes, self.limits.runnable_bytes)
         if line is None:
             (first, run), within = *measured.items(), self.limits.runnable_bytes

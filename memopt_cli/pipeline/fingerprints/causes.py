@@ -16,8 +16,8 @@ _CHECKPOINT, _SELECTIVE, _AGAIN = "CheckpointError", "not found in storage", "ba
 """In PyTorch's errors: of a checkpoint, of a selective one, and of autograd."""
 
 REENTRANT = (
-    "a reentrant checkpoint is given nothing that needs a gradient, or that within a dict or a list, where it does not "
-    "look: take use_reentrant=False, or model.enable_input_require_grads() of Hugging Face"
+    "no input of a reentrant checkpoint requires a gradient, or only one in a dict or a list, which it does not "
+    "search: set use_reentrant=False, or call model.enable_input_require_grads() (Hugging Face)"
 )
 WITHIN = (
     "a reentrant checkpoint is given a tensor within a dict or a list, which it does not cut off the graph before it: "
@@ -59,7 +59,7 @@ OTHER_TENSORS = (
     "the recomputation of a checkpoint saves other tensors than its forward did: it reads what forward has changed (a "
     "cache, a counter, a choice)"
 )
-TIES = "values are equal, or nearly, and a choice among them falls otherwise: it is not stable"
+TIES = "values are equal, or nearly, and the tie is broken differently: the choice is not stable"
 MISSING = "no gradient reaches it"
 FROZEN = "it is frozen only in the candidate: call requires_grad_() there"
 UPDATE = "the gradients agree, and the update does not: the optimizers differ"
@@ -158,7 +158,7 @@ def _of_checkpoint(pair: Pair) -> Cause | None:
 
 
 def of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:
-    """By names alone: what is missing, or only the update."""
+    """Return the cause that the names in ``gaps`` show: something is missing, or only the update differs."""
     if all(gap.name.startswith("parameter") for gap in gaps):
         return Cause(module="", class_name="", text=UPDATE)
     return _without_gradient(gaps, MISSING)
@@ -310,7 +310,7 @@ def _recomputations(calls: Sequence[CallPrint]) -> Iterator[tuple[CallPrint, Cal
 
 
 def _numbered(calls: Iterable[CallPrint]) -> Iterator[tuple[tuple[str, int], CallPrint]]:
-    """With the module's path and the number of the call."""
+    """Yield ``calls``, each with the module's path and the number of the call."""
     counts: Counter[str] = Counter()
     for call in calls:
         counts[call.path] += 1

@@ -39,7 +39,7 @@ class Apart:
 
 
 def first_gap(reference: Followed, other: Followed, tolerance: float = 0.0) -> Apart | None:
-    """Where ``other`` is further from the reference than that; zero: where a bit differs."""
+    """Return the first step in which ``other`` differs by more than ``tolerance`` (0: in any bit), or ``None``."""
     for index, (one, another) in enumerate(zip(reference.steps, other.steps, strict=True)):
         gaps = gaps_between(one.effects, another.effects, tolerance)
         if gaps:
@@ -54,7 +54,7 @@ def largest_gap(reference: Followed, other: Followed) -> float:
 
 
 def is_in_double(found: Followed) -> bool:
-    """Whether all that it leaves is in float64 already: no other dtype tells more."""
+    """Return whether all tensors in ``found`` are in float64 already: no other dtype tells more."""
     tensors = (tensor for step in found.steps for tensor in step.effects if not tensor.name.startswith("input"))
     return all(tensor.epsilon in (0.0, _DOUBLE) for tensor in tensors)
 
@@ -64,14 +64,14 @@ _DOUBLE: Final = 2.0**-52
 
 
 def is_nowhere_finite(tensor: TensorPrint) -> bool:
-    """Whether it holds NaN or infinity alone."""
+    """Return whether ``tensor`` holds NaN or infinity alone."""
     return NOT_FINITE in tensor.kind and not tensor.norm
 
 
 def first_step_apart(reference: Followed, other: Followed) -> float:
     """Return the largest gap in the first step before its update, in which parameters are equal still.
 
-    Adam makes steps of a whole rate of gradients that are rounding alone.
+    After the update it would say nothing: Adam turns gradients of pure rounding into steps of a full learning rate.
     """
     gaps = gaps_between(reference.steps[0].effects, other.steps[0].effects)
     return max((gap.apart for gap in gaps if not gap.name.startswith("parameter")), default=0.0)
@@ -116,7 +116,7 @@ def _rank(gap: TensorGap) -> tuple[int, float, str]:
 
 
 def by_the_same_names(reference: Followed, other: Followed) -> tuple[Followed, Followed]:
-    """Both without what wrappers add to names.
+    """Return both without the prefixes that wrappers add to names.
 
     Raises :class:`StepError` where they do not have the same parameters, with the same values.
     """
@@ -128,7 +128,7 @@ def by_the_same_names(reference: Followed, other: Followed) -> tuple[Followed, F
 
 
 def _is_within(name: str, other: str) -> bool:
-    """``parameter norm.weight``, ``parameter net.norm.weight``: a model around it adds to the name."""
+    """Return whether ``other`` is ``name`` in a wrapper: ``parameter norm.weight``, ``parameter net.norm.weight``."""
     return other.endswith(f".{name.removeprefix('parameter ')}")
 
 
@@ -169,7 +169,7 @@ def unsteady(once: Followed, again: Followed) -> frozenset[str]:
 
 
 def with_others(one: Followed, other: Followed, without: Set[str]) -> tuple[Followed, Followed]:
-    """Both with numbers and generators among what each step leaves, those that both have, and not those ``without``.
+    """Return both with the numbers and generators that each step leaves, if both have them and not in ``without``.
 
     State that the candidate, ``other``, keeps besides is its own affair.
     """

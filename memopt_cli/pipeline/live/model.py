@@ -159,7 +159,7 @@ def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) 
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Positional arguments of ``forward`` as keyword arguments."""
+    """Return the positional arguments ``args`` of the forward of ``model`` by their names."""
     names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(names):
         raise OptionError(
@@ -218,7 +218,7 @@ def once() -> Iterator[None]:
 
 
 def save_inputs(inputs: Arguments, path: Path) -> None:
-    """To a file that a subprocess reads.  Raises :class:`OptionError` for what it cannot."""
+    """Save ``inputs`` to a file that a subprocess reads.  Raises :class:`OptionError` if they cannot be saved."""
     _require_batch(inputs)
     detached = map_leaves(_detached, dict(inputs) if isinstance(inputs, Mapping) else inputs)
     torch.save(detached, path)

@@ -44,7 +44,7 @@ _TRUSTED_ERROR = 0.01
 
 
 def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> StepProfile:
-    """Where the memory of one training step goes, by measurement and from a record of every operator.
+    """Find where the memory of one training step goes, by measurement and from a record of every operator.
 
     Raises :class:`MemoptError`; a step that does not fit is estimated, as with ``fake``, and so is one for a card.
     """

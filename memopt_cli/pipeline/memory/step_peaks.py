@@ -22,7 +22,7 @@ from memopt_cli.records import (
 
 
 def live_bytes(trace: StepTrace) -> tuple[int, ...]:
-    """Bytes alive before the first operator, and when each has run; their largest is the tensor peak."""
+    """Return the bytes alive before the first operator, and after each; the largest is the tensor peak."""
     change = [0] * (len(trace.ops) + 1)
     for s in trace.storages:
         change[s.born + 1] += s.nbytes
@@ -54,7 +54,7 @@ def first_beyond(trace: StepTrace, live: tuple[int, ...], limit_bytes: int) -> I
 
 
 def _levels(trace: StepTrace, live: tuple[int, ...]) -> list[int]:
-    """Before the first operator, and while each runs."""
+    """Return the bytes alive before the first operator, and while each runs."""
     return [live[0], *(live[i + 1] + op.workspace_bytes for i, op in enumerate(trace.ops))]
 
 
@@ -126,5 +126,5 @@ def _is_of_forward(trace: StepTrace, s: StorageTrace) -> bool:
 
 
 def is_alive(storage: StorageTrace, op: int) -> bool:
-    """Whether a storage is there when an operator has run."""
+    """Return whether ``storage`` is there when the operator ``op`` has run."""
     return storage.born <= op and (storage.died is None or storage.died > op)

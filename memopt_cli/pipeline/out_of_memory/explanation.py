@@ -57,12 +57,12 @@ from memopt_cli.text.units import exact_bytes, format_bytes
 _SHARE: Final = 0.9
 """Share of the device's free memory, where nobody says how much there is."""
 _MOST_LOG_BYTES: Final = 16 << 20
-"""From the end: what ran out last is told there."""
+"""Bytes that are read from the end of a log, where the last failure is."""
 _KEPT: Final = 200
 """Holders of a kind, at most."""
 _LEVEL: Final = 4
 _SEARCH_S: Final = 30.0
-"""A plan is searched for no longer."""
+"""Time limit of the search for a plan, in seconds."""
 _LONGEST_STEP_S: Final = 60.0
 _ROOMY: Final = 0.8
 """Share of the memory here that a step, by a dry run, may take to be run."""
@@ -100,7 +100,7 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
 
 
 def _of_snapshot(snapshot: SnapshotFacts) -> Explanation:
-    """Without a model there is nothing to try."""
+    """Explain ``snapshot`` alone: without a model, no change can be tried."""
     return Explanation(
         header=None,
         limit_bytes=snapshot.reserved_bytes + snapshot.free_bytes,
@@ -145,7 +145,7 @@ def _snapshot_of(request: ExplainRequest) -> SnapshotFacts:
 def _limit(
     request: ExplainRequest, error: OutOfMemoryText | None, snapshot: SnapshotFacts | None, prepared: Prepared
 ) -> tuple[int, str]:
-    """Bytes, and where they come from."""
+    """Return the memory limit in bytes, and where it comes from."""
     device = prepared.subject.settings.device
     if request.memory is None and error is not None and error.available_bytes:
         return error.available_bytes, "what tensors held and what was free, by the error"
@@ -204,7 +204,7 @@ def _explained(request: ExplainRequest, prepared: Prepared, limit_bytes: int, li
 
 
 def _stays(trace: StepTrace, optimizer: str) -> int:
-    """Bytes that no change takes less of: what the step finds, and the gradients that it leaves.
+    """Return the bytes that no change lowers: those alive before the step, and the gradients that it leaves.
 
     An optimizer in backward would need no more than one gradient at a time, and a micro-batch less of the inputs.
     """
@@ -306,13 +306,13 @@ class _Trial:
         return found
 
     def _both(self) -> Iterator[Suggestion]:
-        """Micro-batches under the plan of the least peak."""
+        """Yield micro-batches under the plan with the lowest peak."""
         self._require_one_batch()
         plan = self._search(self._accumulating(), SearchGoal(), max_slowdown=math.inf).plan
         yield from self._accumulated(plan, f"{_told(plan)} and ")
 
     def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
-        """Fewer samples at a time, the gradients added up."""
+        """Yield micro-batches whose gradients are added up."""
         self._require_one_batch()
         prepared = self._accumulating()
         subject = prepared.subject
@@ -347,7 +347,7 @@ class _Trial:
         )
 
     def _autocast(self) -> Iterator[Suggestion]:
-        """Matrices in bfloat16."""
+        """Yield autocast to bfloat16."""
         settings = self._prepared.subject.settings
         self._require_step_of_ours()
         if settings.precision not in ("stored", "fp32"):
@@ -377,7 +377,7 @@ class _Trial:
         return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
 
     def _accumulating(self) -> Prepared:
-        """Where one pass of several is the step."""
+        """Return the model with a step that is one of several accumulated passes."""
         return self._with(replace(self._prepared.subject.settings, micro_batches=2))
 
     def _require_one_batch(self) -> None:

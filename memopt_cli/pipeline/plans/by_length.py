@@ -58,7 +58,7 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
     """
     if request.lengths is None:
         low, high = varied.low, varied.high
-        unit = low if high % low == 0 else 1  # who goes from 64 to 2048 may run at multiples of 64 alone
+        unit = low if high % low == 0 else 1  # 64:2048 suggests that all lengths are multiples of 64
         step = unit * max(1, -(-(high - low) // (unit * _EVEN)))
         return dict.fromkeys((*range(low, high, step), high), 1.0)
     named, counts = "lengths", request.lengths

@@ -35,8 +35,8 @@ from memopt_cli.text.units import format_apart, format_bytes
 
 _MEASURED = 6
 """The number of plans that are measured for a budget, or for a frontier, at most."""
-_LESS_WHERE_MEMORY_RAN_OUT = 4
-"""Where a plan runs out of memory, the next may take less by one such part: how much was missing is not known."""
+_OOM_DIVISOR = 4
+"""The target shrinks by this part of it after a plan ran out of memory: how much was missing is not known."""
 _DOUBT = 0.02
 """The share by which a dry run may overestimate a peak: a plan this little above the budget is still measured."""
 FRONTIER_SLOWDOWN = 10.0
@@ -46,10 +46,10 @@ _APART = 0.02
 """The share of a peak by which the next plan on the frontier must be smaller to be shown."""
 _TRIED = 8
 """The number of dry runs with the optimizer in backward for one budget, at most."""
-_MUCH = 0.2
-"""The share of a peak from which on the workspaces of kernels are named as a reason for it."""
-_MOSTLY = 0.5
-"""The share of a peak from which on parameters and gradients are most of it."""
+_NOTABLE_SHARE = 0.2
+"""Share of a peak above which kernel workspaces are named as a reason for it."""
+_DOMINANT_SHARE = 0.5
+"""Share of a peak above which parameters and gradients are called most of it."""
 _FAR = 2.0
 """A step this many times as long as predicted means that the prediction is wrong, or that the machine is busy."""
 
@@ -120,7 +120,7 @@ class GoalSearch:
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")
             tried.append(found.peak_bytes)
-            over = target // _LESS_WHERE_MEMORY_RAN_OUT
+            over = target // _OOM_DIVISOR
             if isinstance(outcome, Measurement):
                 over = outcome.allocated_peak_bytes - budget_bytes
                 measured.append(outcome.allocated_peak_bytes)
@@ -296,11 +296,11 @@ def what_stays(least: Counted, operators: Sequence[OpTrace], *, frees_gradients:
     if named:
         yield f"It holds what no plan can make smaller: {named}."
     weights_bytes = least.breakdown.parameters_bytes + least.breakdown.gradients_bytes
-    if weights_bytes > _MOSTLY * least.allocated_peak_bytes:
+    if weights_bytes > _DOMINANT_SHARE * least.allocated_peak_bytes:
         early = "" if frees_gradients else " With --optimizer, a plan can free each gradient as soon as it is used."
         yield f"Parameters and gradients are most of it: model.bfloat16() halves both.{early}"
     workspace_bytes = least.allocated_peak_bytes - least.tensor_peak_bytes
-    if workspace_bytes < _MUCH * least.allocated_peak_bytes:
+    if workspace_bytes < _NOTABLE_SHARE * least.allocated_peak_bytes:
         return
     largest = max(operators, key=lambda op: op.workspace_bytes, default=None)
     where = f", most of all {largest.name} in '{largest.module or '(root)'}'" if largest is not None else ""

@@ -31,8 +31,8 @@ class Block:
     """Bytes kept for backward that it pays for."""
     peak_bytes: int
     """Most bytes at any instant of its forward or backward, without those kept for backward."""
-    again_bytes: int = 0
-    """Like ``peak_bytes``, with its forward run again beside what its backward finds: gradients, above all."""
+    recompute_peak_bytes: int = 0
+    """Like ``peak_bytes``, for a recomputation: forward runs while backward's tensors, mostly gradients, exist."""
     packed_bytes: int = 0
     """Like ``kept_bytes``, with packing."""
     forward_bytes: int = 0
@@ -183,7 +183,7 @@ class _Builder:
         own.forward_bytes = self._bytes.forward_alone(call)
         own.rerun = rerun
         own.input_bytes = sum(storage.nbytes for storage in paid)
-        own.packing_s = packing_s(self._trace, sum(storage.packing_bytes for storage in paid), len(inputs))
+        own.packing_s = packing_s(self._trace, sum(storage.packing_cost_bytes for storage in paid), len(inputs))
         own.packed_input_bytes, own.compressor = self._packed(module, call)
         own.input_shape = tuple(module.input_shape)
         own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
@@ -238,7 +238,7 @@ class _Builder:
             packed_bytes=packed,
             peak_bytes=max(base.values(), default=fallback),
             packed_peak_bytes=max((known.base[i] + passed_whole[i] + known.whole[i] for i in ops), default=fallback),
-            again_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
+            recompute_peak_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
             resident_bytes=max((known.resident[i] for i in backward), default=0),
             costly=tuple(self._costly[first:last]),
             refusal="no module runs these operators alone",

@@ -235,10 +235,10 @@ class CostModel:
         self.step_s = sum(self.seconds)
         """Seconds of the original step."""
         self.elapsed = [0.0, *accumulate(self.seconds)]
-        """Seconds before every operator, and of all of them at last."""
+        """Seconds before each operator starts; the last entry is the total."""
         self.norms = batch_norms(trace)
         self._products = [0, *accumulate(op.flops > 0 for op in trace.ops)]
-        """Costly operators before every operator, and all of them at last."""
+        """Number of costly operators before each operator; the last entry is the total."""
         self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
         self._original = Original(trace)
         self._ends = ends_of_recomputation(trace)
@@ -270,7 +270,7 @@ class CostModel:
     def _added_s(self, block: ReplayedSegment) -> float:
         rerun = self.rerun(block.call)
         saved_s = sum(self.seconds[op] for op in block.kept)
-        packed_bytes = sum(self.trace.storages[s].packing_bytes for s in block.packed)
+        packed_bytes = sum(self.trace.storages[s].packing_cost_bytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
         return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + packing
 

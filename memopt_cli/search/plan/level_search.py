@@ -21,8 +21,8 @@ _CLOSE = 0.02
 _LEAST_STEP = 0.002
 """Share by which the budget is lowered, at least, after a dry run exceeded it."""
 _PATIENCE = 2
-"""Answers on chunks in a row that may lower the least peak by less than :data:`WORTH_LOWERING` before no more are
-asked."""
+"""Consecutive answers on chunks that may each lower the peak by less than :data:`WORTH_LOWERING`; after one more, no
+further modules are asked."""
 _REARRANGEMENTS = 4
 """Plans one rearrangement away from the best that are dry-run."""
 _DOUBT = 0.05

@@ -95,7 +95,7 @@ _LOOSER: dict[str, Kind] = {
     "max_candidates_per_round": Whole(0),
     "max_gc_wrapped_modules": Whole(),
 }
-"""SpikingJelly's calls take 0 or less of these for none, which on the command line is a slip."""
+"""Wider ranges for SpikingJelly's calls, where 0 or less means none; on the command line that is an error."""
 
 
 def _prefer(said: dict[str, Any]) -> list[str]:

@@ -213,8 +213,8 @@ class ChunkQuestions:
         usable = {b.path: b for b in self._proposals.root if not b.refusal and self.is_cuttable(b.path)}
         inside = [b for b in usable.values() if any(is_within(b.path, s) for s in segments)]
         largest = sorted(inside, key=lambda b: (not b.path, -b.kept_bytes))
-        outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: -len(b.path))
-        around = dict.fromkeys([*largest, *outwards])
+        self_and_enclosing = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: -len(b.path))
+        around = dict.fromkeys([*largest, *self_and_enclosing])
         yield from [block for block in around if block.path not in self._asked]
 
 

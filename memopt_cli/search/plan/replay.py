@@ -67,12 +67,11 @@ class ReplayedSegment:
     next."""
     keeps_graph: bool = False
     """Whether the state that it leaves keeps a part of the graph that backward never comes to."""
-    outwards: tuple[ReplayedSegment | None, ...] = ()
-    """Itself, the segments around it from the innermost on, and at last ``None``, which stands for the first
-    forward."""
+    self_and_enclosing: tuple[ReplayedSegment | None, ...] = ()
+    """This segment, then those around it from the inside out, then ``None``, which stands for the first forward."""
 
     def __post_init__(self) -> None:
-        self.outwards = (self, *_outwards(self.parent))
+        self.self_and_enclosing = (self, *_self_and_enclosing(self.parent))
 
     def norm_behind(self, op: int) -> int | None:
         """Return the first of :attr:`norms` behind the operator ``op``; ``None`` if there is none."""
@@ -219,8 +218,8 @@ class _Lives:
     def release(self, storage: StorageTrace, savers: list[int]) -> int:
         """Return when autograd releases ``storage``: backward comes last to the first of ``savers``.
 
-        If that was the last to hold it in the original step, it is where it died there: nothing else holds a storage
-        that is computed again.
+        If ``first`` is also the first saver in the original step, and only autograd kept the storage alive there, it is
+        released at the operator where it died in the original step: nothing but autograd holds a recomputed storage.
         """
         first = min(savers)
         if first == min(storage.saved_by, default=None) and storage.died != storage.freed:
@@ -248,7 +247,7 @@ class _Lives:
         around = (held.parent for held in self._by_input.get(index, ()) if storage.born < held.call.start)
         last = {run: run.norm_behind(max(ops)) for run, ops in savers.items() if run is not None}
         last |= {run: None for run in around if run is not None}
-        within = ((run, norm) for run, norm in last.items() if block in _outwards(run.parent))
+        within = ((run, norm) for run, norm in last.items() if block in _self_and_enclosing(run.parent))
         ends = (self._order.at(block, run.call.end - 1 if norm is None else norm) + 1 for run, norm in within)
         return max(ends, default=0)
 
@@ -260,14 +259,14 @@ class _Lives:
         if block.parent is None and block.first_saver is not None:
             storage = self._original.trace.storages[index]
             return max(self._order.end_of(block), self.release(storage, [block.first_saver]))
-        saved = any(block in _outwards(saver) for saver in self.savers_in(index))
+        saved = any(block in _self_and_enclosing(saver) for saver in self.savers_in(index))
         return self._order.after(block.call.backward_end) if saved else self._order.end_of(block)
 
     def escapes(
         self, storage: StorageTrace, savers: dict[ReplayedSegment | None, list[int]], block: ReplayedSegment
     ) -> bool:
         outlives = storage.freed is None or storage.freed > block.call.end
-        return outlives or any(block not in _outwards(saver) for saver in savers)
+        return outlives or any(block not in _self_and_enclosing(saver) for saver in savers)
 
 
 class _Passes:
@@ -320,7 +319,7 @@ class _Passes:
         The derivative by the scale is then a sum over the product of input and gradient, which is as large as the
         input's gradient; the kernel of a whole batch makes no such product.
         """
-        if not any(around is not None and around.segment.batch_statistics for around in block.outwards):
+        if not any(around is not None and around.segment.batch_statistics for around in block.self_and_enclosing):
             return 0
         return max((_share_of(self._trace.storages[index], block) for index in norm.makes), default=0)
 
@@ -370,7 +369,7 @@ class Replay:
     def _forward_life(self, index: int, storage: StorageTrace) -> None:
         """Enter ``storage``, made in forward: in the first forward, and again in every recomputation around it."""
         inner = self._inner[storage.born]
-        around = _outwards(inner)
+        around = _self_and_enclosing(inner)
         savers = self._lives.savers_in(index)
         keeps = inner is not None and storage.born in inner.kept
         start, last = self._order.at(None, storage.born), self._order.end_of(inner) if inner else 0
@@ -416,7 +415,7 @@ class Replay:
 
     def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
         """Enter ``storage`` packed, from the first operator that saves it on, and whole where backward uses it."""
-        self.packed_away.append(storage.packing_bytes)
+        self.packed_away.append(storage.packing_cost_bytes)
         start, end = self._order.place[min(savers)], self._lives.release(storage, savers)
         self._ledger.live(start, end, storage.packed_bytes)
         if 0 < end <= self._order.length:
@@ -428,7 +427,7 @@ class Replay:
         if block is not None and storage.kind == "gradients":
             self._add_pieces_of_gradient(block, storage)
         elif block is not None:
-            around = [b for b in block.outwards if b is not None]
+            around = [b for b in block.self_and_enclosing if b is not None]
             left = [b for b in around if storage.died is None or storage.died > b.call.backward_end]
             outer = left[-1].parent if left else block
             shares = outer.shares if outer else 1.0
@@ -446,7 +445,7 @@ class Replay:
         takes one more tensor, after the tensors of the node are gone.  Later chunks add to that sum in place, so it
         does not count where the longest chunk is one of those.
         """
-        chunked = [b for b in block.outwards if b is not None and b.segment.chunks > 1]
+        chunked = [b for b in block.self_and_enclosing if b is not None and b.segment.chunks > 1]
         if chunked:
             end = self._end_of_node(storage)
             self._ledger.live(
@@ -482,7 +481,7 @@ class Replay:
         storages = self._trace.storages
         share = int(block.parent.shares) if block.parent else 1
         outputs = sum(storages[s].nbytes for s in {*block.call.outputs} if storages[s].born >= block.call.start)
-        for around in _outwards(block.parent):
+        for around in _self_and_enclosing(block.parent):
             if around is None or block.call.end <= around.stop:
                 self._ledger.extra[self._order.at(around, block.call.end - 1)] += outputs // share
         backward = block.call.backward
@@ -543,14 +542,14 @@ def _share_of(storage: StorageTrace, block: ReplayedSegment | None) -> int:
     """Return the bytes of ``storage`` in the longest chunk of ``block``."""
     if block is None:
         return storage.nbytes
-    lengths = {around.length for around in block.outwards if around is not None and around.segment.chunks > 1}
+    lengths = {around.length for around in block.self_and_enclosing if around is not None and around.segment.chunks > 1}
     fixed = max((nbytes for length, nbytes in storage.fixed_bytes if length in lengths), default=0)
     return fixed + int((storage.nbytes - fixed) / block.shares)
 
 
-def _outwards(block: ReplayedSegment | None) -> tuple[ReplayedSegment | None, ...]:
-    """Return :attr:`ReplayedSegment.outwards` of ``block``; that of the first forward is ``(None,)``."""
-    return (None,) if block is None else block.outwards
+def _self_and_enclosing(block: ReplayedSegment | None) -> tuple[ReplayedSegment | None, ...]:
+    """Return :attr:`ReplayedSegment.self_and_enclosing` of ``block``; that of the first forward is ``(None,)``."""
+    return (None,) if block is None else block.self_and_enclosing
 
 
 def _innermost_backward_end(trace: StepTrace) -> list[int]:

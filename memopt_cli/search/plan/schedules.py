@@ -106,8 +106,8 @@ class Schedule:
     segment: SegmentPlan | None = None
     parts: tuple[Schedule, ...] = ()
     moved: tuple[str, str] | None = None
-    """Two path prefixes where the schedule was found for an equal block: paths below begin with the first, and stand
-    for the second."""
+    """``(old, new)`` if the schedule was solved for an equal block: paths in ``parts`` begin with ``old``, to be read
+    as ``new``.  ``None`` if it was solved for this block."""
     has_segments: bool = False
     """Whether it is a segment, or contains one."""
     spent: Spent = ()

@@ -239,7 +239,7 @@ class Solver:
             held = [c for c in block.costly if c.op in around.kept]
             saved_s = sum(c.seconds for c in held)
             own = block.packed_peak_bytes if around.packed else block.peak_bytes
-            peak = kept + (max(own, block.again_bytes) if around.recomputed else own)
+            peak = kept + (max(own, block.recompute_peak_bytes) if around.recomputed else own)
             return [Schedule(kept, peak, -saved_s, sum(c.nbytes for c in held))]
         schedules = [Schedule()]
         for child in block.children:

@@ -55,9 +55,9 @@ class SearchSpace:
     def lower(self, to_beat: int, most_slowdown: float) -> Plan | None:
         """Return a plan with chunks that is clearly below ``to_beat`` bytes; ``None`` if there is none.
 
-        It has the least peak of those that are at most ``most_slowdown`` slow.  A question takes longer than to solve,
-        so every module that was not asked is first assumed to be able to run in chunks; those that the resulting plan
-        runs in chunks are then asked, and after a refusal it is solved again.
+        It has the lowest peak of those that are at most ``most_slowdown`` slow.  Asking a module takes longer than
+        solving, so modules that were not asked yet are first assumed to run in chunks.  Those that the resulting plan
+        runs in chunks are then asked; if one refuses, the search is solved again without it.
         """
         proposals, questions = self.proposals, self.questions
         while self.may_cut:
