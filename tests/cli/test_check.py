@@ -28,10 +28,12 @@ FLAGS = (
     "-i Bx3 --dim B=8 --plan p.plan.yaml --device cuda:1 --precision fp64 --loss l.py:f --optimizer adamw "
     "--seed 7 --timeout 12.5 --weights w.pt --code-path train.py --allow-package a --allow-global c.D -q"
 )
+TYPED = Trust(packages=("a",), globals=("c.D",), code_paths=("train.py",))
 SOURCE = ModelSource(
     location="model.pt",
     weights="w.pt",
-    trust=Trust(packages=("a",), globals=("c.D",), code_paths=("train.py",)),
+    trust=TYPED,
+    typed_trust=TYPED,
 )
 SPEC = InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 8}, source="--input")
 

@@ -51,11 +51,13 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         *"--code-path train.py --allow-package a --allow-package b --allow-global c.D --trust-pickle".split(),
         *"-o out.pt --search-time 40 --force --dry-run --plan-only --no-recommend-batch -q".split(),
     )
+    typed = Trust(packages=("a", "b"), globals=("c.D",), code_paths=("train.py",), pickle=True)
     assert request == OptimizeRequest(
         source=ModelSource(
             location="model.pt",
             weights="w.pt",
-            trust=Trust(packages=("a", "b"), globals=("c.D",), code_paths=("train.py",), pickle=True),
+            trust=typed,
+            typed_trust=typed,
         ),
         spec=InputSpec(
             tensors=(
@@ -316,7 +318,8 @@ def test_what_ended_it_is_told_after_the_report(pipeline: Any, capsys: pytest.Ca
 def test_apply(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--allow-package a -o x.pt --force --verify -i 4x3 --precision bf16 --timeout 9"
     assert main(["apply", "model.pt", "p.plan.yaml", *flags.split()]) == 0
-    source = ModelSource(location="model.pt", trust=Trust(packages=("a",)))
+    typed = Trust(packages=("a",))
+    source = ModelSource(location="model.pt", trust=typed, typed_trust=typed)
     expected = ApplyRequest(
         source=source,
         plan_path="p.plan.yaml",

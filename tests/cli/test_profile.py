@@ -31,7 +31,7 @@ def test_every_flag_arrives(requests: list[ProfileRequest]) -> None:
     trust = Trust(packages=("a",), globals=("c.D",), code_paths=("train.py",))
     assert requests == [
         ProfileRequest(
-            source=ModelSource(location="model.pt", weights="w.pt", trust=trust),
+            source=ModelSource(location="model.pt", weights="w.pt", trust=trust, typed_trust=trust),
             spec=InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 8}, source="--input"),
             settings=StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7),
             plan_path="p.plan.yaml",

@@ -48,7 +48,7 @@ def test_every_flag_arrives(requests: list[BatchRequest]) -> None:
     trust = Trust(packages=("a",), globals=("c.D",), code_paths=("train.py",))
     assert requests == [
         BatchRequest(
-            source=ModelSource(location="model.pt", weights="w.pt", trust=trust),
+            source=ModelSource(location="model.pt", weights="w.pt", trust=trust, typed_trust=trust),
             spec=InputSpec(tensors=(TensorSpec(shape=("B", "S")),), dims={"B": 8, "S": 128}, source="--input"),
             settings=StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7),
             memory=24 << 30,

@@ -636,7 +636,7 @@ def _a_segment() -> nn.Module:
     ("make", "reason"),
     [
         (_a_segment, "a segment already"),
-        (_with_own_forward, "a forward of its own on the instance"),
+        (_with_own_forward, "its instance has its own forward"),
         (lambda: nn.ModuleList([mlp()]), "ModuleList has no forward"),
         (nn.ModuleDict, "ModuleDict has no forward"),
         (nn.ParameterList, "ParameterList has no forward"),

@@ -185,7 +185,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def test_what_fits_nowhere_says_what_to_change_in_python() -> None:
     with pytest.raises(NothingFitsError) as caught:
         memopt_cli.optimize(net(), X, budget=1024)
-    raised, held = caught.value.hint.splitlines()
+    raised, held, *_ = caught.value.hint.splitlines()
     assert raised == 'Raise budget or level, or take a smaller batch (dims={"B": …} where the shape says B).'
     assert held.startswith("It holds what no plan can make smaller: ")
 
