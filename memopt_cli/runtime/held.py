@@ -1,7 +1,7 @@
 """The values in the slots that a forward changes, held from its start until it has run again.
 
-Tensors are held without the graph that made them, objects as copies: a call must not keep alive what later calls leave
-in the same slots, and with it these calls, and so on without end.
+Tensors are held without the graph that made them, and objects as copies.  Otherwise each call would keep alive what
+later calls leave in the same slots, and through that every later call.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ up ``count`` in place (``self.count.add_(1)``)::
     backward 1  with replay():          v = A, count = 0
                 afterwards              v = C, count = 2
 
-Tensors are held without the graph that made them: a call must not keep the graphs of earlier ones alive, and with them
-these calls, and so on without end.
+Tensors are held without the graph that made them.  Otherwise each call would keep alive the graph of the call before
+it, that one the graph of the call before that, and memory would grow with every call.
 
 A segment inside another does not hold its ``v`` from forward to backward, since the outer one makes it again.  It
 *lends* its matrices: :meth:`StartingState.lend` hands them over, and :meth:`StartingState.replay` is given them back.
@@ -26,7 +26,7 @@ A segment inside another does not hold its ``v`` from forward to backward, since
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakSet
@@ -125,11 +125,10 @@ class StartingState:
         is_known = not self.is_watched and not self.is_surprised and known.stays is self._stays
         is_still = is_known and known.is_still()
         if self._held is not None or not is_still:
-            # What is copied in every call is known to be written.
+            # If nothing new moved, the tensors that are copied in every call are already known to be written.
             self._learn(known.movers if is_still else known.places, set() if is_still else written)
             self._let_go(written)
-        if self._reads:
-            self._be_known()
+        self._register_as_reader(tensor for tensor, _ in self._reads)
         self.is_surprised |= any(known.empty)
         if any(known.without_hooks):
             self._lost = _HOOKS
@@ -166,16 +165,15 @@ class StartingState:
     def _let_go(self, written: set[int]) -> None:
         """Hold only what a recomputation needs; exchange copies of written tensors with other calls that need them."""
         assert self._held is not None
-        for tensor, one in self._held.let_go(written):
-            if one.copy is not None:
-                if tensor.dim() > 1:  # vectors are copied by everybody
-                    _hand_over(tensor, one)
-            elif self.is_watched or tensor in _ever_written:
-                _readers.setdefault(tensor, WeakSet()).add(self)
+        held = self._held.let_go(written)
+        self._register_as_reader(tensor for tensor, one in held if one.copy is None)
+        for tensor, one in held:
+            if one.copy is not None and tensor.dim() > 1:  # vectors are copied by everybody
+                _hand_over(tensor, one)
 
-    def _be_known(self) -> None:
-        """Register as a call that reads tensors of which it has no copy."""
-        for tensor, _ in self._reads:
+    def _register_as_reader(self, tensors: Iterable[Tensor]) -> None:
+        """Register this call as a reader of ``tensors``, of which it holds no copy."""
+        for tensor in tensors:
             if self.is_watched or tensor in _ever_written:
                 _readers.setdefault(tensor, WeakSet()).add(self)
 
