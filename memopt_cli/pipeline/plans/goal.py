@@ -206,8 +206,9 @@ class GoalSearch:
         slow: list[str] = []
         for done, priced in enumerate(found):
             self._measuring(priced, done, len(found))
-            point = self._confirmed(self._point(priced))
-            if point.slowdown is None or point.upper is None or point.upper <= self._most_shown:
+            seemed = self._point(priced)
+            point = self._confirmed(seemed)
+            if point.slowdown is None or not self._is_too_slow(seemed, point):
                 points.append(point)
             else:
                 slow.append(f"{format_bytes(point.predicted_allocated_peak_bytes)} ({point.slowdown:.2f}×)")
@@ -217,6 +218,14 @@ class GoalSearch:
                 f"plans of {', '.join(slow)}. A higher --max-slowdown shows them."
             )
         return points
+
+    def _is_too_slow(self, seemed: ParetoPoint, confirmed: ParetoPoint) -> bool:
+        """Tell whether a plan is too slow to be shown, as it was measured first and then confirmed.
+
+        Without ``--max-slowdown``, only a plan that is too slow both times is hidden: nobody has asked for a limit.
+        """
+        found = [confirmed.upper] if self.most_slowdown is not None else [seemed.slowdown, confirmed.slowdown]
+        return all(slowdown is not None and slowdown > self._most_shown for slowdown in found)
 
     def _point(self, priced: Priced) -> ParetoPoint:
         original = self.search.original.outcome

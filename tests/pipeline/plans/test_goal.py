@@ -354,6 +354,14 @@ def test_a_frontier_has_no_plan_that_is_measured_to_take_longer_than_it_may(
     assert "600 B (18.00×), 500 B (12.00×)" in note
 
 
+@pytest.mark.parametrize(("most", "is_shown"), [(None, True), (9.0, False)])
+def test_the_upper_end_of_an_interval_counts_where_a_limit_was_given(most: float | None, is_shown: bool) -> None:
+    search, _ = goal(lambda peak: measured(peak, {1000: 1.0, 700: 5.0}[peak], slowdown_error=6.0))
+    search.search.planner.plans = (priced(1000), priced(700))
+    points = replace(search, most_slowdown=most).frontier(search.search.planner.plans)
+    assert (len(points) == 2) == is_shown
+
+
 @pytest.mark.parametrize("seems_s", [18.0, 3.0])
 def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier_as_it_is_timed_in_turns(seems_s: float) -> None:
     times = {1000: 1.0, 700: seems_s}

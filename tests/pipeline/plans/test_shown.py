@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from memopt_cli.errors import WriteError
 from memopt_cli.files.contents import read_frontier
-from memopt_cli.pipeline.plans import optimization, shown
+from memopt_cli.pipeline.plans import goal, optimization, shown
 from memopt_cli.records import Breakdown, MemOptSummary, from_data
 
 Memopt = Callable[..., Any]
@@ -23,8 +24,9 @@ SHOWN = "net.memopt.frontier.json"
 
 
 @pytest.fixture
-def optimize(memopt: Memopt, in_process: None) -> Memopt:
-    """``memopt optimize`` without a recommended batch, profiling in this process."""
+def optimize(memopt: Memopt, in_process: None, monkeypatch: pytest.MonkeyPatch) -> Memopt:
+    """``memopt optimize`` without a recommended batch, profiling in this process; however long tiny steps take here."""
+    monkeypatch.setattr(goal, "FRONTIER_SLOWDOWN", math.inf)
     torch.manual_seed(0)
     torch.save(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)), "net.pt")
     return lambda *arguments: memopt("optimize", "net.pt", "--no-recommend-batch", *arguments)
