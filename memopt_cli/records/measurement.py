@@ -98,6 +98,8 @@ class Counted:
     """Operators that ran."""
     data_ranks: int = 1
     """Ranks that have samples of their own; 1 for one device."""
+    elsewhere_bytes: int = 0
+    """Most bytes that wait in host memory or on the disk, where the plan sends them; no peak counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,8 @@ class Measurement:
     """Median time of clipping and the optimizers in a step; 0 where it was not timed."""
     phases: tuple[PhasePeak, ...] = ()
     """Phases that the step has, in order; empty in files from before they were recorded."""
+    elsewhere_bytes: int = 0
+    """Most bytes that wait in host memory or on the disk, where the plan sends them; no peak counts them."""
 
     @property
     def step_s(self) -> float:

@@ -93,6 +93,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         batch=bench.batch,
         spent_s=time.monotonic() - started,
         phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
+        elsewhere_bytes=counted.elsewhere_bytes,
     )
     return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned)
 
