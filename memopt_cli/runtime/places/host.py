@@ -30,14 +30,16 @@ class _Block:
         self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         self.free_after: Any = None
         """The event after which it may be written again; ``None`` if it was not used yet."""
-        if (
-            torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0)
-            != torch.cuda.cudart().cudaError.success
-        ):
+        # PyTorch's own pinned memory has sizes rounded up to powers of two.
+        self._is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0)) == 0
+        if not self._is_pinned:
             raise MemoryError(f"{nbytes} bytes of host memory cannot be pinned")
 
     def __del__(self) -> None:
-        torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+        if self._is_pinned:
+            if self.free_after is not None:
+                self.free_after.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
 
 
 class _Blocks:

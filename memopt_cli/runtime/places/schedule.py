@@ -56,7 +56,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Parcel:
-    """What is sent, given up and fetched together."""
+    """Tensors that are sent, given up and fetched together."""
 
     __slots__ = ("__weakref__", "_before", "_is_fetched", "_items", "_place")
 
