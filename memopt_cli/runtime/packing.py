@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.compressor import (
@@ -228,6 +228,8 @@ class PackedSaves:
         # A small view may keep alive all of the large tensor that it is a view of.
         if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
             return _AsItIs(tensor)
+        if self._group is not None and _is_of_parameter(tensor):  # one that FSDP has gathered is nobody's own
+            return _AsItIs(tensor)
         saved = self._known(tensor) if is_large and self._packs else None
         if saved is not None and isinstance(saved.packed, Placed):
             saved.packed.note_use()
@@ -327,6 +329,10 @@ def _has_memory(tensor: Tensor) -> bool:
     """
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and not (stands_for_zeros(tensor) or is_of_transform(tensor))
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
 
 
 def _whole_of(tensor: Tensor) -> Tensor:

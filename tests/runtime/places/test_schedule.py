@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -248,6 +250,21 @@ def test_tensors_that_exist_anyway_are_not_sent(elsewhere: Elsewhere) -> None:
     assert elsewhere.most_bytes == 0
 
 
+def test_parameters_of_no_module_are_not_sent(elsewhere: Elsewhere) -> None:
+    """As those that FSDP has gathered."""
+    weight = nn.Parameter(torch.randn(2 * TENSOR_BYTES // WIDTH // 4, WIDTH))
+
+    class Net(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x[:64].exp(), weight)
+
+    net = Net()
+    memopt_cli.apply_plan(net, OUTSIDE)
+    net(inputs().requires_grad_()).sum().backward()
+    assert weight.grad is not None
+    assert elsewhere.most_bytes == 0
+
+
 def test_a_tensor_that_somebody_holds_is_not_taken_twice() -> None:
     held = list[Tensor]()
 
@@ -424,6 +441,22 @@ def _files_in(folder: Path) -> list[str]:
         except OSError:  # that of the listing itself
             continue
     return found
+
+
+def test_a_process_ends_while_tensors_are_written(own_folder: Path) -> None:
+    script = f"""
+import os, time, torch, memopt_cli
+from torch import nn
+plain = os.pwritev
+os.pwritev = lambda *given: (time.sleep(0.3), plain(*given))[1]
+memopt_cli.offload_folder = {str(own_folder)!r}
+net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+memopt_cli.apply_plan(net, memopt_cli.Plan(place="disk"))
+loss = net(torch.randn(256, 256)).sum()
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(own_folder.iterdir()) == []
 
 
 def test_the_file_has_no_name(own_folder: Path) -> None:
