@@ -228,8 +228,10 @@ class PackedSaves:
         # A small view may keep alive all of the large tensor that it is a view of.
         if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
             return _AsItIs(tensor)
-        if self._group is not None and _is_of_parameter(tensor):  # one that FSDP has gathered is nobody's own
-            return _AsItIs(tensor)
+        if self._group is not None:
+            if _is_of_parameter(tensor):  # one that FSDP has gathered is nobody's own
+                return _AsItIs(tensor)
+            self._group.note_save()
         saved = self._known(tensor) if is_large and self._packs else None
         if saved is not None and isinstance(saved.packed, Placed):
             saved.packed.note_use()

@@ -35,7 +35,7 @@ from memopt_cli.runtime.private_torch import (
 _LEAST_BYTES: Final = 1 << 16
 """Least bytes of a tensor that is sent."""
 _GROUP: Final = 4
-"""Tensors saved outside of segments that make a parcel."""
+"""Saves outside of segments whose tensors make a parcel."""
 
 
 class _Line(threading.local):
@@ -68,11 +68,6 @@ class Parcel:
         """The parcel that backward asks for next."""
         self._is_fetched = False
 
-    @property
-    def size(self) -> int:
-        """The number of tensors in it."""
-        return len(self._items)
-
     def take(self, packed: Packed) -> Packed | Placed:
         """Begin to send what ``packed`` holds; return what stands for it, itself if it stays."""
         if packed.parts or not packed.data:  # others refer to the parts of a concatenation
@@ -102,15 +97,14 @@ class Parcel:
 
     def complete(self) -> None:
         """Give up what earlier parcels hold, and have the next one give up this."""
-        if not self._items:
-            return
         line = _line
         here = [item for one in line.waiting if (item := one()) is not None and item.may_go]
         own = [item for one in self._items if (item := one()) is not None]
         for item in here:
             item.give_up((*here, *own))
         line.waiting = [ref(item) for item in (*here, *own) if item.may_go]
-        self._before, line.last = line.last, ref(self)
+        if own:
+            self._before, line.last = line.last, ref(self)
 
     def ask(self) -> None:
         """Note that backward has come to this parcel: begin to fetch it, and the one that is asked for next."""
@@ -138,18 +132,25 @@ class Group:
     def __init__(self, place: str) -> None:
         self._place = place
         self._parcel = Parcel(place)
+        self._saves = 0
+
+    def note_save(self) -> None:
+        """Note that autograd saves one more tensor; after every fourth, the parcel is complete.
+
+        Whether a tensor is sent may depend on its data, if it is packed before.  A dry run knows only that it is saved.
+        """
+        if self._saves == _GROUP:
+            self.complete()
+        self._saves += 1
 
     def take(self, packed: Packed) -> Packed | Placed:
         """Begin to send what ``packed`` holds; return what stands for it, itself if it stays."""
-        placed = self._parcel.take(packed)
-        if self._parcel.size >= _GROUP:
-            self.complete()
-        return placed
+        return self._parcel.take(packed)
 
     def complete(self) -> None:
         """Complete the parcel that was begun, so that tensors saved before it are given up."""
         self._parcel.complete()
-        self._parcel = Parcel(self._place)
+        self._parcel, self._saves = Parcel(self._place), 0
 
 
 class _Item:
