@@ -78,9 +78,12 @@ on_unsafe = "warn"
 """Reaction of a segment whose forward cannot be repeated, or whose recomputation gives something else: ``warn`` and run
 plainly from then on; or ``raise``."""
 
+offload_folder: str | None = None
+"""Folder in which a plan's tensors wait that are sent to the disk; ``None`` for that of temporary files."""
+
 
 def __dir__() -> list[str]:
-    return sorted([*_PUBLIC, *_MODULES, "__all__", "__doc__", "on_unsafe"])
+    return sorted([*_PUBLIC, *_MODULES, "__all__", "__doc__", "offload_folder", "on_unsafe"])
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for Any

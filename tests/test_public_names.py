@@ -31,7 +31,7 @@ def test_type_checkers_import_what_is_loaded() -> None:
 
 def test_the_first_screen_of_the_package_is_short() -> None:
     assert len(memopt_cli._PUBLIC) <= 25
-    listed = {*memopt_cli._PUBLIC, *memopt_cli._MODULES, "__all__", "__doc__", "on_unsafe"}
+    listed = {*memopt_cli._PUBLIC, *memopt_cli._MODULES, "__all__", "__doc__", "offload_folder", "on_unsafe"}
     assert set(dir(memopt_cli)) == listed
     assert [name for name in listed if not hasattr(memopt_cli, name)] == []
 

@@ -50,6 +50,8 @@ def _by_length(plan: Plan) -> Iterator[str]:
 def _left_out(plan: Plan) -> Iterator[str]:
     if plan.packed:
         yield "what is saved for backward outside of segments is not packed"
+    if plan.place != "device":
+        yield f"what is saved for backward outside of segments stays on the device, and does not go to {plan.place}"
     if plan.in_backward:
         yield "the optimizer does not run in backward"
     for segment in plan.segments:
@@ -59,6 +61,8 @@ def _left_out(plan: Plan) -> Iterator[str]:
             continue
         if segment.chunks > 1:
             yield f"{path}: run at once, not in {counted(segment.chunks, 'chunk')}"
+        if segment.place != "device":
+            yield f"{path}: what it stores stays on the device, and does not go to {segment.place}"
         if segment.compressor != "null":
             yield f"{path}: its input is stored as it is, not packed ({segment.compressor})"
         if segment.spatial_split:

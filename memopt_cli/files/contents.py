@@ -173,8 +173,8 @@ def read_frontier(path: Path) -> ShownFrontier:
     try:
         data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
         version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION or isinstance(version, bool | float):
-            raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads {SCHEMA_VERSION}")
+        if version not in (2, SCHEMA_VERSION) or isinstance(version, bool | float):
+            raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads 2 to {SCHEMA_VERSION}")
         header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
         parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
         shown = _measurable(from_data(ShownFrontier, {"header": to_data(header), **parts}, where="the file"))
@@ -215,7 +215,7 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
     try:
         data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
         version = data.get("schema_version") if isinstance(data, dict) else None
-        if version not in (1, SCHEMA_VERSION) or isinstance(version, bool | float):
+        if version not in (1, 2, SCHEMA_VERSION) or isinstance(version, bool | float):
             raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads 1 to {SCHEMA_VERSION}")
         data = _as_of_today(data) if version == 1 else data
         header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from memopt_cli.records.inputs import InputSpec
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of every file memopt writes; raised when a field changes its meaning.
 
 2: in JSON files plans have no ``level``; levels have ``repeats`` in place of ``note`` and ``dry_runs`` in place of
-``candidates``.  Version 1 is read, too.
+``candidates``.  3: segments and plans have ``place``, which
+earlier versions of memopt would not follow.  Versions 1 and 2 are read, too.
 """
 
 

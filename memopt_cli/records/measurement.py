@@ -99,6 +99,8 @@ class Counted:
     """Operators that ran."""
     data_ranks: int = 1
     """Ranks that have samples of their own; 1 for one device."""
+    elsewhere_bytes: int = 0
+    """Most bytes that wait in host memory or on the disk, where the plan sends them; no peak counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,8 @@ class Measurement:
     """Amount by which the slowdown may be larger or smaller, where it was timed in turns with the original, else 0."""
     waited: float = 0.0
     """Share of the time of the timed steps in which they waited for a processor, as on a busy machine."""
+    elsewhere_bytes: int = 0
+    """Most bytes that wait in host memory or on the disk, where the plan sends them; no peak counts them."""
 
     @property
     def step_s(self) -> float:

@@ -12,6 +12,8 @@ MOST_RANGES = 100
 """Most ranges of a plan by length, each of which is measured by itself."""
 
 CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "parts", "own"]
+PlaceName = Literal["device", "host", "disk"]
+"""Place where stored tensors wait for backward: on the device, in host memory, or in a file."""
 
 
 MOST_NORMS = 2
@@ -58,6 +60,8 @@ class SegmentPlan(ChunkRule):
     keep: tuple[str, ...] = ()
     """Operators whose outputs are kept, by :attr:`OpTrace.name`; all others are recomputed.  ``aten::convolution#2`` is
     the second such call in the segment, those in inner segments not counted."""
+    place: PlaceName = "device"
+    """Place where its stored inputs, packed, and its kept outputs wait."""
     through_loss: bool = False
     """Whether each chunk of a linear layer runs on through the cross-entropy that its output goes to, to its gradients,
     so that neither the whole output nor its gradient ever exists."""
@@ -102,11 +106,12 @@ class PlanRange:
     """Largest size in the range."""
     segments: tuple[SegmentPlan, ...] = ()
     packed: bool = False
+    place: PlaceName = "device"
 
     @property
     def plan(self) -> Plan:
         """Plan for a step of a size in the range."""
-        return Plan(segments=self.segments, packed=self.packed)
+        return Plan(segments=self.segments, packed=self.packed, place=self.place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +125,8 @@ class Plan:
     """Segments in the order of first call."""
     packed: bool = False
     """Whether tensors saved for backward outside of segments are packed where that is lossless."""
+    place: PlaceName = "device"
+    """Place where tensors saved for backward outside of segments wait, packed before if :attr:`packed`."""
     in_backward: bool = False
     """Whether the optimizer steps each parameter as soon as its gradient is complete, which is then freed."""
     by: InputDimension | None = None
@@ -132,7 +139,7 @@ class Plan:
             raise UsageError(
                 "a plan with ranges must say by which dimension, and a plan without ranges must not", hint=_BY
             )
-        if self.ranges and (self.segments or self.packed):
+        if self.ranges and (self.segments or self.packed or self.place != "device"):
             raise UsageError("a plan has ranges, or segments for inputs of any size, not both", hint=_BY)
         bounds = [part.up_to for part in self.ranges]
         if len(bounds) > MOST_RANGES:
@@ -143,7 +150,7 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether the model and its optimizer stay as they are."""
-        return not self.everywhere and not self.packs and not self.in_backward
+        return not self.everywhere and not self.packs and not self.sends and not self.in_backward
 
     def at(self, sizes: Mapping[str, int]) -> Plan:
         """Return the plan that acts at ``sizes`` of dimensions; that of the longest range if its own is not given."""
@@ -171,6 +178,12 @@ class Plan:
     def packs(self) -> bool:
         """Whether anything is packed outside of segments, in any range."""
         return self.packed or any(part.packed for part in self.ranges)
+
+    @property
+    def sends(self) -> bool:
+        """Whether anything waits elsewhere than on the device, in any range."""
+        outside = (self.place, *(part.place for part in self.ranges))
+        return any(place != "device" for place in (*outside, *(segment.place for segment in self.everywhere)))
 
     @property
     def of_model(self) -> Plan:

@@ -276,9 +276,14 @@ def in_words(plan: Plan) -> str:
         "through its loss": sum(segment.through_loss for segment in plan.segments),
         "packed": sum(segment.compressor != "null" for segment in plan.segments),
         "keeping outputs": sum(bool(segment.keep) for segment in plan.segments),
+        "sent away": sum(segment.place != "device" for segment in plan.segments),
     }
     said = [f"{number} {what}" for what, number in parts.items() if number]
-    said += ["saved packed"] * plan.packed + ["optimizer in backward"] * plan.in_backward
+    said += (
+        ["saved packed"] * plan.packed
+        + [f"saved sent to {plan.place}"] * (plan.place != "device")
+        + ["optimizer in backward"] * plan.in_backward
+    )
     return ", ".join(said) or "no segments"
 
 

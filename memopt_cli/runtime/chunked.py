@@ -26,6 +26,8 @@ from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
 from memopt_cli.runtime.packing import note_joined
+from memopt_cli.runtime.places.interface import DEVICE
+from memopt_cli.runtime.places.schedule import Parcel
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
@@ -59,6 +61,8 @@ class _Call:
     states: tuple[Any, ...]
     """The positional arguments after them: those of the first chunk, which may return others for the next."""
     kwargs: dict[str, Any]
+    parcel: Parcel | None
+    """The parcel that sends away what the chunks store; ``None`` if it stays."""
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,20 +70,35 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     config = config_of(module)
+    parcel = None if config.place == DEVICE else Parcel(config.place)
+    output = _run_chunks(module, forward, args, kwargs, parcel)
+    if parcel is not None:
+        parcel.complete()
+    return output
+
+
+def _run_chunks(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parcel: Parcel | None,
+) -> Any:
+    config = config_of(module)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     length = _length(config, sequences)
     chunks = min(config.chunks, length)
     if chunks < 2 or _runs_whole(module, args, kwargs):
-        return _run_one_chunk(module, forward, args, kwargs)
+        return _run_one_chunk(module, forward, args, kwargs, parcel)
     record_cut(module, config.chunks, length)
     if reason := norm_refusal(module, config, chunks):  # it became a segment in eval mode
         raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     lengths = chunk_lengths(length, chunks)
     hands_on = config.batch_statistics or config.recompute_states or _resumes(module)  # so that every chunk must run
-    short = None if hands_on else abridged(module, lengths, config.axis, sequences)
+    short = None if hands_on or parcel is not None else abridged(module, lengths, config.axis, sequences)
     lengths = lengths if short is None else short.lengths(lengths)
     pieces = list(zip(*(_pieces(s, lengths, config.axis) for s in sequences), strict=True))
-    call = _Call(module, forward, pieces, states, kwargs)
+    call = _Call(module, forward, pieces, states, kwargs, parcel)
     try:
         if config.batch_statistics:
             return _run_passes(call)
@@ -89,9 +108,9 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     undo()
     if is_certain:
         run_whole(module, reason)
-        return _run_one_chunk(module, forward, args, kwargs)
+        return _run_one_chunk(module, forward, args, kwargs, parcel)
     try:
-        output = _run_one_chunk(module, forward, args, kwargs)
+        output = _run_one_chunk(module, forward, args, kwargs, parcel)
     except Exception:  # no fault of chunks: whoever catches it goes on, and a recomputation would not try both
         cannot_repeat()
         raise
@@ -100,10 +119,14 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
 
 
 def _run_one_chunk(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parcel: Parcel | None,
 ) -> Any:
     config = config_of(module)
-    inputs = PackedInputs(codec_of(module, config), raw=args[config.seq_inputs :])
+    inputs = PackedInputs(codec_of(module, config), args[config.seq_inputs :], parcel)
     return call_checkpointed(module, forward, args, kwargs, inputs, config.keep)
 
 
@@ -170,7 +193,7 @@ def _one_by_one(
         if resumes:
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
             forward = functools.partial(within_chunk, chunk, forward)
-        inputs = PackedInputs(codec, raw=states)
+        inputs = PackedInputs(codec, states, call.parcel)
         inputs.of_chunk = True
         first = _FirstChunk(call) if index == 0 else None
         shows = first is not None and _shows_moves(piece)

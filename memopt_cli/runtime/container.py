@@ -38,12 +38,15 @@ from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.module_state import LEARNED_KEY, SEGMENT_KEY, name_of
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.packing import PackedSaves
+from memopt_cli.runtime.places.interface import DEVICE
+from memopt_cli.runtime.places.schedule import Group, parcel_to
 from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, not_compiled
 from memopt_cli.runtime.refusals import misfit, misplaced, refusal, wrong_settings
 from memopt_cli.runtime.running import is_checkpointed, is_nested, is_transformed
 from memopt_cli.runtime.runs import Chain
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
+from memopt_cli.runtime.tree import tensors_of
 
 
 class PackingContainer(Installed):
@@ -310,15 +313,22 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     config = config_of(module)
     codec = codec_of(module, config)
     if not config.spatial_split:
-        return call_checkpointed(module, forward, args, kwargs, PackedInputs(codec), config.keep)
-    output: Any = args
+        parcel = None if config.place == DEVICE else parcel_to(config.place)
+        output = call_checkpointed(module, forward, args, kwargs, PackedInputs(codec, (), parcel), config.keep)
+        if parcel is not None:
+            parcel.complete()
+        return output
+    output = args
     learned = learned_of(module).stages
     for place, stage in enumerate(_stages(module)):
         arguments = output if isinstance(output, tuple) else (output,)
         if place not in learned or not learned[place].belongs_to(stage):
             learned[place] = Learned(stage)
-        inputs = PackedInputs(codec)
+        parcel = None if config.place == DEVICE else parcel_to(config.place)
+        inputs = PackedInputs(codec, (), parcel)
         output = call_checkpointed(stage, stage, arguments, kwargs, inputs, config.keep, learned=learned[place])
+        if parcel is not None:
+            parcel.complete()
         kwargs, codec = {}, COMPRESSORS["null"]
     return output
 
@@ -330,7 +340,7 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
     if is_dropped or not torch.is_grad_enabled() or is_transformed():
         return forward(*args, **kwargs)
     try:
-        with PackedSaves((*module.parameters(), *module.buffers())).hooks():
+        with _saves(module, args, kwargs).hooks():
             return forward(*args, **kwargs)
     except RuntimeError as error:
         if forbids_hooks(error):
@@ -339,6 +349,13 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
                 "what is saved there is packed; set packed to false in the plan"
             ) from error
         raise
+
+
+def _saves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedSaves:
+    config, state = config_of(module), (*module.parameters(), *module.buffers())
+    if config.place == DEVICE:
+        return PackedSaves(state)
+    return PackedSaves((*state, *tensors_of((args, kwargs))), Group(config.place), packs=config.packs)
 
 
 def _run_through_loss(

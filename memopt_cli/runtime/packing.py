@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.compressor import (
@@ -31,6 +31,7 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.copies import version_of
+from memopt_cli.runtime.places.schedule import Group, Placed, here
 from memopt_cli.runtime.private_torch import (
     base_of,
     is_engine,
@@ -152,7 +153,7 @@ class _Saved:
 
     __slots__ = ("__weakref__", "codec", "packed")
 
-    def __init__(self, codec: SpikeCompressor, packed: Packed) -> None:
+    def __init__(self, codec: SpikeCompressor, packed: Packed | Placed) -> None:
         self.codec = codec
         self.packed = packed
 
@@ -196,8 +197,12 @@ class _Late:
 class PackedSaves:
     """The tensors that autograd saves during one run of a module's forward, packed."""
 
-    def __init__(self, untouched: Iterable[Tensor]) -> None:
-        """Leave the tensors ``untouched``, parameters and buffers, as they are: they exist anyway."""
+    def __init__(self, untouched: Iterable[Tensor], group: Group | None = None, *, packs: bool = True) -> None:
+        """Leave the tensors ``untouched``, parameters and buffers, as they are: they exist anyway.
+
+        ``group`` sends all others away, ``None`` leaves them here.  Without ``packs`` nothing is packed before.
+        """
+        self._group, self._packs = group, packs
         self._untouched = {memory_of(t) for t in untouched if _has_memory(t)}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_Saved]]]] = {}
         self._late: list[_Late] = []
@@ -223,29 +228,40 @@ class PackedSaves:
         # A small view may keep alive all of the large tensor that it is a view of.
         if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
             return _AsItIs(tensor)
-        saved = self._known(tensor) if is_large else None
+        if self._group is not None:
+            if _is_of_parameter(tensor):  # one that FSDP has gathered is nobody's own
+                return _AsItIs(tensor)
+            self._group.note_save()
+        saved = self._known(tensor) if is_large and self._packs else None
+        if saved is not None and isinstance(saved.packed, Placed):
+            saved.packed.note_use()
         if saved is None and is_large:
             # Noise, which is of floats and not trained, may be filled later (:mod:`memopt_cli.runtime.noise`).
             if tensor.is_floating_point() and not tensor.requires_grad:
                 self._late.append(_Late(tensor))
                 return self._late[-1]
-            saved = self._new(tensor)
+            saved = self._new(tensor) if self._packs else None
         if saved is None:  # the version is checked: with hooks, PyTorch does not
             return self._as_it_is(tensor)
         return saved, tensor.shape, tensor.stride()
 
-    def _as_it_is(self, tensor: Tensor) -> Packed:
+    def _sent(self, packed: Packed) -> Packed | Placed:
+        return packed if self._group is None else self._group.take(packed)
+
+    def _as_it_is(self, tensor: Tensor) -> Packed | Placed:
         """Return ``tensor`` stored raw.
 
         If it is a view, its whole base is held by it: that need not be packed any more, and concatenations can refer to
         it.
         """
+        if self._group is not None:
+            return self._group.take(COMPRESSORS["null"].compress(tensor))
         whole, stored = _whole_of(tensor), COMPRESSORS["null"].compress(tensor)
         if whole is not tensor:
             raw = COMPRESSORS["null"].compress(whole)
             note_stored(whole, raw)
             known = self._known(whole)
-            if known is not None and known.packed.parts:
+            if known is not None and isinstance(known.packed, Packed) and known.packed.parts:
                 known.packed = raw
             stored = replace(stored, whole=raw)
         note_stored(tensor, stored)
@@ -254,14 +270,18 @@ class PackedSaves:
     def settle(self) -> None:
         """Pack the tensors that still wait, as every operator has run."""
         self._pack_late(math.inf)
+        if self._group is not None:
+            self._group.complete()
 
     def _pack_late(self, node: float) -> None:
         """Pack what was saved before ``node`` was made: by then the operator that saved it has run to its end."""
         while self._late and self._late[0].node < node:
             late = self._late.pop(0)
             tensor = late.take()
-            if tensor is not None and (saved := self._known(tensor) or self._new(tensor)):
-                late.stored = saved, tensor.shape, tensor.stride()
+            if tensor is None:
+                continue
+            saved = (self._known(tensor) or self._new(tensor)) if self._packs else None
+            late.stored = self._sent(late.stored) if saved is None else (saved, tensor.shape, tensor.stride())
 
     @not_compiled
     def unpack(self, stored: Any) -> Tensor:
@@ -270,14 +290,14 @@ class PackedSaves:
             return stored.get()
         if isinstance(stored, _Late):
             stored = stored.stored
-        if isinstance(stored, Packed):
-            return COMPRESSORS["null"].decompress(stored)
+        if isinstance(stored, Packed | Placed):
+            return COMPRESSORS["null"].decompress(here(stored))
         saved, shape, stride = stored
         assert isinstance(saved, _Saved)
         # Only the engine: a recomputation that the node has started reads the elements.
         if _takes_shape_alone(saved.packed) and is_engine(sys._getframe().f_back):
-            return torch.empty_strided(shape, stride, dtype=saved.packed.dtype, device=saved.packed.data[0].device)
-        return load(saved.codec, saved.packed).as_strided(shape, stride)
+            return torch.empty_strided(shape, stride, dtype=saved.packed.dtype, device=saved.packed.device)
+        return load(saved.codec, here(saved.packed)).as_strided(shape, stride)
 
     def _known(self, tensor: Tensor) -> _Saved | None:
         entry = self._seen.get(memory_of(tensor))
@@ -295,7 +315,7 @@ class PackedSaves:
         if packed.raw:
             return None
         note_stored(whole, packed)
-        saved = _Saved(codec, packed)
+        saved = _Saved(codec, self._sent(packed))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key not in self._seen:  # forgotten with the storage: its address is used again
@@ -313,6 +333,10 @@ def _has_memory(tensor: Tensor) -> bool:
     return is_plain and not (stands_for_zeros(tensor) or is_of_transform(tensor))
 
 
+def _is_of_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
+
+
 def _whole_of(tensor: Tensor) -> Tensor:
     """Return the base of which ``tensor`` is a view, if that is dense and of its dtype; otherwise ``tensor`` itself."""
     whole = base_of(tensor)
@@ -321,11 +345,11 @@ def _whole_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_neg() or tensor.is_conj() else whole
 
 
-def _takes_shape_alone(packed: Packed) -> bool:
+def _takes_shape_alone(packed: Packed | Placed) -> bool:
     """Tell whether the node that unpacks ``packed`` needs its shape alone: pooling on the CPU and on CUDA."""
     node = running_node()
     known = node is not None and name_of_node(node) in _SHAPE_ALONE and not (packed.parts or packed.raw)
-    return known and packed.data[0].device.type in ("cpu", "cuda") and packed.dtype in _FLOATS  # others are indices
+    return known and packed.device.type in ("cpu", "cuda") and packed.dtype in _FLOATS  # others are indices
 
 
 def _region(tensor: Tensor) -> tuple[Any, ...]:

@@ -110,6 +110,12 @@ def memory_of(tensor: Tensor) -> int:
     return storage_key(tensor.untyped_storage())
 
 
+def holders_of(tensor: Tensor) -> int:
+    """Return how many tensors hold the storage of ``tensor``, itself and those of autograd among them."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage_key(storage))) - 1  # this object
+
+
 @functools.cache
 def is_made_of_others(kind: type) -> bool:
     """Tell whether tensors of class ``kind`` consist of others and hold no memory, as a ``DTensor`` does."""

@@ -16,6 +16,7 @@ from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, declared_
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.module_state import uninitialized
 from memopt_cli.runtime.norms import batch_norms
+from memopt_cli.runtime.places.interface import PLACES
 from memopt_cli.runtime.private_torch import InstanceNorm
 from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
@@ -96,6 +97,8 @@ def wrong_settings(config: SegmentConfig) -> str:
     recomputed = config.spatial_split or config.chunks > 1 or config.keep or config.compressor != "null"
     if not config.recompute and recomputed:
         return "only what is recomputed can be split, run in chunks, keep outputs, or store its input in a codec"
+    if config.place not in PLACES:
+        return f"unknown place {reprlib.repr(config.place)}; known: {', '.join(PLACES)}"
     if config.through_loss:
         return _wrong_through_loss(config)
     if config.recompute_states and config.chunks < 2:

@@ -15,6 +15,7 @@ from memopt_cli.runtime.compressor import (
     COMPRESSORS,
     OWN_COMPRESSOR,
     OwnCompressor,
+    Packed,
     SpikeCompressor,
     beside_the_model,
     load,
@@ -25,11 +26,12 @@ from memopt_cli.runtime.copies import copies_of, remade
 from memopt_cli.runtime.learned import Learned, learned_of
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import matrices_of, name_of, uninitialized
+from memopt_cli.runtime.places.schedule import Parcel
 from memopt_cli.runtime.private_torch import as_written, hooks_on_saving, not_compiled
 from memopt_cli.runtime.running import is_checkpointed, is_transformed, running_chunk, segment_around, within_chunk
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import Dropped, SegmentRun, Unrepeatable, give
-from memopt_cli.runtime.selective import uncounted
+from memopt_cli.runtime.selective import KeptOutputs, NothingKept, uncounted
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import Arguments, join_tensors, joined, split_tensors, tensors_of
 from memopt_cli.runtime.unsafe import run_plainly, runs_plainly
@@ -70,7 +72,8 @@ def call_checkpointed(
     if around is not None and around.is_recomputation:
         return _within_recomputation(module, first, given.tensors, around, learned)
     start = StartingState(module, given.tensors, given.others, learned, watches=learned.runs.is_due())
-    run = SegmentRun(module, learned, start, functools.partial(_repeat, forward, given.skeleton), keep)
+    kept = KeptOutputs(keep, inputs.parcel) if keep else NothingKept()
+    run = SegmentRun(module, learned, start, functools.partial(_repeat, forward, given.skeleton), kept)
     run.gathers = inputs.of_chunk and config_of(module).batch_statistics
     tensors = given.tensors
     if learned.overwrites_input:
@@ -242,8 +245,10 @@ class PackedInputs:
     Raw are the states that chunks hand on: the codec is chosen for the module's inputs.
     """
 
-    def __init__(self, codec: SpikeCompressor, raw: Any = ()) -> None:
+    def __init__(self, codec: SpikeCompressor, raw: Any = (), parcel: Parcel | None = None) -> None:
         self._codec = codec
+        self.parcel = parcel
+        """The parcel that sends what is stored, and kept outputs, to where they wait; ``None`` if they stay."""
         self._raw = frozenset(map(id, tensors_of(raw))) if raw else frozenset()
         self._stored: list[Any] = []
         self.of_chunk = False
@@ -258,9 +263,13 @@ class PackedInputs:
                 self._stored.append(tensor)
                 continue
             codec = COMPRESSORS["null"] if id(tensor) in self._raw or not tensor.numel() else self._codec
-            self._stored.append(store(codec, tensor))
-            note_stored(tensor, self._stored[-1])
+            packed = store(codec, tensor)
+            note_stored(tensor, packed)
+            self._stored.append(packed if self.parcel is None else self.parcel.take(packed))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that were stored."""
-        return [s if isinstance(s, Tensor) else load(self._codec, s) for s in self._stored]
+        return [
+            s if isinstance(s, Tensor) else load(self._codec, s if isinstance(s, Packed) else s.get())
+            for s in self._stored
+        ]

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from memopt_cli.runtime.places.interface import PlaceName
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentConfig:
@@ -41,6 +43,11 @@ class SegmentConfig:
     """Whether the chunks of a linear layer run on through the cross-entropy of its output, which never exists whole."""
     inexact: bool = False
     """Whether batch norms in chunks may normalize by the statistics of their own chunk, which changes the result."""
+    place: PlaceName = "device"
+    """Name of the place where its stored inputs and kept outputs wait, one of
+    :data:`~memopt_cli.runtime.places.interface.PLACES`; if it is not recomputed, where what autograd saves waits."""
+    packs: bool = True
+    """Whether what autograd saves is packed, if it is not recomputed; if not, it is only sent to its place."""
     recompute_states: bool = False
     """Whether the states that chunks hand on in attributes are made again in backward.  It has no effect inside another
     segment, whose recomputation makes them again, and under ``torch.compile``."""

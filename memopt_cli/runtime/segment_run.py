@@ -84,14 +84,19 @@ class SegmentRun:
     """Whether hooks on saving belong to a segment, and to its recomputation: asked of the object that has the hooks."""
 
     def __init__(
-        self, module: nn.Module, learned: Learned, start: StartingState, repeat: Repeat, keep: tuple[str, ...]
+        self,
+        module: nn.Module,
+        learned: Learned,
+        start: StartingState,
+        repeat: Repeat,
+        kept: KeptOutputs | NothingKept,
     ) -> None:
         """Prepare a call of ``module`` that starts from ``start``; ``repeat`` runs its forward again.
 
-        ``learned``: what earlier calls have shown; ``keep``: operators whose outputs are kept.
+        ``learned``: what earlier calls have shown; ``kept``: keeps some operators' outputs.
         """
         self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
-        self._kept = KeptOutputs(keep) if keep else NothingKept()
+        self._kept = kept
         self._began, self._length = this_moment(), present_length()
         self._outermost = outermost_turn() or module
         self._refs: list[ref[_Saved]] = []

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from memopt_cli.runtime.generators import position_of, put_at
+from memopt_cli.runtime.places.schedule import Handle, Parcel
 from memopt_cli.runtime.private_torch import (
     OpOverloadPacket,
     TorchDispatchMode,
@@ -108,11 +109,23 @@ class _Output:
     watched: list[tuple[Tensor, int]]
     """Tensors through which the memory can be written, and their versions when forward ended."""
 
+    def send(self, parcel: Parcel) -> None:
+        """Have ``parcel`` send the tensors away, together with those that are watched for their sake."""
+        for place, leaf in enumerate(self.leaves):
+            if _has_storage(leaf):
+                key = memory_of(leaf)
+                others = [tensor for tensor, _ in self.watched if memory_of(tensor) == key]
+                self.leaves[place] = parcel.send(leaf, others)
+                if self.leaves[place] is not leaf:
+                    self.watched = [(tensor, version) for tensor, version in self.watched if memory_of(tensor) != key]
+
 
 class KeptOutputs:
     """The outputs that one run of a segment keeps."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], parcel: Parcel | None = None) -> None:
+        """Keep outputs of the operators ``names``; ``parcel`` sends them away, ``None`` leaves them here."""
+        self._parcel = parcel
         self._calls: dict[str, set[int]] = defaultdict(set)
         """Operator -> which of its calls, from 1; 0 stands for all."""
         for name in names:
@@ -136,6 +149,8 @@ class KeptOutputs:
             del self._outputs[key]
         for output in self._outputs.values():
             output.watched = [(tensor, version_counter(tensor)) for tensor, _ in output.watched]
+            if self._parcel is not None:
+                output.send(self._parcel)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -190,6 +205,7 @@ class KeptOutputs:
                 f"an output of {name} that a segment keeps was modified in place after the segment's forward. "
                 "Do not keep this operator's outputs in the plan, or make the modification out of place."
             )
+        output.leaves = [leaf.get() if isinstance(leaf, Handle) else leaf for leaf in output.leaves]
         return output
 
     def wants(self, key: Call) -> bool:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from memopt_cli.records import Counted, ModuleShare, StepTrace, StorageTrace, break_down
+from memopt_cli.runtime.places.interface import counted_elsewhere
 from memopt_cli.runtime.stand_ins import StandIns
 from memopt_cli.trace.log import Codecs, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.trace.storages import Storage
@@ -38,7 +39,7 @@ def count(
         abridged = (
             stand_ins.counting(lambda: log.storages.live_bytes) if stand_ins is not None else contextlib.nullcontext()
         )
-        with packed_as(log, codecs), active(log, step), abridged:
+        with packed_as(log, codecs), active(log, step), abridged, counted_elsewhere() as elsewhere:
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
@@ -51,6 +52,7 @@ def count(
         phases=tuple(log.peaks.phases.values()),
         collectives=log.exchanged.records(),
         operators=log.storages.tick,
+        elsewhere_bytes=elsewhere.most_bytes,
     )
 
 

@@ -98,8 +98,9 @@ def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
     """Return module -> the configuration of the segment that ``plan`` puts on it."""
     found: dict[nn.Module, SegmentConfig] = {}
     paths: dict[nn.Module, str] = {}
-    if plan.packed and not any(segment.path == "" for segment in plan.segments):
-        found[model] = SegmentConfig(recompute=False, path=_ROOT)
+    saves = plan.packed or plan.place != "device"
+    if saves and not any(segment.path == "" for segment in plan.segments):
+        found[model] = SegmentConfig(recompute=False, packs=plan.packed, place=plan.place, path=_ROOT)
     for segment in plan.segments:
         module, name = find_part(model, segment.path), segment.path or _ROOT
         if module in paths:
@@ -156,7 +157,7 @@ def plan_of(model: nn.Module) -> Plan:
     ranges = []
     for index, up_to in enumerate(root.up_to):
         part = _plan_of({path: c for path, m in installed.items() if (c := _in_range(m, index)) is not None})
-        ranges.append(PlanRange(up_to=up_to, segments=part.segments, packed=part.packed))
+        ranges.append(PlanRange(up_to=up_to, segments=part.segments, packed=part.packed, place=part.place))
     by = InputDimension(dim=root.length.name, argument=root.length.argument, axis=root.length.axis)
     return Plan(by=by, ranges=tuple(ranges), in_backward=in_backward)
 
@@ -173,7 +174,10 @@ def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
         for path, config in installed.items()
         if config.recompute
     )
-    return Plan(segments=tuple(segments), packed=any(not config.recompute for config in installed.values()))
+    outside = next((config for config in installed.values() if not config.recompute), None)
+    if outside is None:
+        return Plan(segments=tuple(segments))
+    return Plan(segments=tuple(segments), packed=outside.packs, place=outside.place)
 
 
 def remove_plan(model: nn.Module) -> nn.Module:

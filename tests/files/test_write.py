@@ -30,6 +30,7 @@ from memopt_cli.records import (
     FileHeader,
     InputSpec,
     MemOptSummary,
+    PlaceName,
     Plan,
     SegmentPlan,
     TensorSpec,
@@ -290,8 +291,14 @@ segments = st.builds(
     through_loss=st.booleans(),
     inexact=st.booleans(),
     recompute_states=st.booleans(),
+    place=st.sampled_from(get_args(PlaceName)),
 )
-plans = st.builds(Plan, segments=st.lists(segments, max_size=5).map(tuple), packed=st.booleans())
+plans = st.builds(
+    Plan,
+    segments=st.lists(segments, max_size=5).map(tuple),
+    packed=st.booleans(),
+    place=st.sampled_from(get_args(PlaceName)),
+)
 words = text.filter(str.isidentifier)
 tensors = st.builds(
     TensorSpec,
@@ -303,7 +310,7 @@ tensors = st.builds(
 sizes = st.dictionaries(words, st.integers(0, 2**13), max_size=3)
 headers = st.builds(
     FileHeader,
-    schema_version=st.sampled_from([1, 2]),
+    schema_version=st.sampled_from([1, 2, 3]),
     memopt=text,
     torch=text,
     model=text,
@@ -402,7 +409,7 @@ PLAN = Plan(segments=(SegmentPlan(path="features.0", compressor="bit"), SegmentP
 VERSION_1 = Path(__file__).parents[1] / "written_by_version_1"
 
 PLAN_TEXT = f"""\
-schema_version: 2
+schema_version: 3
 memopt: 0.1.0
 torch: 2.13.0
 model: model.pt
@@ -425,13 +432,28 @@ def test_a_plan_is_small_and_readable() -> None:
     assert plan_yaml(HEADER, PLAN, 3).decode() == PLAN_TEXT
 
 
+def test_a_plan_says_where_tensors_wait(tmp_path: Path) -> None:
+    plan = Plan(place="disk", segments=(SegmentPlan(path="head", place="host"), SegmentPlan(path="features")))
+    text = plan_yaml(HEADER, plan, 4)
+    assert b"\nplace: disk\n" in text
+    assert b"\n- {path: head, place: host}\n- {path: features}\n" in text
+    (tmp_path / "p.yaml").write_bytes(text)
+    assert read_plan(tmp_path / "p.yaml") == (HEADER, plan)
+
+
+def test_a_plan_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(PLAN_TEXT.replace("schema_version: 3", "schema_version: 2"))
+    assert read_plan(tmp_path / "p.yaml") == (replace(HEADER, schema_version=2), PLAN)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("schema_version: 2", "schema_version: 3", "reads up to 2"),
-        ("schema_version: 2", "schema_version: true", "not a plan"),
-        ("schema_version: 2\n", "", "not a plan"),
+        ("schema_version: 3", "schema_version: 4", "reads up to 3"),
+        ("schema_version: 3", "schema_version: true", "not a plan"),
+        ("schema_version: 3\n", "", "not a plan"),
+        ("chunks: 4", "place: cloud", r"place is 'cloud'"),
         ("level: 3", "levle: 3", "unknown key 'levle'"),
         ("path: head", "path: 22", r"segments\[1\].path must be text, not 22\nYAML takes .*: write it in quotes"),
         ("chunks: 4", "chunk: 4", "unknown key 'chunk'"),
@@ -491,7 +513,7 @@ def test_summary_is_json_whatever_it_holds() -> None:
     failed = verified(passed=False, worst_name="fc.weight", worst_difference=float("nan"))
     summary = replace(MemOptSummary(None, None, None, "cpu", 3, 3, True, True), verification=failed)
     data = json.load(io.BytesIO(summary_json(HEADER, summary)), parse_constant=pytest.fail)
-    assert data["schema_version"] == 2
+    assert data["schema_version"] == 3
     assert data["summary"]["verification"]["worst_difference"] is None
 
 

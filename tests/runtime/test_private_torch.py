@@ -72,6 +72,20 @@ def test_views_share_a_storage_and_others_do_not() -> None:
     assert p.memory_of(empty) != p.memory_of(other)
 
 
+def test_holders_of_a_storage_are_tensors() -> None:
+    x = torch.zeros(4, requires_grad=True) * 2
+    assert p.holders_of(x) == 1
+    view, again = x[1:], x.detach()
+    assert p.holders_of(x) == 3
+    del view, x
+    assert p.holders_of(again) == 1
+    result = again.requires_grad_().exp()
+    assert p.holders_of(result) == 2, "its node saves it"
+    with p.FakeTensorMode():
+        fake = torch.zeros(4)
+        assert p.holders_of(fake) == 1
+
+
 def test_a_tangent_of_zeros_says_so() -> None:
     assert p.stands_for_zeros(torch._efficientzerotensor(3))
     assert not p.stands_for_zeros(torch.zeros(3))

@@ -95,6 +95,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         spent_s=time.monotonic() - started,
         phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
         waited=waited,
+        elsewhere_bytes=counted.elsewhere_bytes,
     )
     return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned)
 

@@ -117,7 +117,10 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
         return found
     assert found.budget_bytes is not None, "it was asked for"
     parts = search.all_ranges(_part(varied.high, found), found.budget_bytes)
-    ranges = (PlanRange(up_to=part.up_to, segments=part.plan.segments, packed=part.plan.packed) for part in parts)
+    ranges = (
+        PlanRange(up_to=part.up_to, segments=part.plan.segments, packed=part.plan.packed, place=part.plan.place)
+        for part in parts
+    )
     plan = Plan(by=by, ranges=tuple(ranges))
     if all(part.plan.is_empty for part in parts):
         plan = Plan()

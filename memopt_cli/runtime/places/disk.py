@@ -1,0 +1,258 @@
+"""A file in which tensors of host memory wait.
+
+It has no name, so nothing is left of it however the process ends.  One thread writes and one reads; while they do, they
+do not hold the interpreter's lock.  Where the file system can, they go past its cache, which would take the memory that
+is to be saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import queue
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from memopt_cli.runtime.places.interface import Place, Sent, say_once
+from memopt_cli.runtime.places.pool import Ranges
+
+_SECTOR: Final = 4096
+"""Bytes to whose multiples addresses, offsets and sizes are rounded, as reading and writing past the cache needs."""
+_BLOCK: Final = 4 << 20
+"""Bytes that are copied, and written or read, at a time; a multiple of the sector."""
+_PAST_CACHE: Final = getattr(os, "O_DIRECT", 0)
+
+
+class _Job:
+    """A piece of memory that is to be written to the file or read from it."""
+
+    __slots__ = ("_done", "_is_cancelled", "_turn", "address", "at", "error", "nbytes")
+
+    def __init__(self, address: int, nbytes: int, at: int) -> None:
+        self.address, self.nbytes, self.at = address, nbytes, at
+        self.error: Exception | None = None
+        self._turn = threading.Lock()
+        """Taken by the thread that does the job, or by whoever cancels it before that."""
+        self._done = threading.Event()
+        self._is_cancelled = False
+
+    def run(self, copy: Callable[[_Job, int], None]) -> None:
+        """Call ``copy`` for the start of every block, until all are copied or nobody wants them any more."""
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            for start in range(0, self.nbytes, _BLOCK):
+                if self._is_cancelled:
+                    break
+                copy(self, start)
+        except Exception as error:  # whatever it is, the thread must live on: others wait for it
+            self.error = error
+        finally:
+            self._done.set()
+
+    def wait(self) -> Exception | None:
+        """Wait until the job is done, and return what went wrong, if anything did."""
+        self._done.wait()
+        return self.error
+
+    def cancel(self) -> None:
+        """Have the memory touched no more: at once if the job has not begun, after one block otherwise."""
+        self._is_cancelled = True
+        if not self._turn.acquire(blocking=False):
+            self._done.wait()
+
+
+class _Worker:
+    """A thread that writes to the file or reads from it, one job after another."""
+
+    def __init__(self, name: str, copy: Callable[[Any, int, _Job, int], None]) -> None:
+        """Call ``copy`` with a block of memory, its address, a job, and the start of the block in that."""
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._copy = copy
+        threading.Thread(target=self._run, name=f"memopt {name}", daemon=True).start()
+
+    def put(self, job: _Job) -> None:
+        """Have ``job`` done after all earlier ones."""
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        block = mmap.mmap(-1, _BLOCK)  # it begins at a page
+        address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+        view = memoryview(block)
+        while True:
+            self._jobs.get().run(lambda job, start: self._copy(view, address, job, start))
+
+
+class Disk(Place):
+    """A file in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._ranges = Ranges()
+        self._file: int | None = None
+        self._process = os.getpid()
+        self._is_closed = False
+        """Whether it takes no more, since something went wrong."""
+        self._lock = threading.Lock()
+
+    def refusal(self, device: torch.device) -> str:
+        if not hasattr(os, "pwritev"):
+            return f"{sys.platform} cannot write to several places of a file at a time"
+        return "" if device.type == "cpu" else "only tensors in host memory are sent to the disk"
+
+    def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
+        if not self._is_open():
+            return None
+        size = -(-nbytes // _SECTOR) * _SECTOR
+        job = _Job(storage.data_ptr() + start, nbytes, self._ranges.take(size))
+        self._writer.put(job)
+        return _InFile(self, job, size)
+
+    def read(self, job: _Job) -> None:
+        """Begin ``job``, which reads what was written."""
+        self._reader.put(job)
+
+    def give(self, at: int, size: int) -> None:
+        """Let the ``size`` bytes of the file from ``at`` on be used again."""
+        self._ranges.give(at, size)
+
+    def close(self, error: Exception) -> None:
+        """Take no more, for ``error``; what is in the file can still be read."""
+        self._is_closed = True
+        say_once(
+            f"memopt cannot send tensors to a file in {self.folder} ({_said(error)}): from now on they stay where they "
+            "are, and a step takes more memory than planned. Set memopt_cli.offload_folder to a folder with more space."
+        )
+
+    def is_of_this_process(self) -> bool:
+        """Tell whether this process has its threads, and not the one of which this is a fork."""
+        return os.getpid() == self._process
+
+    def _is_open(self) -> bool:
+        with self._lock:
+            if self._file is None and not self._is_closed:
+                try:
+                    self._file = _opened(self.folder)
+                except OSError as error:
+                    self.close(error)
+                else:
+                    self._writer, self._reader = _Worker("writes", self._write), _Worker("reads", self._read)
+        return not self._is_closed
+
+    def _write(self, block: Any, address: int, job: _Job, start: int) -> None:
+        size = min(_BLOCK, job.nbytes - start)
+        ctypes.memmove(address, job.address + start, size)
+        self._move(os.pwritev, block[: -(-size // _SECTOR) * _SECTOR], job.at + start)
+
+    def _read(self, block: Any, address: int, job: _Job, start: int) -> None:
+        size = min(_BLOCK, job.nbytes - start)
+        self._move(os.preadv, block[: -(-size // _SECTOR) * _SECTOR], job.at + start)
+        ctypes.memmove(job.address + start, address, size)
+
+    def _move(self, move: Callable[[int, Any, int], int], block: Any, at: int) -> None:
+        assert self._file is not None
+        done = 0
+        while done < len(block):
+            try:
+                moved = move(self._file, [block[done:]], at + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _stop_passing_cache(self._file):
+                    raise
+                continue
+            if not moved:
+                raise OSError(errno.EIO, "the file ends too early")
+            done += moved
+
+
+def _opened(folder: str) -> int:
+    """Open a new file without a name in ``folder``, past the cache if the file system can do so."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    for past_cache in (_PAST_CACHE, 0) if _PAST_CACHE else (0,):
+        for nameless in (getattr(os, "O_TMPFILE", 0), 0):
+            try:
+                if nameless:
+                    return os.open(folder, flags | nameless | past_cache, 0o600)
+                return _unlinked(folder, flags | past_cache)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
+                    raise
+                failed = error
+    raise failed
+
+
+def _unlinked(folder: str, flags: int) -> int:
+    """Open a new file in ``folder`` and take its name away at once: not every file system makes files without one."""
+    named, path = tempfile.mkstemp(dir=folder)
+    try:
+        return os.open(path, flags)
+    finally:
+        os.close(named)
+        os.unlink(path)
+
+
+def _stop_passing_cache(file: int) -> bool:
+    """Use the cache for ``file`` from now on; ``False`` if it was used before."""
+    import fcntl  # which Windows does not have, nor a file past its cache
+
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    if not flags & _PAST_CACHE:
+        return False
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_PAST_CACHE)
+    return True
+
+
+class _InFile(Sent):
+    def __init__(self, disk: Disk, writing: _Job, size: int) -> None:
+        super().__init__(writing.nbytes)
+        self._disk, self._writing, self._size = disk, writing, size
+        self._reading: _Job | None = None
+
+    def has_gone(self) -> bool:
+        if error := self._writing.wait():
+            self._disk.close(error)
+        return error is None
+
+    def fetch(self, into: Tensor) -> None:
+        self._reading = _Job(into.data_ptr(), self.nbytes, self._writing.at)
+        self._disk.read(self._reading)
+
+    def arrived(self) -> None:
+        error = None if self._reading is None else self._reading.wait()
+        if error is not None:
+            raise RuntimeError(
+                f"memopt cannot read a tensor back from its file in {self._disk.folder} ({_said(error)}), so backward "
+                "cannot go on; run the step again with memopt_cli.offload_folder set to a folder on another disk"
+            )
+        self._reading = None
+
+    def _release(self) -> None:
+        if not self._disk.is_of_this_process():
+            return
+        self._writing.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
+        self._disk.give(self._writing.at, self._size)
+
+
+def _said(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+_disks: dict[str, Disk] = {}
+os.register_at_fork(after_in_child=_disks.clear)  # the threads stay behind, and the file is the parent's
+
+
+def disk() -> Disk:
+    """Return the file in the folder that is set now, ``memopt_cli.offload_folder`` or that of temporary files."""
+    folder = sys.modules[__name__.partition(".")[0]].offload_folder or tempfile.gettempdir()
+    if folder not in _disks:
+        _disks.setdefault(folder, Disk(folder))
+    return _disks[folder]

@@ -1,0 +1,121 @@
+"""The interface of a place where tensors wait, and the count of the bytes that wait there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+PlaceName = Literal["device", "host", "disk"]
+"""The names that plans have for places; the device is the one where a tensor is anyway."""
+PLACES: Final[tuple[PlaceName, ...]] = get_args(PlaceName)
+DEVICE: Final = "device"
+DISK: Final = "disk"
+
+
+class Sent(ABC):
+    """Bytes that are on their way to a place, wait there, or come back."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._counts: Elsewhere | None = _count
+        _count.add(nbytes)
+
+    @abstractmethod
+    def has_gone(self) -> bool:
+        """Wait until the bytes are in their place; ``False`` if they could not get there, and must stay."""
+
+    @abstractmethod
+    def fetch(self, into: Tensor) -> None:
+        """Begin to fill ``into``, of shape (nbytes,) and dtype uint8, which must live until :meth:`arrived`."""
+
+    @abstractmethod
+    def arrived(self) -> None:
+        """Wait until :meth:`fetch` has filled its tensor, if it has not.
+
+        Raises :class:`RuntimeError` if the bytes are lost.
+        """
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Stop copying, and give the room up; nothing may touch the sender's memory afterwards."""
+
+    def release(self) -> None:
+        """Forget the bytes: the sender's memory may be used again, and so may the room in the place."""
+        counts, self._counts = self._counts, None
+        if counts is not None:
+            counts.add(-self.nbytes)
+            self._release()
+
+
+class Place(ABC):
+    """A kind of memory where tensors may wait."""
+
+    @abstractmethod
+    def refusal(self, device: torch.device) -> str:
+        """Return why tensors on ``device`` stay there; empty if they can be sent."""
+
+    @abstractmethod
+    def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
+        """Begin to send ``nbytes`` of ``storage`` from byte ``start`` on; ``None`` if the place takes no more.
+
+        The storage must live, and not be written, until :meth:`Sent.has_gone` or :meth:`Sent.release`.
+        """
+
+
+class SentWithoutData(Sent):
+    """Bytes of a dry run, which come and go without being there."""
+
+    def has_gone(self) -> bool:
+        return True
+
+    def fetch(self, into: Tensor) -> None: ...
+
+    def arrived(self) -> None: ...
+
+    def _release(self) -> None: ...
+
+
+def say_once(message: str) -> None:
+    """Warn with ``message``, the first time that this process has it to say."""
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, stacklevel=1)
+
+
+_said = set[str]()
+
+
+class Elsewhere:
+    """The bytes that wait elsewhere than on their device."""
+
+    def __init__(self) -> None:
+        self.now_bytes = 0
+        self.most_bytes = 0
+        self._lock = threading.RLock()  # a tensor may die, and be counted, at any time
+
+    def add(self, nbytes: int) -> None:
+        """Add ``nbytes``, negative ones if they wait no longer."""
+        with self._lock:
+            self.now_bytes += nbytes
+            self.most_bytes = max(self.most_bytes, self.now_bytes)
+
+
+_count: Elsewhere = Elsewhere()
+
+
+@contextlib.contextmanager
+def counted_elsewhere() -> Iterator[Elsewhere]:
+    """Count the bytes that are sent in the block, by whichever thread."""
+    global _count
+    outer, _count = _count, Elsewhere()
+    try:
+        yield _count
+    finally:
+        _count = outer
