@@ -217,7 +217,7 @@ def test_what_would_be_wrong_is_refused() -> None:
         torch.autograd.grad(flat(logits), logits._head.weight, create_graph=True)  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="retain_grad"):
         logits.retain_grad()
-    with pytest.warns(UserWarning, match="sees nothing of a loss"):
+    with pytest.warns(UserWarning, match="is not called for a loss"):
         logits.register_hook(lambda g: None)
     with pytest.raises(RuntimeError, match="modifies the output"):
         logits[..., 0] = 0
