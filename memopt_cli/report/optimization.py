@@ -279,6 +279,10 @@ def in_words(plan: Plan) -> str:
     }
     said = [f"{number} {what}" for what, number in parts.items() if number]
     said += ["saved packed"] * plan.packed + ["optimizer in backward"] * plan.in_backward
+    if plan.compile is not None:
+        budget, mode = plan.compile.activation_memory_budget, plan.compile.mode
+        said = [" ".join(filter(None, ["compiled by", plan.compile.backend, mode])), *said]
+        said += [f"memory budget {budget:g}"] if budget is not None else []
     return ", ".join(said) or "no segments"
 
 

@@ -7,6 +7,7 @@ import functools
 import math
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline.fingerprints.steps import compared
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.verification import MeasuredSteps, agreement, verified_by_fingerprints
+from memopt_cli.pipeline.verification import MeasuredSteps, agreement, verified, verified_by_fingerprints
 from memopt_cli.records import (
+    CompilePlan,
     Failure,
     Fingerprint,
     InputSpec,
@@ -500,3 +502,18 @@ def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
         found = agreement(steps_of(one, plan), plan, one)
         assert found is not None
         assert found.worst_difference <= found.tolerance <= (1e-7 if precision == "fp64" else 0.1)
+
+
+@pytest.mark.slow
+def test_a_compiled_plan_is_compared_with_the_compiled_step_without_it() -> None:
+    one, how = prepared(), CompilePlan(backend="aot_eager_decomp_partition")
+    found = verified(one, replace(EXACT, compile=how))
+    assert isinstance(found, Verification)
+    assert found.passed
+    assert found.further[-1].name == "compiled by aot_eager_decomp_partition"
+    assert found.further[-1].compared > 0
+    budget = verified(one, Plan(compile=replace(how, activation_memory_budget=0.0)))
+    assert isinstance(budget, Verification)
+    if budget.passed:
+        pytest.skip("this PyTorch computes right gradients with dropout under a memory budget")
+    assert "compiles it (wrong gradients: " in budget.difference
