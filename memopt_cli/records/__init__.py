@@ -170,7 +170,7 @@ from memopt_cli.records.search import (
 )
 from memopt_cli.records.selftest import SelftestReport, SelftestRow
 from memopt_cli.records.settings import PRECISIONS, Precision, StepSettings
-from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint, RangeRow
+from memopt_cli.records.summary import CompiledRow, LevelRow, MemOptSummary, Outlook, ParetoPoint, RangeRow
 from memopt_cli.records.trace import (
     UPDATE_PHASES,
     ModuleCall,
@@ -236,6 +236,7 @@ __all__ = [
     "Collective",
     "Comparison",
     "CompilePlan",
+    "CompiledRow",
     "CompiledStep",
     "CompressorName",
     "Conditions",
