@@ -83,8 +83,11 @@ def verified_compiled(
         return StepFailed(message=error.message, hint=error.hint, exit_code=error.exit_code)
     check = FurtherCheck(name=f"compiled by {backend}", batch=told.batch, compared=told.compared)
     found = replace(found, further=(*found.further, check))
-    is_drawn = told.cause is not None and told.cause.text == RANDOM_COMPILED  # and it agrees with the same ones
-    if told.passed or is_drawn:
+    # A model that is broken into other graphs draws other random numbers in forward, and agrees with the same ones.
+    # Where outputs agree and gradients do not, backward may be wrong with the compiler's own random numbers alone.
+    has_other_outputs = any(gap.name.startswith("output") for gap in told.gaps)
+    is_drawn = has_other_outputs and told.cause is not None and told.cause.text == RANDOM_COMPILED
+    if told.passed or (is_drawn and plan.compile.activation_memory_budget is None):
         return found
     gap = told.gaps[0] if told.gaps else None
     return replace(
