@@ -31,7 +31,6 @@ from memopt_cli.records import (
     Failure,
     LevelRow,
     Measurement,
-    OutOfMemory,
     Plan,
     SegmentPlan,
     StepFailed,
@@ -180,28 +179,21 @@ class CompiledSearch:
         prepared = reference if is_first else self._with_cache()
         prepared.progress.stage(f"compiling {len(self._rows) + 1} of at most {_MOST}")
         answer = prepared.ask(MeasureJob(plan=plan))
+        if is_first:
+            self.search.found.notes += self._notes(answer)
         if not isinstance(answer, Measured):
-            row = CompiledRow(plan=plan, outcome=answer, dropped=self._why(answer))
-        else:
-            self._note(answer, plan) if is_first else None
-            row = CompiledRow(plan=plan, outcome=answer.measurement, dropped=self._beyond(answer.measurement))
-        return row if row.dropped else replace(row, dropped=self._fault(plan, prepared, reference))
+            return CompiledRow(plan=plan, outcome=answer, dropped=_why(answer))
+        dropped = self._beyond(answer.measurement) or self._fault(plan, prepared, reference)
+        return CompiledRow(plan=plan, outcome=answer.measurement, dropped=dropped)
 
-    def _note(self, plain: Measured, plan: Plan) -> None:
-        notes = self.search.found.notes
-        notes += broken_notes(plain)
+    def _notes(self, plain: Measured | Failure) -> Iterator[str]:
+        """Yield what the model compiled as it is shows of all candidates."""
+        if isinstance(plain, StepFailed):
+            yield f"{self.backend} does not compile the model: {plain.message.removesuffix('.')}. {plain.hint}".rstrip()
+        if isinstance(plain, Measured):
+            yield from broken_notes(plain)
         if off := turned_off(self.measurements.prepared):
-            notes.append(f"Compiled steps are measured with the model's own checkpointing off ({', '.join(off)}).")
-
-    def _why(self, failure: Failure) -> str:
-        match failure:
-            case TimedOut(limit_s=limit_s):
-                return f"it takes longer to compile and measure than --timeout allows, {limit_s:g} s"
-            case OutOfMemory() | StepFailed(hint=""):
-                return describe(failure)
-            case StepFailed(message=message, hint=hint):
-                return f"{message.removesuffix('.')}. {hint}"
-        return describe(failure)
+            yield f"Compiled steps are measured with the model's own checkpointing off ({', '.join(off)})."
 
     def _beyond(self, found: Measurement) -> str:
         if found.allocated_peak_bytes > self.budget_bytes:
@@ -227,6 +219,12 @@ class CompiledSearch:
             return f"{_WRONG}: {found.difference}"
         self.verifications[plan] = found
         return ""
+
+
+def _why(failure: Failure) -> str:
+    if isinstance(failure, TimedOut):
+        return f"it takes longer to compile and measure than --timeout allows, {failure.limit_s:g} s"
+    return describe(failure)
 
 
 def _seconds(row: CompiledRow) -> float:
