@@ -11,16 +11,20 @@ import pytest
 import torch
 from torch import nn
 
+import memopt_cli
 from memopt_cli.errors import NothingFitsError, OptionError
+from memopt_cli.files.contents import read_plan
 from memopt_cli.pipeline import optimize
 from memopt_cli.pipeline.plans import compiled
 from memopt_cli.pipeline.plans.compiled import CompiledSearch
+from memopt_cli.pipeline.plans.goal import GoalSearch
 from memopt_cli.records import (
     Budget,
     CompiledRow,
     CompilePlan,
     DimRange,
     InputSpec,
+    LevelRow,
     Measurement,
     MemOptSummary,
     ModelSource,
@@ -34,6 +38,7 @@ from memopt_cli.records import (
     TimedOut,
 )
 from memopt_cli.records.progress import Progress
+from memopt_cli.runtime.private_torch import is_compiled
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.search.plan.questions import Priced
 from tests.pipeline import measurements
@@ -195,6 +200,24 @@ def test_the_fastest_that_fits_is_the_answer(tmp_path: Path) -> None:
     if summary.plan.compile is not None:
         checks = [check.name for check in summary.verification.further]
         assert checks[-1:] == ([f"compiled by {BACKEND}"] if summary.plan.segments else checks[-1:])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+def test_where_nothing_else_fits_a_compiled_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(self: GoalSearch, budget_bytes: int) -> LevelRow:
+        raise NothingFitsError("no eager plan fits")
+
+    monkeypatch.setattr(GoalSearch, "within", nothing)
+    monkeypatch.setattr(CompiledSearch, "_budgets", lambda self: iter(()))
+    summary = optimized(requested(tmp_path, 0.85))
+    assert summary.plan is not None
+    assert summary.plan.compile is not None
+    assert summary.advice is None
+    assert read_plan(tmp_path / "net.memopt.plan.yaml")[1] == summary.plan
+    loaded = memopt_cli.load(tmp_path / "net.memopt.pt")
+    assert is_compiled(loaded)
+    assert memopt_cli.plan_of(loaded) == summary.plan
 
 
 @pytest.mark.slow
